@@ -8,7 +8,7 @@ import re
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,11 +48,16 @@ LEAST_MEMORY_MB = 64
 """MiB without which no cloud image boots; who asks for less is told so."""
 NOTIFIED = 'NOTIFIED TARGET, {compute}, OF INSTANCE {instance}'
 """What is said of each that is placed, as in 2019."""
+QUEUED = 'QUEUED INSTANCE {instance}'
+"""What is said of each that waits in a queue."""
 STDIN = '-'
 CLOUD_CONFIG = b'#cloud-config'
 LARGE = 256
 """Computes: of more a few are asked about first. About a hundred placement answers nearly as fast as about one,
 and what so few hint is soon stale: with eight requesters a create took 1.4 questions, and they were spread worse."""
+
+Begun = dict[str, str | None]
+"""What is known of an instance that is placed or queued."""
 
 
 def _create(do: Context) -> int:
@@ -106,65 +111,57 @@ def _place(do: Context, order: Order) -> int:
     except UnknownOutcome as error:
         do.out.say(f'{error}; {again}')
         return UnknownOutcome.exit_code
-    return _tell(do, wanted, delivered)
-
-
-def _tell(do: Context, wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome]) -> int:
-    """Say where they are, and wait for them if that was asked; the exit code. Ctrl-C ends no more than this command."""
-    in_table, is_put = do.form == TABLE, False
-    begun: list[dict[str, str | None]] = [
+    begun: list[Begun] = [
         {'instance': name, 'compute': each.compute, 'host': None, 'name': wanted.instances[name]}
         for name, each in delivered.items()
     ]
+    places = [f'instance {name} was placed on {each.compute}' for name, each in delivered.items()]
+    several = f'{len(places)} instances were placed: --uuid {instance} says where'
+    return _tell(do, begun, lambda: _remarks(do, wanted, delivered), places[0] if wanted.count == 1 else several)
+
+
+def _tell(do: Context, begun: Sequence[Begun], remarks: Callable[[], Iterable[str]], unwritten: str = '') -> int:
+    """Print what is begun, say what else there is to say, and wait for it if that was asked; the exit code.
+
+    Ctrl-C ends no more than this command. `unwritten` is what an error says first where stdout cannot be written.
+    """
+    is_put = False
 
     def put() -> None:
+        """Print lines for people, the document for programs."""
         nonlocal is_put
         is_put = True
         try:
-            _put(do, [NOTIFIED.format(**each) for each in begun], begun)
+            if do.form == TABLE:
+                do.put_lines([(NOTIFIED if each.get('compute') else QUEUED).format(**each) for each in begun])
+            else:
+                do.out.put(_as_document(do, begun))
         except OSError as error:
-            reason = f'but stdout cannot be written: {error.strerror}'
-            places = [f'instance {name} was placed on {each.compute}' for name, each in delivered.items()]
-            again = f'--uuid {wanted.instance} says where'
-            said = places[0] if wanted.count == 1 else f'{len(places)} instances were placed: {again}'
-            raise EcompError(f'{said}, {reason}') from error
+            if not unwritten:
+                raise
+            raise EcompError(f'{unwritten}, but stdout cannot be written: {error.strerror}') from error
 
     try:
-        if not in_table:  # else only once it is notified
+        placed = [each for each in begun if each.get('compute')]
+        if do.form != TABLE and placed:  # else only once it is notified
             known = do.name_computes()
-            for each in begun:
+            for each in placed:
                 each['host'] = known.host(each['compute'] or '')
-        if in_table or do.options.wait is None:
+        if do.form == TABLE or do.options.wait is None:
             put()
-        for line in _remarks(wanted, delivered):
+        for line in remarks():
             do.out.say(line)
-        do.called |= {instance: name for instance, name in wanted.instances.items() if name}
-        if sys.stderr.isatty() and in_table:  # for people: scripts have the uuids
-            for line in where(wanted, delivered, do.name_computes()):
-                do.out.say(line)
+        do.called |= {each['instance'] or '': each['name'] for each in begun if each['name']}
         do.close()
         return 0 if do.options.wait is None else _waited(do, begun)
     except KeyboardInterrupt:
         if not is_put:
             put()  # whoever reads this has its uuid from nowhere else
-        return _goes_on(do, delivered)
+        do.out.say(f'interrupted, and it goes on: {do.typed} wait {" ".join(each["instance"] or "" for each in begun)}')
+        return StillGoing.exit_code
 
 
-def _put(do: Context, lines: Sequence[str], begun: Sequence[Mapping[str, str | None]]) -> None:
-    """Print what is begun: lines for people, the document for programs. OSError."""
-    if do.form == TABLE:
-        do.put_lines(lines)
-    else:
-        do.out.put(_as_document(do, begun))
-
-
-def _goes_on(do: Context, instances: Iterable[str]) -> int:
-    """Say that these are on their way whatever becomes of this command; the exit code."""
-    do.out.say(f'interrupted, and it goes on: {do.typed} wait {" ".join(instances)}')
-    return StillGoing.exit_code
-
-
-def _waited(do: Context, begun: Sequence[Mapping[str, str | None]]) -> int:
+def _waited(do: Context, begun: Sequence[Begun]) -> int:
     """Wait for what was asked for, and tell programs of it now, when all is known; the exit code."""
     from ecomp.cli.change import reach  # for those who wait
     from ecomp.store.places import Index
@@ -205,27 +202,18 @@ def _enqueue(do: Context, order: Order) -> int:
         return EcompError.exit_code
     finally:
         do.close()
-    queued: dict[str, str | None] = {'instance': instance, 'flavor': flavor.name, 'name': do.options.name}
-    said, is_put = f'QUEUED INSTANCE {instance}', False
-    try:
-        if there is not None and (compute := there.record.compute):
-            known = do.name_computes()
-            queued = {'instance': instance, 'compute': compute, 'host': known.host(compute), 'name': do.options.name}
-            said = NOTIFIED.format(**queued)
-        if do.form == TABLE or do.options.wait is None:
-            is_put = True
-            _put(do, [said], [queued])
+    compute = there.record.compute if there is not None else ''
+    where = {'compute': compute, 'host': None} if compute else {'flavor': flavor.name}
+
+    def remarks() -> Iterator[str]:
+        if compute:
+            do.name_computes()  # for what is said of the wait
         if not is_new:
-            do.out.say(f'{instance} was requested before: nothing is changed')
+            yield f'{instance} was requested before: nothing is changed'
         elif no_taker is not None:
-            do.out.say(f'it waits: {no_taker}')
-        if do.options.name is not None:
-            do.called[instance] = do.options.name
-        return 0 if do.options.wait is None else _waited(do, [queued])
-    except KeyboardInterrupt:
-        if not is_put:
-            _put(do, [said], [queued])
-        return _goes_on(do, [instance])
+            yield f'it waits: {no_taker}'
+
+    return _tell(do, [{'instance': instance, **where, 'name': do.options.name}], remarks)
 
 
 def _plan(do: Context) -> int:
@@ -304,15 +292,17 @@ def _as_document(do: Context, value: object) -> str:
     return document(value, do.form)
 
 
-def _remarks(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome]) -> list[str]:
-    """What else there is to say of it, a line each."""
-    said = [f'{name} was requested before: nothing is changed' for name, each in delivered.items() if each.again]
-    if not said and len(delivered) < wanted.count:
-        said.append(f'{len(delivered)} of {wanted.count} are placed: there is no room, or no quota, for more')
+def _remarks(do: Context, wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome]) -> Iterator[str]:
+    """What else there is to say of what is placed, a line each."""
+    again = [name for name, each in delivered.items() if each.again]
+    yield from (f'{name} was requested before: nothing is changed' for name in again)
+    if not again and len(delivered) < wanted.count:
+        yield f'{len(delivered)} of {wanted.count} are placed: there is no room, or no quota, for more'
     memory = re.search(r'\bMEMORY_MB:(\d+)', wanted.query or '')
     if memory and int(memory[1]) < LEAST_MEMORY_MB:
-        said.append(f'{memory[0]}: a cloud image does not boot in less than {LEAST_MEMORY_MB} MiB')
-    return said
+        yield f'{memory[0]}: a cloud image does not boot in less than {LEAST_MEMORY_MB} MiB'
+    if sys.stderr.isatty() and do.form == TABLE:  # for people: scripts have the uuids
+        yield from where(wanted, delivered, do.name_computes())
 
 
 def where(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome], known: Naming) -> list[str]:
