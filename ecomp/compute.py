@@ -1,6 +1,6 @@
 """ecompute's front door: configuration, signals, exit codes.
 
-Imports of h2, requests and libvirt are inside the functions that need them, for every spawned worker imports this
+Imports of h2 and libvirt are inside the functions that need them, for every spawned worker imports this
 module anew.
 """
 

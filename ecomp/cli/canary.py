@@ -29,7 +29,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.change import destroy, remove
 from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage, wait_until_gone
 from ecomp.scheduler.looking.find import find
-from ecomp.scheduler.looking.hosts import compute_of, no_such
+from ecomp.scheduler.looking.hosts import no_such
 from ecomp.scheduler.operating.flavors import with_flavor
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.explain import lacking
@@ -211,7 +211,7 @@ class Canaries:
         # What is wrong with the query is no fault of a host.
         for asked in candidates(do.placement, self._plan.query).candidates:
             check_complete(asked)
-        only = options.on and compute_of(do.store, lambda: do.placement, options.on)
+        only = options.on and do.compute(options.on)
         there = [
             Canary(each.compute, each.hostname, do.computes.called(each.compute), why=_why_none(each))
             for each in hosts

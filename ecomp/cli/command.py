@@ -192,6 +192,12 @@ class Context:
         self.called.setdefault(instance, word)
         return instance
 
+    def compute(self, word: str) -> str:
+        """The uuid of the compute that a word means. See compute_of()."""
+        from ecomp.scheduler.looking.hosts import compute_of
+
+        return compute_of(self.store, lambda: self.placement, word)
+
     @cached_property
     def among(self) -> Index | None:
         """Where all instances are, for a command whose words are instances: read once, if there are several of them.

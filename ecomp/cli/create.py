@@ -260,9 +260,8 @@ def _query(do: Context) -> str:
         _check_whole(flavor, query)
     if on is not None:
         from ecomp.model.query import on_one
-        from ecomp.scheduler.looking.hosts import compute_of
 
-        query = on_one(query, compute_of(do.store, lambda: do.placement, on))
+        query = on_one(query, do.compute(on))
     return query
 
 

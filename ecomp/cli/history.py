@@ -183,8 +183,16 @@ class StageTime(NamedTuple):
     took: float | None
 
 
-def reached(record: Record, number: int | None = None) -> list[StageTime]:
-    """The stages of one boot of an instance, the last one for None, in their order; last, if it failed, `error`."""
+class Timeline(NamedTuple):
+    """The stages of one boot of an instance in their order; last, if it failed, `error`. `boot` None: it has none."""
+
+    record: Record
+    boot: Boot | None
+    stages: Sequence[StageTime]
+
+
+def timeline(record: Record, number: int | None = None) -> Timeline:
+    """The timeline of an instance's boot of this number, the last one for None."""
     boot = numbered(record.known_boots, number)
     stages = record.stages if boot is None else boot.stages
     if boot is not None and boot.number == 1:
@@ -196,21 +204,21 @@ def reached(record: Record, number: int | None = None) -> list[StageTime]:
     for number, (stage, when) in enumerate(times):
         found.append(StageTime(stage, stages[stage], when - first, when - before if number else None))
         before = when
-    return found
+    return Timeline(record, boot, found)
 
 
-def percentiles(timelines: Sequence[Sequence[StageTime]]) -> dict[str, dict[str, float]]:
+def percentiles(timelines: Sequence[Timeline]) -> dict[str, dict[str, float]]:
     """{stage: {'instances': how many reached it, 'p50': seconds, …}}, by nearest rank.
 
     `total` is from the first stage to the last one that any of them has reached.
     """
     samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, ERROR)}
     for each in timelines:
-        for stage in each:
+        for stage in each.stages:
             if stage.took is not None:
                 samples[stage.stage].append(stage.took)
     last = next((stage for stage in reversed(STAGES) if samples[stage]), None)
-    samples[TOTAL] = [stage.at for each in timelines for stage in each if stage.stage == last]
+    samples[TOTAL] = [stage.at for each in timelines for stage in each.stages if stage.stage == last]
     return {
         stage: {'instances': len(took), **{name: _percentile(took, part) for name, part in PERCENTILES.items()}}
         for stage, took in samples.items()
@@ -223,14 +231,12 @@ def drawn(records: Sequence[Record], look: Look, number: int | None = None) -> s
 
     It is as wide as the terminal. Of several also the percentiles.
     """
-    boots, timelines = _of_boot(records, number)
-    longest = max((stage.at for each in timelines for stage in each), default=0.0)
+    timelines = [timeline(each, number) for each in records]
+    longest = max((stage.at for each in timelines for stage in each.stages), default=0.0)
     width = WIDTH if look.width is None else max(look.width - BESIDE, LEAST)
     short = {} if look.width is None else short_uuids(record.instance for record in records)
-    parts = [
-        _bars(short.get(record.instance, record.instance), record, boot, stages, longest, width)
-        for record, boot, stages in zip(records, boots, timelines, strict=True)
-    ]
+    called = [short.get(record.instance, record.instance) for record in records]
+    parts = [_bars(name, each, longest, width) for name, each in zip(called, timelines, strict=True)]
     end = _words(longest)
     parts[-1] += f'\n{"":21}0 s{end:>{width - 1}}'
     if len(records) > 1:
@@ -243,9 +249,8 @@ def drawn(records: Sequence[Record], look: Look, number: int | None = None) -> s
     return '\n\n'.join(parts)
 
 
-def _bars(
-    called: str, record: Record, boot: Boot | None, stages: Sequence[StageTime], longest: float, width: int
-) -> str:
+def _bars(called: str, shown: Timeline, longest: float, width: int) -> str:
+    record, boot, stages = shown
     first = printable(f'  {stages[0].stage} {stages[0].time}') if stages else ''
     is_later = boot is not None and boot.number > 1
     which = printable(f'  boot {boot.number}, {boot.reason}') if boot is not None and is_later else ''
@@ -272,7 +277,7 @@ def _bar(begin: float, end: float, longest: float, width: int) -> str:
 
 def timeline_to_dict(records: Sequence[Record], number: int | None = None) -> dict[str, Any]:
     """The same, as users see it in JSON: seconds to the millisecond."""
-    boots, timelines = _of_boot(records, number)
+    timelines = [timeline(each, number) for each in records]
 
     def as_dict(each: StageTime) -> dict[str, object]:
         took = None if each.took is None else round(each.took, 3)
@@ -284,19 +289,12 @@ def timeline_to_dict(records: Sequence[Record], number: int | None = None) -> di
             **{'boot': boot.number if boot else None, 'reason': boot.reason if boot else None},
             'stages': [as_dict(each) for each in stages],
         }
-        for record, boot, stages in zip(records, boots, timelines, strict=True)
+        for record, boot, stages in timelines
     ]
     rounded = {
         stage: {name: round(value, 3) for name, value in each.items()} for stage, each in percentiles(timelines).items()
     }
     return {'instances': instances, 'percentiles': rounded}
-
-
-def _of_boot(
-    records: Sequence[Record], number: int | None
-) -> tuple[list[Boot | None], list[list[StageTime]]]:
-    """The boot of this number of each, and its stages."""
-    return [numbered(each.known_boots, number) for each in records], [reached(each, number) for each in records]
 
 
 def _percentile(values: Sequence[float], part: float) -> float:
@@ -319,6 +317,7 @@ def _words(seconds: float) -> str:
 
 
 def _events(do: Context) -> int:
+    from ecomp.model.events import as_object
     from ecomp.scheduler.looking.find import resolve
     from ecomp.store.history import History
 
@@ -336,7 +335,7 @@ def _events(do: Context) -> int:
             for event in _told(do, history):
                 if not wanted or event.instance in wanted:
                     silent.discard(event.instance)
-                    yield _as_json(event) if do.form == JSON else in_words.line(event)
+                    yield dump(as_object(event)) if do.form == JSON else in_words.line(event)
             seen = history.upcoming
         finally:
             history.close()
@@ -407,12 +406,6 @@ class Lines:
         who = event.name or self._names.get(event.instance) or event.instance
         when = f'{self._last:24}' + (' ' if is_known else '~')
         return printable(f'{when} {who}: {event.says}' if who else f'{when} {event.says}')
-
-
-def _as_json(event: Event) -> str:
-    from ecomp.model.events import as_object
-
-    return dump(as_object(event))
 
 
 _FORM = 'table or json, which is one JSON object a line. Without: table'

@@ -96,32 +96,32 @@ def _list(do: Context) -> int:
     pick = _pick(do)
     with_gone = do.options.all or GONE in (pick.states or ())
 
-    if not do.options.watch:
+    def read() -> tuple[list[Record], Computes, list[EcompError]]:
         records, unreadable = all_records(do.store, with_gone)
         known = computes(do.store)
-        chosen = _with_claims(do, pick.of(records), known)
-        if not chosen and do.options.host is not None:
-            with suppress(Unreachable):  # the table is etcd's, and empty
-                check_there(known, lambda: do.placement, do.options.host)
-        if not chosen and do.options.group is not None:
-            from ecomp.cli.sharing import read_group
-
-            read_group(do.store, do.options.group)
-        code = do.show(as_list(chosen, known), unreadable)
-        for line in _unserved(chosen, lambda: known):
-            do.out.say(line)
-        return code
+        return _with_claims(do, pick.of(records), known), known, unreadable
 
     def drawing() -> Drawing:
-        records, unreadable = all_records(do.store, with_gone)
-        known = computes(do.store)
-        chosen = _with_claims(do, pick.of(records), known)
+        chosen, known, unreadable = read()
         # The terminal may have become another one meanwhile.
         table = rendered(as_list(chosen, known), look(do.options))
         return Drawing(table, [*map(str, unreadable), *_unserved(chosen, lambda: known)])
 
-    watch(do.config.etcd, (keys.INSTANCES, keys.HOSTS, keys.QUEUES), drawing, do.out.draw)
-    return 0
+    if do.options.watch:
+        watch(do.config.etcd, (keys.INSTANCES, keys.HOSTS, keys.QUEUES), drawing, do.out.draw)
+        return 0
+    chosen, known, unreadable = read()
+    if not chosen and do.options.host is not None:
+        with suppress(Unreachable):  # the table is etcd's, and empty
+            check_there(known, lambda: do.placement, do.options.host)
+    if not chosen and do.options.group is not None:
+        from ecomp.cli.sharing import read_group
+
+        read_group(do.store, do.options.group)
+    code = do.show(as_list(chosen, known), unreadable)
+    for line in _unserved(chosen, lambda: known):
+        do.out.say(line)
+    return code
 
 
 def _with_claims(do: Context, records: Sequence[Record], known: Computes) -> list[Record]:
@@ -134,10 +134,9 @@ def _with_claims(do: Context, records: Sequence[Record], known: Computes) -> lis
 
 def _pick(do: Context) -> Pick:
     from ecomp.model.host import Pick
-    from ecomp.scheduler.looking.hosts import compute_of
 
     asked = do.options
-    compute = None if asked.host is None else compute_of(do.store, lambda: do.placement, asked.host)
+    compute = None if asked.host is None else do.compute(asked.host)
     return Pick(asked.states, compute, asked.project, asked.group, asked.name)
 
 

@@ -38,9 +38,9 @@ def _hosts(do: Context) -> int:
 def _host_show(do: Context) -> int:
     from ecomp.cli.inspect import as_list
     from ecomp.scheduler.looking.find import all_records
-    from ecomp.scheduler.looking.hosts import all_hosts, compute_of
+    from ecomp.scheduler.looking.hosts import all_hosts
 
-    meant, code = do.find_each(lambda word: compute_of(do.store, lambda: do.placement, word))
+    meant, code = do.find_each(do.compute)
     every, unreadable = all_hosts(do.store, do.placement)
     found = [each for each in every if each.compute in meant]
     for missing in dict.fromkeys(meant):
@@ -59,13 +59,12 @@ def _host_show(do: Context) -> int:
 
 
 def _host_status(do: Context) -> int:
-    from ecomp.scheduler.looking.hosts import compute_of
     from ecomp.scheduler.operating.decommission import disable, drained, enable, inhabitants
 
     outcomes = Outcomes(do, do.words, compute=None)
 
     def change(word: str) -> bool:
-        there = compute_of(do.store, lambda: do.placement, word)
+        there = do.compute(word)
         outcomes.tell(word, compute=there)
         if do.name == 'host enable':
             outcomes.tell(word, enable(do.store, do.placement, there, word))
@@ -85,13 +84,12 @@ def _host_status(do: Context) -> int:
 
 
 def _host_forget(do: Context) -> int:
-    from ecomp.scheduler.looking.hosts import compute_of
     from ecomp.scheduler.operating.decommission import forget
 
     outcomes = Outcomes(do, do.words, compute=None)
 
     def forget_one(word: str) -> None:
-        there = compute_of(do.store, lambda: do.placement, word)
+        there = do.compute(word)
         outcomes.tell(word, compute=there)
         try:
             told, fenced = partial(outcomes.tell, word), do.options.fenced

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ecomp.cli.history import WIDTH, drawn, percentiles, reached, timeline_to_dict
+from ecomp.cli.history import WIDTH, drawn, percentiles, timeline, timeline_to_dict
 from ecomp.cli.tables import Look
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, STAGES, Record
 
@@ -112,12 +112,12 @@ def test_on_a_terminal_it_is_as_wide_as_that(width: int) -> None:
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:
-    timelines = [reached(record(FAST, ACTIVE, float(number))) for number in range(1, 41)]
+    timelines = [timeline(record(FAST, ACTIVE, float(number))) for number in range(1, 41)]
     assert percentiles(timelines) == {
         'scheduled': {'instances': 40, 'p50': 20.0, 'p95': 38.0},
         'total': {'instances': 40, 'p50': 20.0, 'p95': 38.0},
     }
-    assert percentiles([[]]) == {}
+    assert percentiles([timeline(replace(record(), stages={}))]) == {}
 
 
 def test_json_has_the_same() -> None:
