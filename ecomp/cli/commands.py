@@ -73,10 +73,10 @@ class _Commands(Mapping[str, Command]):
 COMMANDS: Mapping[str, Command] = _Commands()
 """Every command by its name, in the order of the help. A name may have two words, and has no = in it."""
 FAMILY_WORDS: Mapping[str, Sequence[str]] = {
-    first: [name for name in COMMANDS if name.startswith(f'{first} ')]
+    first: [name.partition(' ')[2] for name in COMMANDS if name.startswith(f'{first} ')]
     for first in dict.fromkeys(name.partition(' ')[0] for name in COMMANDS if ' ' in name)
 }
-"""The names of two words by their first, which says nothing alone."""
+"""The second words of commands by their first, which says nothing alone."""
 NAMES = tuple(name for name in COMMANDS if name != QUERY)
 """What a command line may begin with, beside a query and an instance."""
 
@@ -150,7 +150,7 @@ def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]
 
 def _half(first: str, second: str | None = None, *_: str) -> UsageError:
     """What to say of the first word of several commands, with a second that is of none of them."""
-    seconds = [each.partition(' ')[2] for each in FAMILY_WORDS[first]]
+    seconds = FAMILY_WORDS[first]
     known = f'{first} has {", ".join(seconds[:-1])} and {seconds[-1]}'
     if second is None:
         return UsageError(f'{first!r} alone is not a command: {known}; eschedule help {first} says what each does')
@@ -179,8 +179,9 @@ def _command_to_explain(argv: Sequence[str]) -> str:
 def help_of(name: str) -> str:
     """The help of a command, by its name in COMMANDS; of several by their first word; of all of them for ''."""
     if name in FAMILY_WORDS:
-        lines = [f'usage: eschedule {name} …', '', *(_line(COMMANDS[each]) for each in FAMILY_WORDS[name]), '']
-        return '\n'.join([*lines, f'`eschedule {name} … --help` says all about one of them.']) + '\n'
+        lines = [_line(COMMANDS[f'{name} {each}']) for each in FAMILY_WORDS[name]]
+        more = f'`eschedule {name} … --help` says all about one of them.'
+        return '\n'.join([f'usage: eschedule {name} …', '', *lines, '', more]) + '\n'
     return _help_of_one(COMMANDS[name]) if name else _help_of_all()
 
 
@@ -331,9 +332,9 @@ def _help(do: Context) -> int:
 
 
 def _completion(do: Context) -> int:
-    from ecomp.cli.completion import script  # for those who ask for it
+    from ecomp.cli.completion import script  # which imports this
 
-    do.out.put(script(do.words[0], COMMANDS).rstrip('\n'))
+    do.out.put(script(do.words[0]).rstrip('\n'))
     return 0
 
 

@@ -7,9 +7,10 @@ offered that a shell would read as more than a word.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ecomp.cli.command import QUERY, Command
+from ecomp.cli.commands import COMMANDS, FAMILY_WORDS, NAMES
 from ecomp.cli.inspect import COLUMNS, MORE, REASON
 from ecomp.cli.options import OPTIONS, SHELLS, Option
 from ecomp.model.record import QUEUED, STAGES, STATES
@@ -24,6 +25,8 @@ LIVE: Mapping[str, str] = {
 }
 """What is asked for each kind of words. Of two columns both may be typed."""
 
+FIRST_WORDS = tuple(dict.fromkeys(name.partition(' ')[0] for name in NAMES))
+
 FILES, FREE = 'files', 'free'
 """Kinds of values of options: a file; nothing that is known."""
 
@@ -35,9 +38,9 @@ SAFE = '[A-Za-z0-9._-]'
 """Of these characters alone is what is offered of what etcd holds."""
 
 
-def script(shell: str, commands: Mapping[str, Command]) -> str:
+def script(shell: str) -> str:
     """Return the script for one of SHELLS, to be read by it."""
-    return _fish(commands) if shell == 'fish' else _posix(shell, commands)
+    return _fish() if shell == 'fish' else _posix(shell)
 
 
 def words_of(command: Command) -> str:
@@ -184,23 +187,23 @@ if [ "${funcstack[1]}" = _eschedule ]; then _eschedule "$@"; else compdef _esche
 """
 
 
-def _posix(shell: str, commands: Mapping[str, Command]) -> str:
-    seconds = _seconds(commands)
-    flags = {name: ' '.join(flag for each in row.takes() for flag in each.flags) for name, row in commands.items()}
+def _posix(shell: str) -> str:
+    flags = {name: ' '.join(flag for each in row.takes() for flag in each.flags) for name, row in COMMANDS.items()}
     made = POSIX.format(
         name=shell,
         safe=SAFE,
         flags=_cases({f"'{name}'": f'echo {listed} --help' for name, listed in flags.items()}),
-        words=_cases({f"'{name}'": f'echo {kind}' for name, row in commands.items() if (kind := _kind(row))}),
+        words=_cases({f"'{name}'": f'echo {kind}' for name, row in COMMANDS.items() if (kind := _kind(row))}),
         values=_cases({
             ' | '.join(row.flags): f"echo '{kind}'"
             for field, rows in OPTIONS.items() for row in rows if (kind := values_of(field, row))
         }),
         live=_cases({kind: f'_eschedule_asked "$@" {asked}' for kind, asked in LIVE.items()}),
-        first=' '.join(_first_words(commands)),
-        families=' | '.join(seconds),
+        first=' '.join(FIRST_WORDS),
+        families=' | '.join(FAMILY_WORDS),
         seconds=_cases({
-            f'{first}// | help/{first}/': f"echo '{' '.join(each)}' | tr ' ' '\\n'" for first, each in seconds.items()
+            f'{first}// | help/{first}/': f"echo '{' '.join(each)}' | tr ' ' '\\n'"
+            for first, each in FAMILY_WORDS.items()
         }, 16),
     )  # fmt: skip
     return f'#compdef eschedule\n{made}{ZSH}' if shell == 'zsh' else made + BASH
@@ -208,18 +211,6 @@ def _posix(shell: str, commands: Mapping[str, Command]) -> str:
 
 def _kind(command: Command) -> str:
     return {'help': 'commands', 'completion': f"'={' '.join(SHELLS)}'"}.get(command.name, words_of(command))
-
-
-def _first_words(commands: Iterable[str]) -> Iterable[str]:
-    return dict.fromkeys(name.partition(' ')[0] for name in commands if name != QUERY)
-
-
-def _seconds(commands: Mapping[str, Command]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for first, _, second in (name.partition(' ') for name in commands):
-        if second:
-            found.setdefault(first, []).append(second)
-    return found
 
 
 def _cases(each: Mapping[str, str], indent: int = 8) -> str:
@@ -279,9 +270,9 @@ complete -c eschedule -f
 """
 
 
-def _fish(commands: Mapping[str, Command]) -> str:
-    seconds, rows = _seconds(commands), list[str]()
-    for name, row in commands.items():
+def _fish() -> str:
+    rows = list[str]()
+    for name, row in COMMANDS.items():
         first, _, second = name.partition(' ')
         if second:
             rows.append(_row(f'__eschedule_is {first} "help {first}"', f'-a {second}', row.summary))
@@ -292,17 +283,17 @@ def _fish(commands: Mapping[str, Command]) -> str:
             rows.append(_row('test -z (__eschedule_command); and string length -q -- (commandline -ct)', _asked(kind)))
         elif kind:
             rows.append(_row(f'__eschedule_is "{name}"', _asked(kind)))
-    for first in seconds:
-        rows.append(_row('test -z (__eschedule_command)', f'-a {first}', f'{", ".join(seconds[first])}'))
-    rows.append(_row('__eschedule_is help', f'-a "{" ".join(_first_words(commands))}"'))
+    for first, seconds in FAMILY_WORDS.items():
+        rows.append(_row('test -z (__eschedule_command)', f'-a {first}', ', '.join(seconds)))
+    rows.append(_row('__eschedule_is help', f'-a "{" ".join(FIRST_WORDS)}"'))
     rows.append(_row('__eschedule_is completion', f'-a "{" ".join(SHELLS)}"'))
     for field, options in OPTIONS.items():
-        takers = [f'"{name}"' for name, row in commands.items() if field in {*row.options, 'config'}]
+        takers = [f'"{name}"' for name, row in COMMANDS.items() if field in {*row.options, 'config'}]
         for option in options:
             rows.append(_row(f'__eschedule_is {" ".join(takers)}', *_option(field, option), option.help))
     valued = ' '.join(flag for field, each in OPTIONS.items() for row in each if values_of(field, row)
                       for flag in row.flags if flag != '--wait')  # fmt: skip
-    return FISH.format(valued=valued, families=' '.join(seconds), safe=SAFE, rows='\n'.join(rows))
+    return FISH.format(valued=valued, families=' '.join(FAMILY_WORDS), safe=SAFE, rows='\n'.join(rows))
 
 
 def _option(field: str, row: Option) -> list[str]:
