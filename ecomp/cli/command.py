@@ -339,8 +339,8 @@ class Outcomes:
         try:
             self.in_turn(left, lambda word: accepted.extend([word] if ask(word) else []))
         except KeyboardInterrupt:
-            kind = self._do.name.partition(' ')[0]
-            show = f'{kind} show' if kind in ('host', 'flavor', 'quota') else 'show'
+            kind, space, _ = self._do.name.partition(' ')
+            show = f'{kind} show' if space else 'show'
             rest = f', and of {len(left) - 1} more nothing was asked' if len(left) > 1 else ''
             may = f'{left[0]}: it may have been accepted: {self._do.typed} {show} {left[0]} says{rest}'
             raise EcompError(f'interrupted; {may}') from None

@@ -26,6 +26,7 @@ LIVE: Mapping[str, str] = {
 """What is asked for each kind of words. Of two columns both may be typed."""
 
 FIRST_WORDS = tuple(dict.fromkeys(name.partition(' ')[0] for name in NAMES))
+"""What commands begin with, in the order of the help."""
 
 FILES, FREE = 'files', 'free'
 """Kinds of values of options: a file; nothing that is known."""
