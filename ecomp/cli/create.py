@@ -203,7 +203,7 @@ def _enqueue(do: Context, order: Order) -> int:
     finally:
         do.close()
     compute = there.record.compute if there is not None else ''
-    where = {'compute': compute, 'host': None} if compute else {'flavor': flavor.name}
+    place = {'compute': compute, 'host': None} if compute else {'flavor': flavor.name}
 
     def remarks() -> Iterator[str]:
         if compute:
@@ -213,7 +213,7 @@ def _enqueue(do: Context, order: Order) -> int:
         elif no_taker is not None:
             yield f'it waits: {no_taker}'
 
-    return _tell(do, [{'instance': instance, **where, 'name': do.options.name}], remarks)
+    return _tell(do, [{'instance': instance, **place, 'name': do.options.name}], remarks)
 
 
 def _plan(do: Context) -> int:
@@ -301,10 +301,10 @@ def _remarks(do: Context, wanted: SetOrder, delivered: Mapping[str, DeliveryOutc
     if memory and int(memory[1]) < LEAST_MEMORY_MB:
         yield f'{memory[0]}: a cloud image does not boot in less than {LEAST_MEMORY_MB} MiB'
     if sys.stderr.isatty() and do.form == TABLE:  # for people: scripts have the uuids
-        yield from where(wanted, delivered, do.name_computes())
+        yield from _hosts_of(wanted, delivered, do.name_computes())
 
 
-def where(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome], known: Naming) -> list[str]:
+def _hosts_of(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome], known: Naming) -> list[str]:
     """Which of them are on which host, a line each."""
     there: dict[str, list[str]] = {}
     for instance, each in delivered.items():
