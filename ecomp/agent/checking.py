@@ -54,7 +54,7 @@ def no_images(config: ComputeConfig) -> str:
 def _machine(config: ComputeConfig, has_placement: bool) -> health.Machine:
     there, why, no_library = None, '', ''
     try:
-        from ecomp.virt.looking import look
+        from ecomp.virt.libvirt_host import look
     except UsageError as error:
         no_library = str(error)
     else:

@@ -14,8 +14,7 @@ from tests.functional.libvirt_host import LibvirtHost
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt.filters import Filters
-from ecomp.virt.libvirt_host import Libvirt
-from ecomp.virt.looking import look
+from ecomp.virt.libvirt_host import Libvirt, look
 
 MACVTAP = "<network><name>odd</name><forward mode='bridge'><interface dev='lo'/></forward></network>"
 OPEN_VSWITCH = """<network><name>odd</name><forward mode='bridge'/><bridge name='ovsbr0'/>
