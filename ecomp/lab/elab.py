@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,10 +22,107 @@ from pathlib import Path
 from ecomp import __version__, log, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.lab import certs, control, foreground, guest, machine, plane, shell, state
+from ecomp.lab import certs, control, foreground, guest, machine, state
 from ecomp.lab.hosts import LabHost
-from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, check_name
+from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, check_name
 from ecomp.lab.state import Lab
+
+RCFILE = """\
+[ -r ~/.bashrc ] && . ~/.bashrc
+PS1="({name}) ${{PS1-}}"
+"""
+"""What bash reads first: the user's own, which sets PS1, and then which lab this is."""
+
+
+def enter(lab: Lab, words: Sequence[str]) -> int:
+    """Run a command, or bash where `words` is empty, with ECOMP_CONFIG at the lab's schedule.yaml; its exit code.
+
+    The directory of the Python that runs this comes first in PATH, for eschedule is beside it. EcompError.
+    """
+    config = lab.directory / 'schedule.yaml'
+    if not os.access(config, os.R_OK):
+        raise EcompError(f'{config} cannot be read: elab up --name {lab.layout.name} writes it')
+    beside = str(Path(sys.executable).parent)
+    paths = [beside, *(each for each in os.environ.get('PATH', os.defpath).split(os.pathsep) if each != beside)]
+    env = {**os.environ, 'ECOMP_CONFIG': str(lab.directory), 'PATH': os.pathsep.join(paths)}
+    # A file that is nowhere: nothing is left of it, and whoever may not write to the lab's directory has one, too.
+    with open(os.memfd_create('bashrc', 0), 'w', encoding='utf-8') as rcfile:
+        rcfile.write(RCFILE.format(name=lab.layout.name))
+        rcfile.flush()
+        command = list(words) or ['bash', '--rcfile', f'/dev/fd/{rcfile.fileno()}', '-i']
+        os.lseek(rcfile.fileno(), 0, os.SEEK_SET)
+        try:
+            child = subprocess.Popen(command, env=env, pass_fds=() if words else (rcfile.fileno(),))
+        except OSError as error:
+            raise EcompError(f'{command[0]}: {error.strerror}') from error
+        return waited(child)
+
+
+def waited(child: subprocess.Popen[bytes]) -> int:
+    """The exit code of a command that has the terminal, as a shell has it."""
+    while True:
+        # Ctrl-C reaches the command too; what that means is the command's to decide.
+        with contextlib.suppress(KeyboardInterrupt):
+            code = child.wait()
+            return code if code >= 0 else 128 - code
+
+
+SCHEDULE_YAML = """\
+# Written once by elab: eschedule, run in this directory or with --config, asks the lab {name}.
+{backends}\
+# What `elab guest {directory}/images/guest.qcow2` makes; from elsewhere nothing can be fetched.
+image: {images}guest.qcow2
+# Its hosts are no machines that ssh finds.
+reach: {reach}
+"""
+
+
+def start_control(lab: Lab) -> None:
+    """Make what is missing of it, start what has ended, and wait until all of it answers. EcompError."""
+    layout, data, images = lab.layout, lab.directory / CONTROL, lab.directory / 'images'
+    for directory in (data, images):
+        directory.mkdir(exist_ok=True)
+    machine.ensure_control(layout)
+    _make_certificates(lab)
+    servers = control.lab_servers(layout, data, images, lab.certs)
+    prefix = machine.inside(layout, lab.directory, CONTROL)
+    for server in servers:
+        if not lab.running(server.what):
+            server.start(prefix, lab.remember)
+    for server in servers:
+        server.wait(lab.processes[server.what])
+    schedule = lab.directory / 'schedule.yaml'
+    if not schedule.exists():
+        backends = backends_yaml(str(layout.control), ETCD_PORT, layout.placement, f'{lab.operator}/')
+        text = SCHEDULE_YAML.format(name=layout.name, backends=backends, directory=lab.directory, images=layout.images,
+                                      reach=json.dumps(_reach(layout.name)))
+        schedule.write_text(text, encoding='utf-8')
+
+
+def _reach(name: str) -> str:
+    """How eschedule enters a host: by this elab, which has to be root's, as its caller became it."""
+    words = [*(['sudo'] if 'SUDO_UID' in os.environ else []), sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec']
+    return f'{shlex.join([*words, "--name", name])} {{host}}'
+
+
+def _make_certificates(lab: Lab) -> None:
+    from ecomp.lab import certs
+
+    lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's own are below it; all else in it is root's
+    own = str(lab.layout.control)
+    servers = (own, control.LOCALHOST, 'localhost')
+    cluster = certs.Cluster(servers, tuple(lab.hosts), (), (state.OPERATOR,), ETCD_PORT, PLACEMENT_PORT)
+    shown = lab.certs / 'placement/server.crt'
+    before = shown.read_bytes() if shown.exists() else b''
+    certs.make(lab.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
+    # etcd reads its certificate for each connection, stunnel when it is told.
+    if (stunnel := lab.running('stunnel')) is not None and shown.read_bytes() != before:
+        os.kill(stunnel.pid, signal.SIGHUP)
+    # The directory is the caller's, and of whose it is where root calls by itself.
+    owner = int(os.environ.get('SUDO_UID', lab.operator.stat().st_uid))
+    for path in (lab.operator, *lab.operator.iterdir()):
+        os.chown(path, owner, -1, follow_symlinks=False)
+
 
 IMAGE = Path('images/guest.qcow2')
 
@@ -141,7 +241,7 @@ def _up(options: argparse.Namespace) -> int:
         if options.hosts and options.hosts < lab.count:
             _say(f'lab {name} has {lab.count} hosts already; elab down removes them')
         with _step('control plane'):
-            plane.start(lab)
+            start_control(lab)
         hosts = [LabHost(lab, each) for each in lab.hosts]
         _divide(hosts)
         with _step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
@@ -221,7 +321,7 @@ def _exec(options: argparse.Namespace) -> int:
         raise UsageError(f'exec {options.host}: which command?')
     if not machine.exists(lab.layout, options.host):
         raise EcompError(f'{options.host} is down: elab up --name {lab.layout.name} starts it')
-    return shell.waited(
+    return waited(
         subprocess.Popen([*machine.inside(lab.layout, lab.directory, options.host), *options.words])
     )
 
@@ -229,7 +329,7 @@ def _exec(options: argparse.Namespace) -> int:
 def _shell(options: argparse.Namespace) -> int:
     # argparse leaves a leading -- to a command that takes all the rest.
     words = options.words[1:] if options.words[:1] == ['--'] else options.words
-    return shell.run(state.load(check_name(options.name)), words)
+    return enter(state.load(check_name(options.name)), words)
 
 
 def _list(_: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from ecomp.lab import plane, state
+from ecomp.lab import elab, state
 from ecomp.lab.machine import CONTROL
 from tests.kit.boot_sectors import HALT, boot_disk
 from tests.kit.hypervisor import ROOM, Hypervisor
@@ -44,7 +44,7 @@ def wipe(lab: Lab) -> None:
     os.kill(pid, signal.SIGKILL)
     until(lambda: not running(pid), 20, 'etcd ends')
     shutil.rmtree(lab.directory / CONTROL / 'etcd')
-    plane.start(found)
+    elab.start_control(found)
 
 
 @pytest.mark.slow

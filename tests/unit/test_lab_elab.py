@@ -352,8 +352,8 @@ def test_a_shell_knows_which_lab_it_is_of(root: Path, capfd: pytest.CaptureFixtu
     assert main(['shell', '--name', 'one', 'no-such-command']) == 1
     assert capfd.readouterr().err == 'elab: no-such-command: No such file or directory\n'
     typed = 'printf "%s\\n" "$PS1" "$ECOMP_CONFIG" >said; exit 5\n'
-    command = f'{sys.executable} -c "import os; from ecomp.lab import shell, state; from pathlib import Path; ' \
-        f"raise SystemExit(shell.run(state.load('one', Path('{root}')), []))\""
+    command = f'{sys.executable} -c "import os; from ecomp.lab import elab, state; from pathlib import Path; ' \
+        f"raise SystemExit(elab.enter(state.load('one', Path('{root}')), []))\""
     done = subprocess.run(
         ['script', '-qec', command, '/dev/null'], input=typed, text=True, capture_output=True, cwd=root, timeout=60,
         env={**os.environ, 'HOME': str(root), 'PYTHONPATH': str(Path(__file__).parents[2])},
