@@ -6,8 +6,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ecomp.conf import EtcdConfig, PlacementConfig
-from ecomp.endpoints import open_secrets
+from ecomp.conf import EtcdConfig, PlacementConfig, open_secrets
 from ecomp.errors import EcompError, NoSpace
 from ecomp.model.health import Backends, Certificate, ends
 from ecomp.placement.client import Placement

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from ecomp.conf import DEFAULT_USER_ID, checked
-from ecomp.endpoints import EtcdConfig, PlacementConfig, etcd_of, placement_of, url
+from ecomp.conf import DEFAULT_USER_ID, EtcdConfig, PlacementConfig, checked, etcd_of, placement_of, url
 from ecomp.errors import UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import is_class

@@ -20,7 +20,7 @@ from ecomp.agent.instance.build import MOST_ENDS
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.turns import Threads, Turn
 from ecomp.compute_conf import ComputeConfig
-from ecomp.endpoints import in_clear, open_secrets
+from ecomp.conf import in_clear, open_secrets
 from ecomp.errors import EcompError, UsageError
 from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster, holes

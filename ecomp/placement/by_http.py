@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
-from ecomp.endpoints import connection_to
+from ecomp.conf import connection_to
 from ecomp.errors import Unreachable
 from ecomp.model import allocation
 from ecomp.tls import SENTENCES, TlsFailure, tls_failure

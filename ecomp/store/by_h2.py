@@ -31,8 +31,7 @@ from h2.events import (
 from h2.exceptions import H2Error
 from h2.settings import SettingCodes
 
-from ecomp.conf import EtcdConfig
-from ecomp.endpoints import connection_to
+from ecomp.conf import EtcdConfig, connection_to
 from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate, WatchProgress, answer
 from ecomp.store.reasons import (
     DEADLINE_EXCEEDED,

@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-import ecomp.endpoints
+import ecomp.conf
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
@@ -138,8 +138,8 @@ def test_an_address_that_is_only_slow_is_tried_again_where_the_last_one_refuses(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, 'getaddrinfo', lambda *_, **__: ['slow', 'refuses'])
-        patch.setattr(ecomp.endpoints, '_connected', connected)
-        made = ecomp.endpoints.connection_to('x', 1, 5.0, 5.0)
+        patch.setattr(ecomp.conf, '_connected', connected)
+        made = ecomp.conf.connection_to('x', 1, 5.0, 5.0)
     made.close()
     assert asked == [('slow', 1.0), ('refuses', 5.0), ('slow', 5.0)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 # log, because a worker is a process of its own, and logging is set up once per process.
 AGENT = {
-    *('ecomp', 'ecomp.addresses', 'ecomp.arguments', 'ecomp.config_path', 'ecomp.endpoints', 'ecomp.errors'),
+    *('ecomp', 'ecomp.addresses', 'ecomp.arguments', 'ecomp.config_path', 'ecomp.errors'),
     *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd', 'ecomp.tls'),
     *('ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement'),
     *('ecomp.store', 'ecomp.virt'),
@@ -32,15 +32,14 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.systemd': set(),
     'ecomp.tls': set(),
     'ecomp.addresses': {'ecomp.model'},
-    'ecomp.endpoints': {'ecomp.yaml_file'},
-    'ecomp.conf': {'ecomp.endpoints', 'ecomp.yaml_file', 'ecomp.model'},
-    'ecomp.compute_conf': {'ecomp.conf', 'ecomp.endpoints', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
+    'ecomp.conf': {'ecomp.yaml_file', 'ecomp.model'},
+    'ecomp.compute_conf': {'ecomp.conf', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.model': {'ecomp.errors'},
     'ecomp.backends': {
-        *('ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
+        *('ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
     },
-    'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model', 'ecomp.tls'},
-    'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model', 'ecomp.tls'},
+    'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.tls'},
+    'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.tls'},
     'ecomp.virt': {'ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
     'ecomp.agent.agenda': {'ecomp.model'},
     'ecomp.agent.complaints': {'ecomp.errors', 'ecomp.model'},
@@ -68,7 +67,7 @@ ARROWS: dict[str, set[str]] = {
         *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.systemd'),
     },
     'ecomp.compute': {
-        *('ecomp', 'ecomp.config_path', 'ecomp.endpoints', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.compute_conf'),
+        *('ecomp', 'ecomp.config_path', 'ecomp.conf', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.compute_conf'),
         *('ecomp.log', 'ecomp.systemd', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt', 'ecomp.agent'),
     },
     'ecomp.cli': {

@@ -26,9 +26,9 @@ from ecomp.conf import (
     EtcdConfig,
     PlacementConfig,
     ScheduleConfig,
+    in_clear,
     load_schedule,
 )
-from ecomp.endpoints import in_clear
 from ecomp.errors import UsageError
 from ecomp.model.guest import Attachment
 from ecomp.model.image import check_image, pinned
