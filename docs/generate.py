@@ -22,7 +22,7 @@ import mdserver.server
 
 from docs import shapes
 from docs.writing import Block, Code, ManPage, Section, Table, Terms, doc, docstring, link, markdown, roff
-from ecomp import agent, compute_conf, conf, config_path, errors
+from ecomp import agent, compute_conf, conf, errors, yaml_file
 from ecomp.agent import arguments
 from ecomp.cli.command import EXITS
 from ecomp.cli.commands import FAMILIES, MEANS, PLANNED, families, load_rows
@@ -70,7 +70,7 @@ def man_pages() -> Iterator[ManPage]:
     files = Section('FILES', [Terms(('', ''), places)])
     means = 'A directory: the configuration is the file of its usual name in that one, which has to be there. Where it '
     means += 'is not set it is the first that is in ./, ~/.config/ecomp/ or /etc/ecomp/, and --config comes before all.'
-    environment = Section('ENVIRONMENT', [Terms(('', ''), [(config_path.VARIABLE, means)])])
+    environment = Section('ENVIRONMENT', [Terms(('', ''), [(yaml_file.CONFIG_VARIABLE, means)])])
     exits = Section('EXIT STATUS', [Terms(('', ''), [(str(code), text) for code, text in EXITS.items()])])
     commands = [each for family in families().values() for each in family]
     yield ManPage('eschedule', 1, 'place instances on hypervisors, look at them, change and destroy them', [

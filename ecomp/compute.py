@@ -16,12 +16,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ecomp import config_path, systemd
 from ecomp import log as logs
+from ecomp import systemd
 from ecomp.agent.arguments import parser, unit
 from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model.text import printable, printable_lines
+from ecomp.yaml_file import path_of_option, told_by
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(unit(options, systemd.program(sys.argv[0], sys.executable, 'ecomp.compute')), end='', flush=True)
             return 0
         checking = options.check
-        config = load_compute(config_path.named(options.config))
+        config = load_compute(path_of_option(options.config))
         if checking:
             return _check(config, options.fake is not None or options.count is not None or options.accept_new_etcd)
         with ExitStack() as at_exit:
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.info('stopping; the guests go on')
     except EcompError as error:
         control = isinstance(error, Unreachable) and error.backend.startswith(('etcd at', 'placement at'))
-        told = f' ({printable(config_path.told("compute.yaml", config.path))})' if control else ''
+        told = f' ({printable(told_by("compute.yaml", config.path))})' if control else ''
         _say(f'{error}{told}')
         return error.exit_code
     except OSError as error:

@@ -70,7 +70,7 @@ class ComputeConfig:
 
 
 def load_compute(path: Path | None = None) -> ComputeConfig:
-    """The configuration in `path`; None means the compute.yaml that config_path finds, or the defaults. UsageError."""
+    """Load `path`; None means the compute.yaml that find_usual() finds, or the defaults. UsageError."""
     file = YamlFile.read(path, 'compute.yaml')
     top = file.top
     config = ComputeConfig(

@@ -273,7 +273,7 @@ class ScheduleConfig:
 
 
 def load_schedule(path: Path | None = None) -> ScheduleConfig:
-    """The configuration in `path`; None means the schedule.yaml that config_path finds, or the defaults. UsageError."""
+    """Load `path`; None means the schedule.yaml that find_usual() finds, or the defaults. UsageError."""
     file = YamlFile.read(path, 'schedule.yaml')
     top = file.top
     config = ScheduleConfig(

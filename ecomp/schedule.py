@@ -76,8 +76,8 @@ def _command(argv: list[str]) -> int:
     from ecomp.cli.commands import COMMANDS, help_of, parse
     from ecomp.cli.reading import VERSION
     from ecomp.conf import ScheduleConfig, load_schedule
-    from ecomp.config_path import named, told
     from ecomp.errors import EcompError
+    from ecomp.yaml_file import path_of_option, told_by
 
     if not argv:
         print(help_of(''), end='', flush=True)
@@ -87,9 +87,9 @@ def _command(argv: list[str]) -> int:
         print(f'eschedule {__version__}', flush=True)
         return 0
     row = COMMANDS[command.name]
-    config_file = named(command.options.config)
+    config_file = path_of_option(command.options.config)
     config = load_schedule(config_file) if row.needs_config else ScheduleConfig()
-    out = terminal()._replace(told=told('schedule.yaml', config.path))
+    out = terminal()._replace(told=told_by('schedule.yaml', config.path))
     context = Context(out, config, command)
     try:
         return row.run(context)

@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ecomp import config_path
 from ecomp.errors import UsageError
 from ecomp.model.json_object import dump
 from ecomp.model.text import did_you_mean, escaped
 from ecomp.yaml_plain import Node as Node
 from ecomp.yaml_plain import plain
 
+CONFIG_VARIABLE = 'ECOMP_CONFIG'
 MAX_BYTES = 64 * 1024  # of a file; a larger one is refused
 MAX_DEPTH = 8  # of mappings and lists in each other; deeper ones are refused
 
@@ -126,12 +127,12 @@ class YamlFile:
 
     @classmethod
     def read(cls, path: Path | None, usual: str) -> YamlFile:
-        """The file at `path`; None means one of the `usual` name where config_path finds it, else an empty one.
+        """The file at `path`; None means one of the `usual` name where find_usual() finds it, else an empty one.
 
         UsageError if it cannot be read or is not YAML.
         """
         named = path is not None
-        path = path if path is not None else config_path.find(usual)
+        path = path if path is not None else find_usual(usual)
         name = shown(str(path or usual), 200)
         try:
             directory = Path(os.path.abspath(path or usual)).parent
@@ -139,7 +140,7 @@ class YamlFile:
                 return cls(name, directory, None)
             with open(path, 'rb', opener=None if named else _at_once) as stream:
                 if not named:
-                    config_path.check(name, os.fstat(stream.fileno()))
+                    check_owner(name, os.fstat(stream.fileno()))
                 content = stream.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -187,6 +188,57 @@ class YamlFile:
         self.top.finish()
         if self._problems:
             raise UsageError('\n'.join(f'{self._name}:{line}: {text}' for line, text in sorted(self._problems)))
+
+
+# Where a configuration that nobody named is found, and from whom it is taken. ecompute is root, and schedule.yaml names
+# the file that goes to guests as user-data: whoever may put a file where the next command is typed would be believed.
+
+
+def path_of_option(word: str | None) -> Path | None:
+    """The file that --config names; None where it is not there. UsageError for an empty word.
+
+    That is a script's variable without a value: with another cluster's file its command would go there.
+    """
+    if word == '':
+        raise UsageError("--config: '' names no file")
+    return None if word is None else Path(word)
+
+
+def find_usual(name: str) -> Path | None:
+    """The first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, None if there is none.
+
+    If $ECOMP_CONFIG names a directory, the file in that one; UsageError if it has none.
+    """
+    if own := os.environ.get(CONFIG_VARIABLE):
+        path = Path(own) / name
+        if not os.path.lexists(path):
+            raise UsageError(f'{CONFIG_VARIABLE}={own}: has no {name}')
+        return path
+    places = (Path(), Path(os.path.expanduser('~/.config/ecomp')), Path('/etc/ecomp'))
+    return next((place / name for place in places if os.path.lexists(place / name)), None)
+
+
+def told_by(name: str, path: Path | None) -> str:
+    """By which file of this name we were told where etcd and placement are, as the end of a sentence."""
+    return f'told by {path}' if path is not None else f'a guess: no {name} was found, --config FILE names one'
+
+
+def check_owner(name: str, found: os.stat_result) -> None:
+    """UsageError for a file that neither root nor the caller owns, that others can write to, or that is a pipe."""
+    callers = {0, os.geteuid()}
+    if os.geteuid() == 0 and (behind_sudo := os.environ.get('SUDO_UID', '')).isdecimal():
+        callers.add(int(behind_sudo))
+    if found.st_uid not in callers:
+        raise UsageError(
+            f'{name}: belongs to user {found.st_uid}, and a configuration that nobody named is taken from root and you '
+            f'alone: chown it, or name it (--config)'
+        )
+    if not stat.S_ISREG(found.st_mode):
+        raise UsageError(f'{name}: is no regular file: remove it, or name a configuration (--config)')
+    # A user's own group has the user's number, and nobody else in it.
+    others = 0o002 if found.st_gid == found.st_uid else 0o022
+    if found.st_mode & others:
+        raise UsageError(f'{name}: others can write to it: chmod go-w {name}')
 
 
 def _at_once(path: str, flags: int) -> int:

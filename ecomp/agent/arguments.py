@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from ecomp import __version__, systemd
 from ecomp.arguments import Parser
-from ecomp.config_path import named
 from ecomp.errors import UsageError
+from ecomp.yaml_file import path_of_option
 
 SERVICE_CONFIG = '/etc/ecomp/compute.yaml'
 """The configuration of the service, whatever directory its unit is printed in."""
@@ -40,7 +40,7 @@ def unit(options: argparse.Namespace, program: Sequence[str]) -> str:
     """The unit that --unit prints, for ecompute as this `program` runs it. UsageError beside other options."""
     if options.fake is not None or options.count is not None or options.accept_new_etcd or options.check:
         raise UsageError('--unit goes with --config alone')
-    config = os.path.abspath(named(options.config) or SERVICE_CONFIG)
+    config = os.path.abspath(path_of_option(options.config) or SERVICE_CONFIG)
     return systemd.unit('ecompute.service', [*program, '--config', config])
 
 

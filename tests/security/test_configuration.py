@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ecomp import config_path
 from ecomp.agent.host import metadata
 from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
@@ -158,19 +157,19 @@ def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkey
     path, mac = home / 'work/mdserver.conf', '52:54:00:00:00:01'
     path.write_text('[mdserver]\nuser-data = beside\n')
     (home / 'work/beside').write_text('#!/bin/sh\n')
-    check = config_path.check
+    check = metadata.check_owner
 
     def exchanged(name: str, found: os.stat_result) -> None:
         check(name, found)
         path.rename(home / 'work/other.conf')
         path.write_text('[of-somebody-else]\n')
 
-    monkeypatch.setattr(config_path, 'check', exchanged)
+    monkeypatch.setattr(metadata, 'check_owner', exchanged)
     before = len(os.listdir('/proc/self/fd'))
     with pytest.raises(BuildFailed, match=f'no instance with the MAC address {mac}'):
         metadata.seed(home, path.parent, mac, phones_home=False)
     assert len(os.listdir('/proc/self/fd')) == before
-    monkeypatch.setattr(config_path, 'check', check)
+    monkeypatch.setattr(metadata, 'check_owner', check)
     # What is wrong in it is said of the file by its name, and its paths are meant from where it is.
     wrong = {'[else]\n': 'line 1: unknown section', '[mdserver]\nuser-data = gone\n': 'work/gone: No such'}
     for text, said in wrong.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 # log, because a worker is a process of its own, and logging is set up once per process.
 AGENT = {
-    *('ecomp', 'ecomp.addresses', 'ecomp.arguments', 'ecomp.config_path', 'ecomp.errors'),
+    *('ecomp', 'ecomp.addresses', 'ecomp.arguments', 'ecomp.yaml_file', 'ecomp.errors'),
     *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd', 'ecomp.tls'),
     *('ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement'),
     *('ecomp.store', 'ecomp.virt'),
@@ -25,9 +25,8 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.arguments': {'ecomp.errors'},
     'ecomp.log': {'ecomp.model'},
     'ecomp.failpoints': {'ecomp.errors'},
-    'ecomp.config_path': {'ecomp.errors'},
     'ecomp.yaml_plain': set(),
-    'ecomp.yaml_file': {'ecomp.config_path', 'ecomp.errors', 'ecomp.model', 'ecomp.yaml_plain'},
+    'ecomp.yaml_file': {'ecomp.errors', 'ecomp.model', 'ecomp.yaml_plain'},
     'ecomp.files': set(),
     'ecomp.systemd': set(),
     'ecomp.tls': set(),
@@ -67,7 +66,7 @@ ARROWS: dict[str, set[str]] = {
         *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.systemd'),
     },
     'ecomp.compute': {
-        *('ecomp', 'ecomp.config_path', 'ecomp.conf', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.compute_conf'),
+        *('ecomp', 'ecomp.yaml_file', 'ecomp.conf', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.compute_conf'),
         *('ecomp.log', 'ecomp.systemd', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt', 'ecomp.agent'),
     },
     'ecomp.cli': {
@@ -76,7 +75,7 @@ ARROWS: dict[str, set[str]] = {
         *('ecomp.scheduler.operating', 'ecomp.scheduler.placing'),
     },
     'ecomp.schedule': {
-        *('ecomp', 'ecomp.config_path', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli'),
+        *('ecomp', 'ecomp.yaml_file', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli'),
     },
     'mdserver': set(),
 }

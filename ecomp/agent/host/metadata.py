@@ -20,13 +20,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ecomp import config_path
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, EcompError, UsageError
 from ecomp.files import watch, write_durably
 from ecomp.model.guest import METADATA_ADDRESS, GuestWord, network_config, parse_word, same_mac
 from ecomp.model.order import REASON_LIMIT, Request
 from ecomp.model.text import printable
+from ecomp.yaml_file import check_owner
 
 if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt
@@ -199,7 +199,7 @@ def configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
         raise UsageError(f'{path}: {error.strerror}: have it readable, or remove it') from error
     try:
         # What was looked at is what is read: by its name the child could find another file there.
-        config_path.check(str(path), os.fstat(opened))
+        check_owner(str(path), os.fstat(opened))
         yield [f'/proc/self/fd/{opened}'], [opened]
     finally:
         os.close(opened)
