@@ -12,18 +12,35 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.model.image import check_image
 from ecomp.model.reach import DEFAULT_REACH, Reach, check_user, parse_reach
-from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, read_parts, shown, text_of, typed
+from ecomp.yaml_file import (
+    Node,
+    Section,
+    Wrong,
+    YamlFile,
+    between,
+    checked,
+    described,
+    flag,
+    list_of,
+    mapping_of,
+    shown,
+    text_of,
+    typed,
+)
 
 if TYPE_CHECKING:
     import socket
 
     from ecomp.model.flavor import Flavor
+
+T = TypeVar('T')
 
 CERTIFICATES = ('ca_cert', 'cert_cert', 'cert_key')
 CLEAR = (
@@ -58,22 +75,76 @@ class PlacementConfig(NamedTuple):
     token_file: Path | None = None
 
 
-def etcd_of(file: YamlFile, etcd: Section) -> EtcdConfig:
-    """The EtcdConfig in the section `etcd`; what is wrong in it is noted in `file`."""
+# As in yaml_file: each of these reads a node's value, or raises Wrong with what it should have been.
+
+
+def _seconds(node: Node) -> float:
+    if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
+        raise Wrong(f'must be a number of seconds, not {typed(node)}')
+    if not 0 < (seconds := float(node.text)) <= 3600:
+        raise Wrong(f'must be more than 0 and at most 3600 seconds, not {shown(node.text)}')
+    return seconds
+
+
+def _checked_host(text: str) -> str:
+    """A host name or address as it is written before a colon and a port: an IPv6 address in brackets. Wrong."""
+    import ipaddress  # only a file that names a host needs it
+
+    if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
+        return text
+    try:
+        return f'[{ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))}]'
+    except ValueError as error:
+        raise Wrong(f'must be a host name or address, not {shown(text)}') from error
+
+
+def _endpoint(node: Node) -> str:
+    host, _, port = (text := text_of(node)).rpartition(':')
+    if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
+        raise Wrong(f'{shown(text)} must be host:port, the port 1 to 65535')
+    return f'{_checked_host(host)}:{int(port)}'
+
+
+def url(node: Node) -> str:
+    """A URL of http or https, without a slash at its end. Wrong."""
+    from urllib.parse import urlsplit  # as above
+
+    text = text_of(node)
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+        host = _checked_host(parts.hostname or '')
+    except (ValueError, Wrong) as error:
+        raise Wrong('must be a URL like http://ds1:8080') from error
+    if '@' in parts.netloc:  # not shown again: it may be a password
+        raise Wrong('must not carry a user or password: it would be in logs and process lists')
+    if parts.scheme not in ('http', 'https') or parts.query or parts.fragment or ' ' in text or not host:
+        raise Wrong(f'must be a URL like http://ds1:8080, not {shown(text)}')
+    if port == 0:
+        raise Wrong('the port must be 1 to 65535')
+    return text.rstrip('/')
+
+
+# The sections
+
+
+def etcd_of(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
+    """The EtcdConfig in the section of this name; what is wrong in it is noted in `file`."""
+    etcd = file.top.section(name)
     for key in ('user', 'password'):
         etcd.refuse(key, 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)')
     host = etcd.take('host', lambda node: _checked_host(text_of(node)), 'localhost')
     port = etcd.take('port', between(1, 65535), 2379)
     single: tuple[str, ...] = (f'{host}:{port}',)
     insecure = etcd.take('insecure', flag, False)
-    endpoints = etcd.take('endpoints', _endpoints, single)
+    endpoints = etcd.take('endpoints', list_of(_endpoint, 'a list like [ds1:2379, ds2:2379]', least=1), single)
     for key in ('host', 'port'):
         if key in etcd and 'endpoints' in etcd:
             etcd.complain(key, 'say either endpoints, or host and port')
     config = EtcdConfig(
         endpoints,
         *_certificates(file, etcd),
-        timeout=etcd.take('timeout', _seconds, EtcdConfig().timeout),
+        timeout=etcd.take('timeout', _seconds, default.timeout),
     )
     if etcd.take('grpc_options', described, None):
         file.warn(
@@ -84,9 +155,10 @@ def etcd_of(file: YamlFile, etcd: Section) -> EtcdConfig:
     return config
 
 
-def placement_of(file: YamlFile, placement: Section) -> PlacementConfig:
-    """The PlacementConfig in the section `placement`; what is wrong in it is noted in `file`."""
-    endpoint = placement.take('endpoint', url, PlacementConfig().endpoint)
+def placement_of(file: YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
+    """The PlacementConfig in the section of this name; what is wrong in it is noted in `file`."""
+    placement = file.top.section(name)
+    endpoint = placement.take('endpoint', url, default.endpoint)
     for key in CERTIFICATES:
         if key in placement and not endpoint.startswith('https://'):
             placement.complain(key, f'needs an endpoint with https://, not {endpoint}')
@@ -99,6 +171,118 @@ def placement_of(file: YamlFile, placement: Section) -> PlacementConfig:
     if not insecure and not _says_how(placement) and (others := in_clear(config)):
         placement.complain('endpoint', CLEAR.format(others[0], 'https://, '))
     return config
+
+
+def _certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
+    """The section's ca_cert, cert_key and cert_cert; None for each it does not have."""
+    for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
+        if key in section and other not in section:
+            section.complain(key, f'needs {other} beside it')
+    ca_cert = section.take('ca_cert', file.file_of, None)
+    return ca_cert, section.take('cert_key', file.file_of, None), section.take('cert_cert', file.file_of, None)
+
+
+def _says_how(section: Section) -> bool:
+    """Whether the section names a certificate, right or wrong: what is wrong with it is noted already."""
+    return any(key in section for key in CERTIFICATES)
+
+
+# The rows
+
+
+def key(default: T, parse: Callable[[Node], T]) -> T:
+    """A field that the file's key of its name sets, as `parse` reads the value; `default` without one."""
+    return row(default, lambda file, name, default: file.top.take(name, parse, default))
+
+
+def path_key(default: T, parse: Callable[[YamlFile, Node], T]) -> T:
+    """The same of paths, which are relative to the file: `parse` is a method of it."""
+    return row(default, lambda file, name, default: file.top.take(name, partial(parse, file), default))
+
+
+def row(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
+    """A field that `read` finds in the file: in a section, or in more than one key."""
+    how: Any = {'default_factory': default.copy} if isinstance(default, dict) else {'default': default}
+    made: T = field(**how, metadata={'read': read})
+    return made
+
+
+def load(kind: Callable[..., T], path: Path | None, usual: str) -> T:
+    """Load `path` as its rows say; None means the file of the `usual` name that find_usual() finds, or the defaults.
+
+    A field without a row is what the file itself has by that name. UsageError says all that is wrong.
+    """
+    file = YamlFile.read(path, usual)
+    defaults: Any = kind()
+    values = {}
+    for each in fields(defaults):
+        read = each.metadata.get('read')
+        values[each.name] = read(file, each.name, getattr(defaults, each.name)) if read else getattr(file, each.name)
+    file.finish()
+    return kind(**values)
+
+
+# schedule.yaml
+
+
+# Who the instances belong to if schedule.yaml does not say. Constant, because usages are asked for by project, and
+# because placement makes a row for every new one. They are uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
+DEFAULT_USER_ID = '17e6e83b-634e-5c2c-a5ac-0a147aa07def'
+DEFAULT_PROJECT_ID = '18dbf4e8-fca6-5cf2-b50f-511855813014'
+# Not 2019's 0.3.6, of which nobody publishes a SHA-256 (Cirros itself has MD5 alone). This one many pin, metal3 and
+# kubevirt among them.
+DEFAULT_IMAGE = (
+    'https://download.cirros-cloud.net/0.6.2/cirros-0.6.2-x86_64-disk.img'
+    '#sha256=07e44a73e54c94d988028515403c1ed762055e01b83a767edf3c2b387f78ce00'
+)
+
+
+def _flavors(node: Node) -> dict[str, Flavor]:
+    from ecomp.model.flavor import parse_flavor  # for those who have some
+
+    def name_of(node: Node) -> str:
+        if node.items or node.pairs:
+            raise Wrong('a name must be a word')
+        return node.text
+
+    def parse(name: str, node: Node) -> Flavor:
+        return checked(partial(parse_flavor, name))(node)
+
+    return mapping_of(name_of, parse, 'names with queries')(node)
+
+
+def _identifier(node: Node) -> str:
+    if len(text := text_of(node)) > 255:
+        raise Wrong(f'must be at most 255 characters, has {len(text)}')
+    return text
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """What eschedule is told, as schedule.yaml explains it: a row a key. All paths are absolute; `flavors` are by name.
+
+    `path` is that file, None where there is none.
+    """
+
+    etcd: EtcdConfig = row(EtcdConfig(), etcd_of)
+    placement: PlacementConfig = row(PlacementConfig(), placement_of)
+    image: str = key(DEFAULT_IMAGE, checked(check_image))
+    user_id: str = key(DEFAULT_USER_ID, _identifier)
+    project_id: str = key(DEFAULT_PROJECT_ID, _identifier)
+    user_data: Path | None = path_key(None, YamlFile.path_of)
+    ssh_keys: tuple[Path, ...] = path_key((), YamlFile.paths_of)
+    flavors: Mapping[str, Flavor] = key({}, _flavors)
+    reach: Reach = key(DEFAULT_REACH, checked(parse_reach))
+    ssh_user: str = key('debian', checked(check_user))
+    path: Path | None = field(default=None, compare=False)
+
+
+def load_schedule(path: Path | None = None) -> ScheduleConfig:
+    """Load `path`; None means the schedule.yaml that find_usual() finds, or the defaults. UsageError."""
+    return load(ScheduleConfig, path, 'schedule.yaml')
+
+
+# How they are asked
 
 
 def in_clear(*asked: EtcdConfig | PlacementConfig) -> list[str]:
@@ -120,6 +304,15 @@ def open_secrets(*asked: EtcdConfig | PlacementConfig) -> list[Path]:
         with suppress(OSError):  # whoever reads it says what is wrong
             found[path] = path.stat().st_mode & 0o006
     return [path for path, is_open in found.items() if is_open]
+
+
+def _is_local(host: str) -> bool:
+    import ipaddress  # as below
+
+    try:
+        return ipaddress.ip_address(host.removeprefix('[').removesuffix(']')).is_loopback
+    except ValueError:
+        return host.lower() == 'localhost'
 
 
 def connection_to(host: bytes | str, port: int, timeout: float, patience: float) -> socket.socket:
@@ -160,184 +353,3 @@ def _connected(found: Any, limit: float, timeout: float) -> socket.socket:
         made.close()
         raise
     return made
-
-
-def _says_how(section: Section) -> bool:
-    """Whether the section names a certificate, right or wrong: what is wrong with it is noted already."""
-    return any(key in section for key in CERTIFICATES)
-
-
-def _is_local(host: str) -> bool:
-    import ipaddress  # as below
-
-    try:
-        return ipaddress.ip_address(host.removeprefix('[').removesuffix(']')).is_loopback
-    except ValueError:
-        return host.lower() == 'localhost'
-
-
-def _certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
-    """The section's ca_cert, cert_key and cert_cert; None for each it does not have."""
-    for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
-        if key in section and other not in section:
-            section.complain(key, f'needs {other} beside it')
-    ca_cert = section.take('ca_cert', file.file_of, None)
-    return ca_cert, section.take('cert_key', file.file_of, None), section.take('cert_cert', file.file_of, None)
-
-
-def _seconds(node: Node) -> float:
-    if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
-        raise Wrong(f'must be a number of seconds, not {typed(node)}')
-    if not 0 < (seconds := float(node.text)) <= 3600:
-        raise Wrong(f'must be more than 0 and at most 3600 seconds, not {shown(node.text)}')
-    return seconds
-
-
-def _checked_host(text: str) -> str:
-    """A host name or address as it is written before a colon and a port: an IPv6 address in brackets. Wrong."""
-    import ipaddress  # only a file that names a host needs it
-
-    if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
-        return text
-    try:
-        return f'[{ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))}]'
-    except ValueError as error:
-        raise Wrong(f'must be a host name or address, not {shown(text)}') from error
-
-
-def _endpoints(node: Node) -> tuple[str, ...]:
-    if node.kind != 'seq' or not node.items:
-        raise Wrong(f'must be a list like [ds1:2379, ds2:2379], not {described(node)}')
-    found: list[str] = []
-
-    def read(item: Node) -> None:
-        host, _, port = (text := text_of(item)).rpartition(':')
-        if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
-            raise Wrong(f'{shown(text)} must be host:port, the port 1 to 65535')
-        found.append(f'{_checked_host(host)}:{int(port)}')
-
-    read_parts(node.items, read)
-    return tuple(found)
-
-
-def url(node: Node) -> str:
-    """A URL of http or https, without a slash at its end. Wrong."""
-    from urllib.parse import urlsplit  # as above
-
-    text = text_of(node)
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-        host = _checked_host(parts.hostname or '')
-    except (ValueError, Wrong) as error:
-        raise Wrong('must be a URL like http://ds1:8080') from error
-    if '@' in parts.netloc:  # not shown again: it may be a password
-        raise Wrong('must not carry a user or password: it would be in logs and process lists')
-    if parts.scheme not in ('http', 'https') or parts.query or parts.fragment or ' ' in text or not host:
-        raise Wrong(f'must be a URL like http://ds1:8080, not {shown(text)}')
-    if port == 0:
-        raise Wrong('the port must be 1 to 65535')
-    return text.rstrip('/')
-
-
-# Who the instances belong to if schedule.yaml does not say. Constant, because usages are asked for by project, and
-# because placement makes a row for every new one. They are uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
-DEFAULT_USER_ID = '17e6e83b-634e-5c2c-a5ac-0a147aa07def'
-DEFAULT_PROJECT_ID = '18dbf4e8-fca6-5cf2-b50f-511855813014'
-# Not 2019's 0.3.6, of which nobody publishes a SHA-256 (Cirros itself has MD5 alone). This one many pin, metal3 and
-# kubevirt among them.
-DEFAULT_IMAGE = (
-    'https://download.cirros-cloud.net/0.6.2/cirros-0.6.2-x86_64-disk.img'
-    '#sha256=07e44a73e54c94d988028515403c1ed762055e01b83a767edf3c2b387f78ce00'
-)
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """What eschedule is told, as schedule.yaml explains it. All paths are absolute; `flavors` are by name.
-
-    `path` is that file, None where there is none.
-    """
-
-    etcd: EtcdConfig = EtcdConfig()
-    placement: PlacementConfig = PlacementConfig()
-    image: str = DEFAULT_IMAGE
-    user_id: str = DEFAULT_USER_ID
-    project_id: str = DEFAULT_PROJECT_ID
-    user_data: Path | None = None
-    ssh_keys: tuple[Path, ...] = ()
-    flavors: Mapping[str, Flavor] = field(default_factory=dict)
-    reach: Reach = DEFAULT_REACH
-    ssh_user: str = 'debian'
-    path: Path | None = field(default=None, compare=False)
-
-
-def load_schedule(path: Path | None = None) -> ScheduleConfig:
-    """Load `path`; None means the schedule.yaml that find_usual() finds, or the defaults. UsageError."""
-    file = YamlFile.read(path, 'schedule.yaml')
-    top = file.top
-    config = ScheduleConfig(
-        etcd=etcd_of(file, top.section('etcd')),
-        placement=placement_of(file, top.section('placement')),
-        image=top.take('image', checked(check_image), ScheduleConfig.image),
-        user_id=top.take('user_id', _identifier, ScheduleConfig.user_id),
-        project_id=top.take('project_id', _identifier, ScheduleConfig.project_id),
-        user_data=top.take('user_data', file.path_of, None),
-        ssh_keys=top.take('ssh_keys', file.paths_of, ()),
-        flavors=top.take('flavors', _flavors, {}),
-        reach=top.take('reach', _reach, ScheduleConfig.reach),
-        ssh_user=top.take('ssh_user', checked(check_user), ScheduleConfig.ssh_user),
-        path=file.path,
-    )
-    file.finish()
-    return config
-
-
-def _flavors(node: Node) -> dict[str, Flavor]:
-    from ecomp.model.flavor import parse_flavor  # for those who have some
-
-    if node.kind != 'map':
-        raise Wrong(f'must be names with queries, not {described(node)}')
-    found: dict[str, Flavor] = {}
-
-    def read(pair: tuple[Node, Node]) -> None:
-        name, value = pair
-        if name.items or name.pairs:
-            raise Wrong('a name must be a word')
-        if name.text in found:
-            raise Wrong('is there twice')
-        try:
-            found[name.text] = parse_flavor(name.text, text_of(value))
-        except ValueError as error:
-            raise Wrong(str(error)) from error
-
-    read_parts(node.pairs, read)
-    return found
-
-
-# As in yaml_file: each reads a node's value, or raises Wrong with what it should have been.
-
-
-def checked(check: Callable[[str], str]) -> Callable[[Node], str]:
-    """A reader of text that `check` returns as it is to be, or refuses with a ValueError."""
-
-    def parse(node: Node) -> str:
-        try:
-            return check(text_of(node))
-        except ValueError as error:
-            raise Wrong(str(error)) from error
-
-    return parse
-
-
-def _reach(node: Node) -> Reach:
-    try:
-        return parse_reach(text_of(node))
-    except ValueError as error:
-        raise Wrong(str(error)) from error
-
-
-def _identifier(node: Node) -> str:
-    if len(text := text_of(node)) > 255:
-        raise Wrong(f'must be at most 255 characters, has {len(text)}')
-    return text

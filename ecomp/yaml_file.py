@@ -159,11 +159,7 @@ class YamlFile:
 
     def paths_of(self, node: Node) -> tuple[Path, ...]:
         """A list of paths."""
-        if node.kind != 'seq':
-            raise Wrong(f'must be a list like [id_ed25519.pub], not {described(node)}')
-        found: list[Path] = []
-        read_parts(node.items, lambda item: found.append(self.path_of(item)))
-        return tuple(found)
+        return list_of(self.path_of, 'a list like [id_ed25519.pub]')(node)
 
     def file_of(self, node: Node) -> Path:
         """A path to a file that can be read."""
@@ -357,21 +353,64 @@ def one_of(*words: str) -> Callable[[Node], str]:
     return parse
 
 
-def each_once(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
-    """A reader of a list, each item by `parse`, and none twice."""
+def checked(check: Callable[[str], T]) -> Callable[[Node], T]:
+    """A reader of text of which `check` makes a value, or which it refuses with a ValueError."""
+
+    def parse(node: Node) -> T:
+        try:
+            return check(text_of(node))
+        except ValueError as error:
+            raise Wrong(str(error)) from error
+
+    return parse
+
+
+def list_of(
+    parse: Callable[[Node], T], shape: str = 'a list', least: int = 0, once: Callable[[Node], str] | None = None
+) -> Callable[[Node], tuple[T, ...]]:
+    """A reader of a list of at least so many items, each by `parse`; `shape` says what it looks like.
+
+    `once`: none may be there twice, and this says what it is called then.
+    """
 
     def parse_all(node: Node) -> tuple[T, ...]:
-        if node.kind != 'seq':
-            raise Wrong(f'must be a list, not {described(node)}')
+        if node.kind != 'seq' or len(node.items) < least:
+            raise Wrong(f'must be {shape}, not {described(node)}')
         found: list[T] = []
 
         def read(item: Node) -> None:
             found.append(parse(item))
-            if found[-1] in found[:-1]:
-                raise Wrong(f'{shown(item.text)} is there twice')
+            if once and found[-1] in found[:-1]:
+                raise Wrong(f'{once(item)} is there twice')
 
         read_parts(node.items, read)
         return tuple(found)
+
+    return parse_all
+
+
+def each_once(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
+    """A reader of a list, each item by `parse`, and none twice."""
+    return list_of(parse, once=lambda item: shown(item.text))
+
+
+def mapping_of(
+    name_of: Callable[[Node], str], parse: Callable[[str, Node], T], shape: str, least: int = 0
+) -> Callable[[Node], dict[str, T]]:
+    """A reader of a mapping of at least so many names, each there once, to what `parse` makes of name and value."""
+
+    def parse_all(node: Node) -> dict[str, T]:
+        if node.kind != 'map' or len(node.pairs) < least:
+            raise Wrong(f'must be {shape}, not {described(node)}')
+        found: dict[str, T] = {}
+
+        def read(pair: tuple[Node, Node]) -> None:
+            if (name := name_of(pair[0])) in found:
+                raise Wrong('is there twice')
+            found[name] = parse(name, pair[1])
+
+        read_parts(node.pairs, read)
+        return found
 
     return parse_all
 
