@@ -275,9 +275,8 @@ def _defaults(config: type, names: Iterable[str]) -> list[Block]:
 
 def _nothing_left_out(name: str, config: type, sections: Iterable[Section]) -> None:
     told = {word for section in sections for word in re.findall(r'[\w-]+', section.title)}
-    fields = {each.name.replace('user_data', 'user-data') if name == 'mdserver.conf' else each.name
-              for each in dataclasses.fields(config)} - {'directory', 'path', 'neighbours', 'public_keys'}  # fmt: skip
-    assert fields <= told, f'{name} says nothing of {sorted(fields - told)}'
+    rows = {each.metadata.get('name') or each.name for each in dataclasses.fields(config) if each.metadata}
+    assert rows <= told, f'{name} says nothing of {sorted(rows - told)}'
 
 
 # etcd, records, audit, exit codes, faults

@@ -12,35 +12,91 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 USER_DATA_LIMIT = 1 << 20
 """Bytes of the user-data file; a larger one is refused."""
-PATHS = {'guests': 'a directory', 'leases': "the status files of libvirt's dnsmasq", 'user-data': 'a file'}
-"""The keys of [mdserver] that are paths, and what each names."""
+T = TypeVar('T')
+Reader = Callable[[str, Path], T]
+"""Makes a value of a key's text; the path is the directory that paths in it are relative to. Raises ValueError."""
 
 
 class ConfError(Exception):
     """The configuration cannot be used; str() is one line that says why."""
 
 
+def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) -> bytes:
+    """The bytes of the user-data file: text, gzip or multipart. Raises ValueError with a reason.
+
+    `opener` opens the file, as that of open() does; None: this process does.
+    """
+    try:
+        with open(path, 'rb', opener=opener) as file:
+            data = file.read(USER_DATA_LIMIT + 1)
+    except OSError as error:
+        raise ValueError(f'{path}: {error.strerror}') from error
+    if len(data) > USER_DATA_LIMIT:
+        raise ValueError(f'{path} is larger than {USER_DATA_LIMIT} bytes')
+    return data
+
+
+def _address(value: str, _: Path = Path()) -> str:
+    try:
+        return str(ipaddress.IPv4Address(value))
+    except ValueError as error:
+        raise ValueError(f'{value!r} is not an IPv4 address') from error
+
+
+def _port(value: str, _: Path = Path()) -> int:
+    # 0 is any free port: for tests.
+    if not re.fullmatch('[0-9]{1,5}', value) or int(value) > 65535:
+        raise ValueError(f'{value!r} is not a port, 0 to 65535')
+    return int(value)
+
+
+def _path_to(what: str, check: Callable[[Path], T]) -> Reader[T]:
+    """A reader of a path to `what`, of which `check` makes the value."""
+
+    def read(value: str, base: Path) -> T:
+        if not value:
+            raise ValueError(f'is empty: name {what}')
+        return check(base / value)
+
+    return read
+
+
+def _readable(path: Path) -> Path:
+    read_user_data(path)  # served anew for each request; read here so that a wrong name is told now, not in a guest
+    return path
+
+
+def _key(default: T, read: Reader[T], name: str = '') -> T:
+    """A field that the key of its name, or of `name`, sets in [mdserver]."""
+    made: T = field(default=default, metadata={'read': read, 'name': name})
+    return made
+
+
 @dataclass(frozen=True)
 class Config:
-    """What mdserver is told. `guests` is ecompute's directory with a file for each guest.
+    """What mdserver is told: a row a key of [mdserver]. `guests` is ecompute's directory with a file for each guest.
 
     `leases` is a glob of dnsmasq's status files. `user_data` (None: none) and `public_keys`, of names and lines, are
     for guests that have none of their own. `neighbours`, the kernel's ARP table, is no key of the file.
     """
 
-    listen_address: str = '169.254.169.254'
-    port: int = 80
-    guests: Path = Path('/var/lib/ecompute/metadata')
-    leases: str = '/var/lib/libvirt/dnsmasq/*.status'
-    user_data: Path | None = None
+    listen_address: str = _key('169.254.169.254', _address)
+    port: int = _key(80, _port)
+    guests: Path = _key(Path('/var/lib/ecompute/metadata'), _path_to('a directory', Path))
+    leases: str = _key('/var/lib/libvirt/dnsmasq/*.status', _path_to("the status files of libvirt's dnsmasq", str))
+    user_data: Path | None = _key(None, _path_to('a file', _readable), name='user-data')
     public_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     neighbours: Path = Path('/proc/net/arp')
+
+
+KEYS = {each.metadata['name'] or each.name: each for each in fields(Config) if each.metadata}
+"""The fields that have a key, by its name."""
 
 
 def load(path: Path | None) -> Config:
@@ -92,12 +148,13 @@ def parse(text: str, path: Path) -> Config:
                 if section == 'public-keys':
                     keys.append((_key_name(name), public_key(value)))
                 else:
-                    values[name.replace('-', '_')] = _value(name, value, path.parent)
+                    row = _row(name)
+                    values[row.name] = row.metadata['read'](value, path.parent)
             except ValueError as error:
                 bad.append((lines_of[section, name], f'"{name}": {error}'))
     if bad:
         raise ConfError(f'{path}: ' + '; '.join(f'line {line}: {what}' for line, what in sorted(bad)))
-    return replace(Config(), public_keys=tuple(keys), **values)
+    return Config(public_keys=tuple(keys), **values)
 
 
 def public_key(text: str) -> str:
@@ -118,57 +175,18 @@ def public_key(text: str) -> str:
     return text
 
 
-def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) -> bytes:
-    """The bytes of the user-data file: text, gzip or multipart. Raises ValueError with a reason.
-
-    `opener` opens the file, as that of open() does; None: this process does.
-    """
-    try:
-        with open(path, 'rb', opener=opener) as file:
-            data = file.read(USER_DATA_LIMIT + 1)
-    except OSError as error:
-        raise ValueError(f'{path}: {error.strerror}') from error
-    if len(data) > USER_DATA_LIMIT:
-        raise ValueError(f'{path} is larger than {USER_DATA_LIMIT} bytes')
-    return data
-
-
 def address_port(text: str, default: int) -> tuple[str, int]:
     """The address and the port in `ADDRESS[:PORT]`, `default` without a port. Raises ValueError."""
     address, colon, port = text.partition(':')
     return _address(address), _port(port) if colon else default
 
 
-def _value(name: str, text: str, base: Path) -> Any:
-    """The value of a key of [mdserver]; `base` is the directory that its paths are relative to. Raises ValueError."""
-    match name:
-        case 'listen_address':
-            return _address(text)
-        case 'port':
-            return _port(text)
-        case 'password':  # in 2019 every guest on the host was given this one, in clear text
-            raise ValueError('guests are given no password any more: remove it and put a key into [public-keys]')
-    if name not in PATHS:
-        raise ValueError(f'unknown key in [mdserver]: known are listen_address, port, {", ".join(PATHS)}')
-    if not text:
-        raise ValueError(f'is empty: name {PATHS[name]}')
-    if name == 'user-data':  # served anew for each request; read here so that a wrong name is told now, not in a guest
-        read_user_data(base / text)
-    return str(base / text) if name == 'leases' else base / text
-
-
-def _address(value: str) -> str:
-    try:
-        return str(ipaddress.IPv4Address(value))
-    except ValueError as error:
-        raise ValueError(f'{value!r} is not an IPv4 address') from error
-
-
-def _port(value: str) -> int:
-    # 0 is any free port: for tests.
-    if not re.fullmatch('[0-9]{1,5}', value) or int(value) > 65535:
-        raise ValueError(f'{value!r} is not a port, 0 to 65535')
-    return int(value)
+def _row(key: str) -> Field[Any]:
+    if key == 'password':  # in 2019 every guest on the host was given this one, in clear text
+        raise ValueError('guests are given no password any more: remove it and put a key into [public-keys]')
+    if key not in KEYS:
+        raise ValueError(f'unknown key in [mdserver]: known are {", ".join(KEYS)}')
+    return KEYS[key]
 
 
 def _key_name(name: str) -> str:
