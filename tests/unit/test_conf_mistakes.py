@@ -1,15 +1,21 @@
-"""compute.yaml and schedule.yaml: all that is wrong in them is named at once, each with its line."""
+"""compute.yaml, schedule.yaml, --fake's inventory: all that is wrong in them is named at once, each with its line."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from ecomp.compute_conf import ComputeConfig
-from ecomp.conf import DEFAULT_USER_ID, load_schedule
+from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
+from ecomp.conf import DEFAULT_USER_ID, EtcdConfig, ScheduleConfig, load_schedule
 from ecomp.errors import UsageError
 from tests.unit.conf_text import UUID
 
@@ -293,3 +299,129 @@ def test_an_image_that_is_no_url_and_ids_that_are_too_long(tmp_path: Path) -> No
     assert user.endswith(':2: user_id: must be at most 255 characters, has 256')
     assert project.endswith(':3: project_id: must be text; put 7 in quotes')
     assert ':4: uuid: unknown key' in uuid
+
+
+# Files that cannot be read
+
+
+def test_a_named_file_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match='none.yaml: cannot be read: No such file or directory'):
+        load_compute(tmp_path / 'none.yaml')
+    with pytest.raises(UsageError, match='cannot be read: Is a directory'):
+        load_schedule(tmp_path)
+
+
+def test_a_file_that_is_there_and_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path('compute.yaml').symlink_to('gone')
+    Path('schedule.yaml').mkdir()
+    with pytest.raises(UsageError, match='^compute.yaml: cannot be read'):
+        load_compute(None)
+    with pytest.raises(UsageError, match='^schedule.yaml: cannot be read'):
+        load_schedule(None)
+
+
+def test_a_message_stays_one_line_whatever_the_file_is_called(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_compute(tmp_path / 'a\nb')
+    assert '\n' not in str(caught.value)
+
+
+def test_a_current_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / 'gone'
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match='compute.yaml: cannot be read'):
+        load_compute(None)
+    os.chdir(tmp_path)
+
+
+# The inventory of --fake
+
+
+def test_an_inventory_in_one_word() -> None:
+    assert parse_inventory('VCPU:4,DISK_GB:10,MEMORY_MB:512') == {'VCPU': 4, 'DISK_GB': 10, 'MEMORY_MB': 512}
+    assert parse_inventory(' VCPU:4, DISK_GB: 10 ') == {'VCPU': 4, 'DISK_GB': 10}
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        *('', ',', 'VCPU', 'VCPU:', 'VCPU:0', 'VCPU:-1', 'VCPU:1.5', 'VCPU:1,', 'VCPU:1,VCPU:1', 'vcpu:1', 'VCPU:²'),
+        *('VCPU:' + '9' * 5000, 'VCPU=1', ':1', 'VCPU:1:2'),
+    ],
+)
+def test_an_inventory_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match='inventory') as caught:
+        parse_inventory(text)
+    assert '\n' not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@settings(max_examples=300)
+@given(st.text(max_size=40) | st.text(alphabet='VCPU:4, 019', max_size=20))
+def test_any_inventory_is_totals_or_a_usage_error(text: str) -> None:
+    totals, message = {}, ''
+    try:
+        totals = parse_inventory(text)
+    except UsageError as error:
+        message = str(error)
+    assert message.isprintable()
+    assert bool(totals) != bool(message)
+    assert all(total > 0 for total in totals.values())
+
+
+# Anything at all
+
+
+KEYS = [f.name for kind in (ComputeConfig, ScheduleConfig) for f in dataclasses.fields(kind)]
+KEYS += EtcdConfig._fields
+WORDS = st.sampled_from([*KEYS, 'host', 'port', 'endpoint', 'user', 'VCPU', 'http://ds1', 'ds1:2379', UUID, '.', '<<'])
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | WORDS
+    | st.dates()
+    | st.binary(max_size=4)
+)
+TREES = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | PLAIN, inner, max_size=6), max_leaves=12
+)
+ANYTHING = st.one_of(
+    st.binary(max_size=200),
+    st.text(max_size=200).map(lambda text: text.encode('utf-8', 'replace')),
+    TREES.map(lambda tree: yaml.dump(tree, allow_unicode=True).encode('utf-8', 'replace')),
+    st.text(alphabet='abuid:-[]{}#&*!|>%@,?"\'\n \t~0189.<', max_size=60).map(str.encode),
+)
+
+
+@settings(max_examples=900)
+@given(ANYTHING)
+@example(b'a: "\\ud800"')
+@example(b'2001-13-45: 2001-13-45')
+@example(b'? {a: b}\n: c')
+@example(b'%YAML 9.9\n---\na: b')
+@example(b'%TAG ! x\n')
+@example(b'{' * 65000)
+@example(b'[' * 65000)
+@example(b'- ' * 32000)
+@example(b'"\\xZZ"')
+@example(b'? ' * 32000)
+def test_any_bytes_are_a_config_or_a_usage_error(content: bytes) -> None:
+    with tempfile.NamedTemporaryFile(suffix='.yaml') as file:
+        file.write(content)
+        file.flush()
+        for load in (load_compute, load_schedule):
+            try:
+                load(Path(file.name))
+            except UsageError as error:
+                for line in str(error).split('\n'):
+                    assert line.isprintable()
+                    assert line.startswith(file.name)
+                    assert len(line) < 500
