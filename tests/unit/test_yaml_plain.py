@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ecomp.yaml_file import _parse
@@ -50,19 +50,33 @@ def agrees(text: str) -> bool:
     return found is not None
 
 
-@given(st.lists(LINES, max_size=6).map('\n'.join))
-def test_what_is_plain_is_what_pyyaml_reads(text: str) -> None:
-    agrees(text)
+NAMES = st.sampled_from(['etcd', 'etcd', 'a_b', 'ca_cert', 'a', 'b', '_1', 'on', 'a-b'])
+GOOD = st.sampled_from([
+    *('ds1:2379', '10.0.0.1', '/etc/x.crt', 'https://h:1', 'a', '# b', 'x.img#sha256=07e4', 'a=B:1,C:5&d=!E')
+])  # fmt: skip
+VALUES = st.one_of(GOOD, GOOD, GOOD, WORDS, st.booleans(), st.integers(-1, 70_000), st.lists(GOOD, max_size=3))
+DUMPED = st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES, max_size=3), min_size=1, max_size=3)
+FILES = st.one_of(
+    DUMPED.map(yaml.safe_dump),
+    DUMPED.map(yaml.safe_dump),
+    st.lists(LINES, max_size=6).map('\n'.join),
+    st.lists(WELL, max_size=4).map('\n'.join),
+    st.text('ab:- #\n\'"[],{}1.0~', max_size=25),
+)
 
 
-@given(st.lists(WELL, max_size=4).map('\n'.join))
-def test_also_of_what_is_well_made(text: str) -> None:
-    agrees(text)
+@pytest.mark.parametrize('examples', [200, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_what_is_plain_is_what_pyyaml_reads(examples: int) -> None:
+    plainly: list[str] = []
 
+    @settings(max_examples=examples)
+    @given(FILES)
+    def read(text: str) -> None:
+        if agrees(text):
+            plainly.append(text)
 
-@given(st.text('ab:- #\n\'"[],{}1.0~', max_size=25))
-def test_also_of_anything(text: str) -> None:
-    agrees(text)
+    read()
+    assert len(plainly) > examples / 20, 'too few are plain for this to say anything'
 
 
 SECURED = {
