@@ -28,7 +28,7 @@ from ecomp.cli.command import EXITS
 from ecomp.cli.commands import FAMILIES, MEANS, PLANNED, families, load_rows
 from ecomp.cli.options import OPTIONS
 from ecomp.lab import elab
-from ecomp.model import boots, cluster, digest, findings, flavor, group, keys, order, queue, quota, record, roles
+from ecomp.model import boots, cluster, findings, flavor, group, keys, order, planes, queue, quota, record, roles
 from ecomp.store import released
 from tests.faults import table as faults
 
@@ -292,7 +292,7 @@ VALUES: dict[str, object] = {
     'Flavors': flavor,
     'Released claims': released,
     'Which etcd: /cluster': cluster,
-    'Answers to an audit: /digests/': digest,
+    'Answers to an audit: /digests/': planes.to_pages,
 }
 
 

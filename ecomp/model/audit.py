@@ -12,12 +12,11 @@ from ecomp.model import keys
 from ecomp.model.allocation import Resources, capacity, difference, summed, words
 from ecomp.model.audit_sharing import groups, membership, quotas
 from ecomp.model.command_names import RESERVED
-from ecomp.model.digest import Leftover
 from ecomp.model.findings import Finding
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import SILENT
 from ecomp.model.order import Invalid, Request
-from ecomp.model.planes import Planes, World
+from ecomp.model.planes import Leftover, Planes, World
 from ecomp.model.record import ACTIVE, ERROR, Record
 
 TROUBLES = {**dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED), 'domain-differs'), REFUSED_METADATA: 'metadata-refused'}

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ecomp.model.digest import Leftover
+from ecomp.model.planes import Leftover
 
 FOUND = 8
 """The exit code of an audit or a doctor that found something."""

@@ -18,9 +18,9 @@ from ecomp.agent.turns import Threads
 from ecomp.conf import EtcdConfig
 from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.model import keys
-from ecomp.model.digest import Leftover, clearance_to_json, from_pages
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
 from ecomp.model.order import Request
+from ecomp.model.planes import Leftover, clearance_to_json, from_pages
 from ecomp.model.quota import Quota, to_json
 from ecomp.scheduler.operating.audit import answers, asking, audit
 from ecomp.store.client import Entry, Put, Store, Unchanged

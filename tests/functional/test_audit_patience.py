@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ecomp.model import keys
-from ecomp.model.digest import Digest, to_pages
 from ecomp.model.order import name_to_json
+from ecomp.model.planes import Digest, to_pages
 from ecomp.scheduler.operating import audit as auditing
 from ecomp.scheduler.operating.audit import Report, fix
 from ecomp.store.client import Put

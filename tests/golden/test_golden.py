@@ -21,7 +21,7 @@ from ecomp import errors
 from ecomp.cli import create
 from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
-from ecomp.model import cluster, digest, flavor, group, guest, keys, order, queue, quota, record
+from ecomp.model import cluster, flavor, group, guest, keys, order, planes, queue, quota, record
 from ecomp.model.findings import CODES
 from ecomp.store import released
 from ecomp.store.client import Store
@@ -233,8 +233,8 @@ AGAIN: dict[str, Callable[[str, bytes], str]] = {
     keys.FLAVORS: lambda key, value: flavor.to_json(flavor.from_json(keys.last(key), value)),
     keys.USER_DATA: user_data,
     keys.RELEASED: lambda _, value: released.to_json(released.from_json(value)),
-    keys.AUDIT: lambda _, value: digest.clearance_to_json(digest.clearance_from_json(value)),
-    keys.DIGESTS: lambda _, value: digest.to_pages(digest.from_pages([value]))[0],
+    keys.AUDIT: lambda _, value: planes.clearance_to_json(planes.clearance_from_json(value)),
+    keys.DIGESTS: lambda _, value: planes.to_pages(planes.from_pages([value]))[0],
     keys.CLUSTER: lambda _, value: cluster.new(cluster.identity(value), '2021-03-04T05:06:00.000Z'),
     'the known etcd': lambda _, value: cluster.to_json(cluster.from_json(value)),
 }
@@ -259,7 +259,7 @@ def written_anew(line: str) -> str | None:
 
 def test_a_digest_of_each_compute() -> None:
     lines = (HERE / 'digests.txt').read_text().splitlines()
-    assert [digest.to_pages(digest.from_pages([line.encode()])) for line in lines] == [[line] for line in lines]
+    assert [planes.to_pages(planes.from_pages([line.encode()])) for line in lines] == [[line] for line in lines]
 
 
 def test_the_keys() -> None:

@@ -24,8 +24,8 @@ from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.pulling import Puller, Taker
 from ecomp.errors import EcompError
 from ecomp.model import keys
-from ecomp.model.digest import Digest
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
+from ecomp.model.planes import Digest
 from ecomp.placement.allocations import Consumer
 from ecomp.store.presence import SECONDS, Lease, Presence
 from ecomp.virt.fake import FakeHypervisor

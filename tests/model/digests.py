@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.model import keys
-from ecomp.model.digest import to_pages
+from ecomp.model.planes import to_pages
 from ecomp.store.client import Delete, Put
 from tests.model.etcd import Etcd
 

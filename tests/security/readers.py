@@ -15,7 +15,7 @@ from ecomp.cli.inspect import as_detail, as_list, no_address
 from ecomp.cli.operators import as_findings, as_hosts
 from ecomp.cli.sharing import as_flavors, as_groups, as_members, as_quota, as_quotas
 from ecomp.errors import EcompError
-from ecomp.model import cluster, digest, flavor, group, keys, quota
+from ecomp.model import cluster, flavor, group, keys, planes, quota
 from ecomp.model import order as requesting
 from ecomp.model import queue as queues
 from ecomp.model import record as records
@@ -129,20 +129,20 @@ def read_flavor(value: bytes) -> None:
     shown(*texts(as_flavors({'f': (found, 'etcd')})))
 
 
-def compared(etcd: dict[str, KeyValue], digests: dict[str, digest.Digest]) -> None:
+def compared(etcd: dict[str, KeyValue], digests: dict[str, planes.Digest]) -> None:
     involved(etcd)
     shown(*texts(as_findings(audit(Planes({COMPUTE: ProviderState(COMPUTE)}, etcd, digests)))))
 
 
 def read_digest(value: bytes) -> None:
-    found = taken(digest.from_pages, [value])
-    assert digest.from_pages([each.encode() for each in digest.to_pages(found)]) == found
+    found = taken(planes.from_pages, [value])
+    assert planes.from_pages([each.encode() for each in planes.to_pages(found)]) == found
     compared({}, {COMPUTE: found})
 
 
 def read_clearance(value: bytes) -> None:
-    found = taken(digest.clearance_from_json, value)
-    assert digest.clearance_from_json(digest.clearance_to_json(found).encode()) == found
+    found = taken(planes.clearance_from_json, value)
+    assert planes.clearance_from_json(planes.clearance_to_json(found).encode()) == found
 
 
 def read_compute(value: bytes) -> None:
@@ -201,7 +201,7 @@ WAITING = {
     **{name: WHOLE[name] for name in ('stages', 'name', 'group')},
     **{'flavor': 'f', 'query': 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1&required=T', 'ssh_keys': ['x'], 'count': 1},
 }
-DIGEST = digest.Digest(
+DIGEST = planes.Digest(
     {INSTANCE: Guest(INSTANCE, COMPUTE, True, True, True)},
     *({INSTANCE: '/base'}, {'52:54:00:00:00:01': INSTANCE}, {INSTANCE: ''}),
     {'52:54:00:00:00:01': f'{INSTANCE} 10.0.0.1'},
@@ -219,9 +219,9 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
     ),
     'quota': (read_quota, {'version': 1, 'limits': {'VCPU': 10, 'instances': 3}, 'used': {'VCPU': 1, 'instances': 1}}),
     'flavor': (read_flavor, {'version': 1, 'resources': {'VCPU': 1}, 'required': ['T'], 'forbidden': ['U']}),
-    'digest': (read_digest, json.loads(digest.to_pages(DIGEST)[0])),
+    'digest': (read_digest, json.loads(planes.to_pages(DIGEST)[0])),
     'clearance': (read_clearance, {'version': 1, 'leftovers': [{'kind': 'disk', 'name': INSTANCE, 'mark': 'x'}]}),
-    'cleared': (lambda value: taken(digest.cleared_from_json, value), ['disk x: removed']),
+    'cleared': (lambda value: taken(planes.cleared_from_json, value), ['disk x: removed']),
     'user-data': (lambda value: taken(shared_user_data, value, SHARED.sha256), json.loads(SHARED.text)),
     'announced': (read_announced, {'version': 1, 'instances': [INSTANCE, OTHER], 'query': 'x', 'host': 'h', 'pid': 1}),
     'compute': (read_compute, ALIVE),

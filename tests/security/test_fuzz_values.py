@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model import digest, keys
+from ecomp.model import keys, planes
 from ecomp.model.planes import KeyValue
 from ecomp.schedule import terminal
 from tests.kit.hostile import COMPUTE, INSTANCE
@@ -63,7 +63,7 @@ def test_an_audit_of_it_all_comes_to_its_end(number: int) -> None:
                 etcd[key] = KeyValue(value, rng.randrange(3), rng.randrange(2))
         digests = {}
         with suppress(ValueError):
-            digests[COMPUTE] = digest.from_pages([mutant(READERS['digest'][1], rng)])
+            digests[COMPUTE] = planes.from_pages([mutant(READERS['digest'][1], rng)])
         with case('audit', each, etcd):
             compared(etcd, digests)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.model import digest, flavor, group, keys, order, queue, quota
+from ecomp.model import flavor, group, keys, order, planes, queue, quota
 from ecomp.model.allocation import LARGEST, MOST
 from ecomp.model.choose import Why
 from ecomp.model.guest import SharedUserData, shared_user_data
@@ -131,8 +131,8 @@ def test_a_quota_counts_to_its_bound() -> None:
 
 
 VERSIONS: list[Callable[[Any], Any]] = [
-    lambda version: digest.from_pages([json.dumps({'version': version, 'pages': 1}).encode()]),
-    lambda version: digest.clearance_from_json(json.dumps({'version': version, 'leftovers': []}).encode()),
+    lambda version: planes.from_pages([json.dumps({'version': version, 'pages': 1}).encode()]),
+    lambda version: planes.clearance_from_json(json.dumps({'version': version, 'leftovers': []}).encode()),
     lambda version: flavor.from_json('f', json.dumps({'version': version, 'resources': {'VCPU': 1}}).encode()),
     lambda version: group.from_json('g', json.dumps({'version': version, 'members': {}}).encode()),
     lambda version: quota.from_json('p', json.dumps({'version': version, 'limits': {}, 'used': {}}).encode()),
@@ -157,7 +157,7 @@ def test_what_is_too_deep_is_refused_and_what_is_not_can_be_quoted() -> None:
     for depth in (500, 900, 100_000):
         value = b'{"version": 1, "pages": 1, "error": ' + b'[' * depth + b']' * depth + b'}'
         with pytest.raises(ValueError, match='nested too deeply'):
-            digest.from_pages([value])
+            planes.from_pages([value])
         with pytest.raises(ValueError, match='cannot be read'):
             shared_user_data(value, 'x')
 
@@ -175,24 +175,24 @@ def test_what_is_too_deep_is_refused_and_what_is_not_can_be_quoted() -> None:
 )
 def test_a_guest_of_a_digest_is_one(guest: Any) -> None:
     with pytest.raises(ValueError, match='not a digest'):
-        digest.from_pages([json.dumps({'version': 1, 'pages': 1, 'guests': [guest]}).encode()])
+        planes.from_pages([json.dumps({'version': 1, 'pages': 1, 'guests': [guest]}).encode()])
 
 
 @pytest.mark.parametrize('value', [7, None, {'a': 1}, ['x']])
 def test_what_a_digest_names_is_text(value: Any) -> None:
     for name in ('without_base', 'seeds', 'isos', 'reservations', 'parts'):
         with pytest.raises(ValueError, match='not a digest'):
-            digest.from_pages([json.dumps({'version': 1, 'pages': 1, name: {'x': value}}).encode()])
+            planes.from_pages([json.dumps({'version': 1, 'pages': 1, name: {'x': value}}).encode()])
     leftover = {'kind': 'disk', 'name': value, 'mark': ''}
     with pytest.raises(ValueError, match='not a clearance'):
-        digest.clearance_from_json(json.dumps({'version': 1, 'leftovers': [leftover]}).encode())
+        planes.clearance_from_json(json.dumps({'version': 1, 'leftovers': [leftover]}).encode())
 
 
 @pytest.mark.parametrize('value', [b'7', b'{}', b'["x", 7]', b'[' * 100_000, b'[' + b'9' * 5000 + b']', b'\xff', b''])
 def test_what_a_compute_says_that_it_removed_is_lines(value: bytes) -> None:
     with pytest.raises(ValueError, match='.'):
-        digest.cleared_from_json(value)
-    assert digest.cleared_from_json(b'["disk x: removed"]') == ['disk x: removed']
+        planes.cleared_from_json(value)
+    assert planes.cleared_from_json(b'["disk x: removed"]') == ['disk x: removed']
 
 
 @pytest.mark.parametrize('name', ['user_id', 'project_id'])

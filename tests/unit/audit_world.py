@@ -10,13 +10,12 @@ import pytest
 
 from ecomp.model import keys, record
 from ecomp.model.audit import audit
-from ecomp.model.digest import Digest
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import ANTI_AFFINITY, Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest import Guest, mac_address
 from ecomp.model.order import Request, name_to_json, to_json
-from ecomp.model.planes import KeyValue, Planes, ProviderState
+from ecomp.model.planes import Digest, KeyValue, Planes, ProviderState
 from ecomp.model.queue import QueueEntry
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.record import Failure, Interface, Record

@@ -8,10 +8,9 @@ import pytest
 
 from ecomp.model import keys, record
 from ecomp.model.audit import audit
-from ecomp.model.digest import Digest
 from ecomp.model.group import ANTI_AFFINITY
 from ecomp.model.order import Request, to_json
-from ecomp.model.planes import World
+from ecomp.model.planes import Digest, World
 from ecomp.model.quota import Quota, times
 from ecomp.model.quota import to_json as quota_to_json
 from tests.unit.audit_world import (

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from ecomp.model import keys, record
 from ecomp.model.audit import audit
-from ecomp.model.digest import Digest
 from ecomp.model.findings import CODES, Finding, confirmed
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import to_json as computes_to_json
-from ecomp.model.planes import KeyValue, Planes, involved
+from ecomp.model.planes import Digest, KeyValue, Planes, involved
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_to_json
 from tests.unit.audit_world import (

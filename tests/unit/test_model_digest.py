@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.digest import (
+from ecomp.model.guest import Guest, mac_address
+from ecomp.model.planes import (
     PAGE_BYTES,
     Digest,
     Leftover,
@@ -18,7 +19,6 @@ from ecomp.model.digest import (
     from_pages,
     to_pages,
 )
-from ecomp.model.guest import Guest, mac_address
 
 COMPUTE = 'aaaaaaaa-0000-4000-8000-000000000000'
 names = st.text(max_size=40)

@@ -18,8 +18,8 @@ from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.turns import Threads, Turn
 from ecomp.errors import EcompError
 from ecomp.model import keys
-from ecomp.model.digest import Digest, Leftover, clearance_from_json, failed, to_pages
 from ecomp.model.json_object import dump, load_object
+from ecomp.model.planes import Digest, Leftover, clearance_from_json, failed, to_pages
 from ecomp.store.client import Entry, Put, Store, Unchanged, at_it
 from ecomp.store.places import lives
 from ecomp.store.sharing import quietly_revoke

@@ -21,13 +21,23 @@ from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
 from ecomp.model.audit import audit as compare
 from ecomp.model.backoff import Backoff
-from ecomp.model.digest import Digest, clearance_to_json, cleared_from_json, from_pages
 from ecomp.model.findings import Finding, Revisions, confirmed
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.host import Computes, by_instance
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request, named, parse_request
-from ecomp.model.planes import FAMILIES, KeyValue, Planes, ProviderState, World, involved
+from ecomp.model.planes import (
+    FAMILIES,
+    Digest,
+    KeyValue,
+    Planes,
+    ProviderState,
+    World,
+    clearance_to_json,
+    cleared_from_json,
+    from_pages,
+    involved,
+)
 from ecomp.model.quota import INSTANCES, Quota
 from ecomp.model.record import ERROR, GONE, KEPT, from_json
 from ecomp.placement import allocations, providers
