@@ -28,7 +28,8 @@ from ecomp.cli.command import EXITS
 from ecomp.cli.commands import FAMILIES, MEANS, PLANNED, families, load_rows
 from ecomp.cli.options import OPTIONS
 from ecomp.lab import elab
-from ecomp.model import boots, cluster, findings, flavor, group, keys, order, planes, queue, quota, record, roles
+from ecomp.model import audit as findings
+from ecomp.model import boots, cluster, flavor, group, keys, order, planes, queue, quota, record, roles
 from ecomp.store import released
 from tests.faults import table as faults
 
@@ -338,7 +339,7 @@ def audit() -> tuple[list[Block], list[Section]]:
     rows = [[f'`{code}`', each.meaning, each.fix or '-', each.how or '-'] for code, each in findings.CODES.items()]
     head = ['code', 'what it means', 'what `audit --fix` does', 'what a person does where it does not']
     typed = "What is typed with etcdctl [asks by an operator's certificate](../howto/certificates.md#etcdctl-by-hand)."
-    return [*docstring(findings), typed, Table(head, rows)], []
+    return [*docstring(findings.Code), typed, Table(head, rows)], []
 
 
 def exit_codes() -> tuple[list[Block], list[Section]]:

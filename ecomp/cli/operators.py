@@ -19,7 +19,7 @@ from ecomp.model.record import STAGES
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
-    from ecomp.model.findings import Finding
+    from ecomp.model.audit import Finding
     from ecomp.model.host import Host
     from ecomp.scheduler.changing.wait import Deadline
     from ecomp.scheduler.operating.audit import Report
@@ -103,7 +103,7 @@ def _host_forget(do: Context) -> int:
 
 def _audit(do: Context) -> int:
     from ecomp.cli.tables import rendered
-    from ecomp.model.findings import FOUND
+    from ecomp.model.audit import FOUND
     from ecomp.scheduler.looking.hosts import read_names_by_instance
     from ecomp.scheduler.operating.audit import audit
 

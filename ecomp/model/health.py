@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from ecomp.errors import Unreachable
 from ecomp.model.allocation import MICROVERSION
+from ecomp.model.audit import FOUND
 from ecomp.model.cluster import holes
-from ecomp.model.findings import FOUND
 from ecomp.model.guest import Attachment
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, Host
 

@@ -24,7 +24,7 @@ from mdserver.files import Files
 from mdserver.guests import Forged
 
 from ecomp.errors import BuildFailed
-from ecomp.model.findings import CODES
+from ecomp.model.audit import CODES
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Attachment, GuestSpec, ReservedAddress, all_macs, mac_address
 from tests.functional.guest import build
 from tests.functional.libvirt_host import LibvirtHost

@@ -22,7 +22,7 @@ from ecomp.cli import create
 from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, guest, keys, order, planes, queue, quota, record
-from ecomp.model.findings import CODES
+from ecomp.model.audit import CODES
 from ecomp.store import released
 from ecomp.store.client import Store
 from tests.golden import scene

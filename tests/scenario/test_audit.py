@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.model.findings import CODES
+from ecomp.model.audit import CODES
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operating.audit import audit, fix, mend
 from ecomp.store.client import Store

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import keys, record
-from ecomp.model.audit import audit
-from ecomp.model.findings import CODES, Finding, confirmed
+from ecomp.model.audit import CODES, Finding, audit, confirmed
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import to_json as computes_to_json

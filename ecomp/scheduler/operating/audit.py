@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
+from ecomp.model.audit import Finding, Revisions, confirmed
 from ecomp.model.audit import audit as compare
 from ecomp.model.backoff import Backoff
-from ecomp.model.findings import Finding, Revisions, confirmed
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.host import Computes, by_instance
 from ecomp.model.json_object import dump
