@@ -30,7 +30,7 @@ from ecomp.cli.options import OPTIONS
 from ecomp.lab import elab
 from ecomp.model import audit as findings
 from ecomp.model import boots, cluster, flavor, group, keys, order, planes, queue, quota, record, roles
-from ecomp.store import released
+from ecomp.store import sharing
 from tests.faults import table as faults
 
 TOP = Path(__file__).resolve().parents[1]
@@ -291,7 +291,7 @@ VALUES: dict[str, object] = {
     'Groups': group,
     'Quotas': quota,
     'Flavors': flavor,
-    'Released claims': released,
+    'Released claims': sharing.released_to_json,
     'Which etcd: /cluster': cluster,
     'Answers to an audit: /digests/': planes.to_pages,
 }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ecomp.model.record import Record
     from ecomp.scheduler.changing.change import Acceptance
     from ecomp.scheduler.changing.wait import Deadline
-    from ecomp.store.places import Index
+    from ecomp.store.sharing import Index
 
 ADDRESSED = 'addressed'
 """The stage that is waited for if none is named."""

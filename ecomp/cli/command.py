@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ecomp.placement.client import Placement, Slow
     from ecomp.scheduler.changing.wait import Deadline
     from ecomp.store.client import Store
-    from ecomp.store.places import Index
+    from ecomp.store.sharing import Index
 
 Found = TypeVar('Found')
 
@@ -206,7 +206,7 @@ class Context:
         """
         if len(self.words) < 2:
             return None
-        from ecomp.store.places import index
+        from ecomp.store.sharing import index
 
         try:
             return index(self.store)

@@ -164,7 +164,7 @@ def _tell(do: Context, begun: Sequence[Begun], remarks: Callable[[], Iterable[st
 def _waited(do: Context, begun: Sequence[Begun]) -> int:
     """Wait for what was asked for, and tell programs of it now, when all is known; the exit code."""
     from ecomp.cli.change import reach  # for those who wait
-    from ecomp.store.places import Index
+    from ecomp.store.sharing import Index
 
     placed = [(each['instance'] or '', each.get('compute')) for each in begun]
     outcomes = Outcomes(do, [instance for instance, _ in placed], **REACHED)

@@ -121,7 +121,7 @@ def release(
     False for one that somebody changed meanwhile. This is the order of reading before anything is given away (rule 11):
     the generations first, then `wanted` asks etcd who stands behind these consumers, then they are released with the
     generations read. Whoever comes to stand behind one after that look claims after it, too, and moves its generation.
-    `note` writes down the generations of those that are released next (ecomp.store.released), so that nobody else's
+    `note` writes down the generations of those that are released next (ecomp.store.sharing), so that nobody else's
     claim ever gets these numbers again; it is left out where nobody claims again.
     """
     named, done = list(consumers), dict[str, bool | None]()

@@ -1,7 +1,7 @@
 """What instances share, names, groups and quotas: changed only inside transactions that deliver or remove (rule 7).
 
 A name belongs to one living instance. One that failed is still found by it, on its record's lease, until somebody else
-takes the name.
+takes the name. What outlives a claim is here, too, its generation, and how an instance is found by its uuid alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreadable
@@ -19,6 +19,8 @@ from ecomp.model.allocation import Resources, summed
 from ecomp.model.group import LARGEST, Group, Membership, allowed, settle
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.group import to_json as group_to_json
+from ecomp.model.host import Places, by_instance
+from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import name_to_json, named
 from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
@@ -293,3 +295,195 @@ def _is_of(entry: Entry, instance: str) -> bool:
         return named(entry.value) == instance
     except ValueError:
         return False
+
+
+NOTE_SECONDS = 3600
+"""Seconds for which the generation of a released claim is noted. A release that was sent longer ago than this is not on
+its way any more."""
+NOTE_TRIES = 3
+"""How often a note is sent of which no answer comes; then UnknownOutcome."""
+MAX_NOTED = 50
+"""A generation above this counts as this one: each step up to it is a call to placement, and others wait for it.
+
+Whoever writes a larger one by hand gets there, and who claims and releases one instance 50 times within the hour: from
+then on a late release could meet the number of another claim again.
+"""
+
+
+def note_released(store: Store, generations: Mapping[str, int]) -> None:
+    """Note that claims of these generations are released next: {instance: generation}, at most 128 of them.
+
+    Nothing is noted in an etcd that is full: what is claimed may go all the same, and nobody can announce a new claim.
+    Errors: Unreachable, UnknownOutcome: nothing may be released then.
+    """
+    if not generations:
+        return
+    with suppress(NoSpace):
+        _write_note(store, generations)
+
+
+def _write_note(store: Store, generations: Mapping[str, int]) -> None:
+    lease = store.grant(NOTE_SECONDS)
+    by_key: dict[str, dict[str, int]] = {}
+    for instance, generation in generations.items():
+        by_key.setdefault(keys.released(instance, lease), {})[instance] = generation
+    puts = [Put(key, released_to_json(theirs), lease) for key, theirs in by_key.items()]
+    for left in reversed(range(NOTE_TRIES)):
+        try:
+            store.commit([], puts)
+            return
+        except UnknownOutcome:  # written twice it says the same
+            if not left:
+                raise
+
+
+def highest_released(store: Store, instances: Collection[str]) -> int:
+    """The highest generation that is noted for any of these; 0 if none is. Asked after something was claimed."""
+    prefixes = {keys.released_prefix(each) for each in instances}
+    found = 0
+
+    def look(noted: Entry) -> None:  # nothing is kept: somebody may have put as much there as etcd takes
+        nonlocal found
+        theirs = released_from_json(noted.value)
+        found = max([found, *(theirs.get(name, 0) for name in instances)])
+
+    store.snapshot(prefixes.pop() if len(prefixes) == 1 else keys.RELEASED, keep=look)
+    return found
+
+
+def released_to_json(generations: Mapping[str, int]) -> str:
+    """The generation that a claim had when it was released, so that the next claim of the same instance gets a higher
+    one.
+
+    Placement counts a consumer's generation from 1 again once it holds nothing. Somebody who read it before that, and
+    releases by it late, could meet the same number at another claim. So whoever releases a claim notes its generation
+    first, and whoever claims for an instance that others may have claimed for goes on until it is above what is noted.
+
+    Each note is a key of its own, on a lease of its own: nobody has to read or compare anything to write one. It has
+    {"version", "generations": {instance: number}}, of instances that begin with the key's 2 digits.
+    """
+    return dump({'version': 1, 'generations': dict(generations)})
+
+
+def released_from_json(value: bytes) -> dict[str, int]:
+    """What a key says: {instance: generation}; nothing where nobody of ours wrote it."""
+    try:
+        found = load_object(value).get('generations')
+    except ValueError:
+        return {}
+    entries = found.items() if isinstance(found, dict) else ()
+    return {name: min(number, MAX_NOTED) for name, number in entries if type(number) is int and number > 0}
+
+
+class Index:
+    """The keys of many instances, as they were when they were listed.
+
+    Nothing in etcd says which compute an instance's keys lie below. The living ones are asked for first, 64 in one
+    transaction; only what none of them has costs a list of every key. Whoever asks for many instances makes that list
+    once, see index().
+    """
+
+    def __init__(
+        self, requests: Mapping[str, Sequence[str]], records: Callable[[], Mapping[str, Sequence[str]]] = dict
+    ) -> None:
+        """`requests` is {instance: its keys below /hosts/}, `records` lists those below /instances/ likewise.
+
+        That is called once, when somebody asks for an instance that is not in `requests`.
+        """
+        self.requests = requests
+        self._list_records = records
+
+    @cached_property
+    def records(self) -> Mapping[str, Sequence[str]]:
+        """{instance: its keys below /instances/}."""
+        return self._list_records()
+
+
+def find_places(store: Store, instance: str) -> Places[Entry]:
+    """Find the instance's keys, wherever they are; empty if there are none.
+
+    Queues are not looked at: what waits in one meanwhile may have been there before.
+    """
+    return near(store, instance) or listed(store, instance)
+
+
+def near(store: Store, instance: str, among: Index | None = None) -> Places[Entry] | None:
+    """Find the instance's keys where they were, or among the living computes'; None if none of these has it.
+
+    `among`: an index made before this, None for none.
+    """
+    if among is not None:
+        at = listed(store, instance, among)
+        # What went out of its queue is below no compute, and nowhere else ever.
+        if at.compute or at.record_key == keys.record('', instance):
+            return at
+    there = store.snapshot(keys.COMPUTES, keys_only=True).entries
+    alive = {keys.last(key) for key, each in there.items() if each.lease and keys.is_uuid(keys.last(key))}
+    both = [key for each in sorted(alive) for key in (keys.request(each, instance), keys.record(each, instance))]
+    found = _judged(store, instance, store.read([*both, keys.old_record(instance)]))
+    return found if found is not None and found.compute in alive else None
+
+
+def lives(store: Store, instance: str) -> bool:
+    """Whether any compute has a record of it that says so. ValueError for one that cannot be understood."""
+    from ecomp.model.record import from_json  # seldom asked
+
+    among = index(store)
+    # All of them, wherever it is asked for; and where it is asked for also what was not there yet.
+    mine = {*_records_of(among, instance), *among.records.get(instance, ())}
+    at = by_instance(store.read(sorted(mine)).items()).get(instance) or Places()
+    records = [from_json(each.value) for each in at.records.values()]
+    return any(each.state not in (GONE, ERROR) for each in records)
+
+
+def index(store: Store) -> Index:
+    """List the names of all requests, and of all records once they are asked for.
+
+    10,000 names take a tenth of a second, most of it reading the answer.
+    """
+    # Requests before records: what ends meanwhile is then seen twice rather than not at all.
+    return Index(_names(store, keys.HOSTS), partial(_names, store, keys.INSTANCES))
+
+
+def _names(store: Store, family: str) -> Mapping[str, Sequence[str]]:
+    found: dict[str, list[str]] = {}
+    for key in store.snapshot(family, keys_only=True).entries:
+        # What a compute puts elsewhere below its own uuid is of no instance, whatever its last part says.
+        if (parts := key.count('/')) == 3 or (parts == 2 and family == keys.INSTANCES):
+            found.setdefault(keys.last(key), []).append(key)
+    return found
+
+
+def listed(store: Store, instance: str, among: Index | None = None) -> Places[Entry]:
+    """Find the instance's keys by listing the names of all keys. Look at the queues before this.
+
+    `among`: an index made before this; where the instance was not in it, or has no such key any more, none is found.
+    """
+    among = index(store) if among is None else among
+    # A record may be written, and its request go, since the names were read. Where it is asked for no other one counts.
+    asked = among.requests.get(instance, ())
+    mine = [*asked, *_records_of(among, instance)] if asked else among.records.get(instance, ())
+    return _judged(store, instance, store.read(sorted(mine))) or Places() if mine else Places()
+
+
+def _judged(store: Store, instance: str, found: Mapping[str, Entry]) -> Places[Entry] | None:
+    return everywhere(store, found.items()).get(instance)
+
+
+def everywhere(store: Store, found: Iterable[tuple[str, Entry]]) -> dict[str, Places[Entry]]:
+    """by_instance(); of what several computes are asked for, the one that holds its claim is believed.
+
+    Which one that is nobody is asked by a store without `claims`. Errors: those of placement.
+    """
+    there = by_instance(found)
+    if store.claims is not None:
+        claims = cache(store.claims)
+        for instance, at in there.items():
+            at.judge(instance, claims)
+    return there
+
+
+def _records_of(among: Index, instance: str) -> list[str]:
+    """The keys at which the computes that are asked for it have its record, or will."""
+    asked = among.requests.get(instance, ())
+    return [*(keys.record(key.split('/')[2], instance) for key in asked), keys.old_record(instance)]

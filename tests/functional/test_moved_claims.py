@@ -28,7 +28,7 @@ from ecomp.scheduler.operating.audit import _release as repaired
 from ecomp.scheduler.operating.decommission import disable, drained, forget
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
 from ecomp.store.client import Delete, Put, Snapshot, Store, Unchanged
-from ecomp.store.released import highest, note
+from ecomp.store.sharing import highest_released, note_released
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new
 
 ROOM_FOR_ONE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
@@ -217,7 +217,7 @@ def test_a_release_that_is_sent_late_meets_no_claim_made_since(cloud: Cloud, cou
 
     def claim_all() -> dict[str, allocations.Consumer]:
         wanted = {each: {compute: SMALL} for each in instances}
-        claim(cloud.placement, wanted, 'u', 'p', lambda: None, partial(highest, cloud.store, instances))
+        claim(cloud.placement, wanted, 'u', 'p', lambda: None, partial(highest_released, cloud.store, instances))
         return {each: allocations.consumer(cloud.placement, each) for each in instances}
 
     reads = [claim_all()]
@@ -253,7 +253,7 @@ def test_many_are_released_in_portions(cloud: Cloud) -> None:
         asked.append(len(holding))
         return {kept} & holding.keys()
 
-    done = claiming.release(cloud.placement, [*instances, new()], wanted, partial(note, cloud.store))
+    done = claiming.release(cloud.placement, [*instances, new()], wanted, partial(note_released, cloud.store))
     assert asked == [claiming.TOGETHER, claiming.TOGETHER, 1]
     assert [each for each, gone in done.items() if not gone] == [kept]
     assert cloud.server.consumers(compute).keys() == {kept}

@@ -21,7 +21,7 @@ from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, new_record,
 from ecomp.scheduler.changing.change import clear, destroy
 from ecomp.scheduler.looking.find import all_records, find, living
 from ecomp.store.client import Delete, Entry, Put, Snapshot, Store, Unchanged
-from ecomp.store.places import index
+from ecomp.store.sharing import index
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, new
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd

@@ -19,7 +19,7 @@ from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, WAITS_
 from ecomp.scheduler.changing import wait as wait_module
 from ecomp.scheduler.changing.wait import Deadline, Wait, Whereabouts, wait_for_stage, wait_until_gone
 from ecomp.store.client import Delete, Put, Store
-from ecomp.store.places import Index
+from ecomp.store.sharing import Index
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.servers import PATIENCE, free_port, until
 

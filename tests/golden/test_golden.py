@@ -23,7 +23,7 @@ from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, guest, keys, order, planes, queue, quota, record
 from ecomp.model.audit import CODES
-from ecomp.store import released
+from ecomp.store import sharing
 from ecomp.store.client import Store
 from tests.golden import scene
 from tests.kit.in_process import InProcess, empty, start
@@ -232,7 +232,7 @@ AGAIN: dict[str, Callable[[str, bytes], str]] = {
     keys.QUOTAS: lambda key, value: quota.to_json(quota.from_json(keys.last(key), value)),
     keys.FLAVORS: lambda key, value: flavor.to_json(flavor.from_json(keys.last(key), value)),
     keys.USER_DATA: user_data,
-    keys.RELEASED: lambda _, value: released.to_json(released.from_json(value)),
+    keys.RELEASED: lambda _, value: sharing.released_to_json(sharing.released_from_json(value)),
     keys.AUDIT: lambda _, value: planes.clearance_to_json(planes.clearance_from_json(value)),
     keys.DIGESTS: lambda _, value: planes.to_pages(planes.from_pages([value]))[0],
     keys.CLUSTER: lambda _, value: cluster.new(cluster.identity(value), '2021-03-04T05:06:00.000Z'),

@@ -74,7 +74,7 @@ CLAIM = {
         'ecomp.agent.queue.pulling:Taker._claim', assigns('above', 'lambda: 0'), 'late_let_go'
     ),
     'a taker does not note what it releases': bug(
-        'ecomp.agent.queue.pulling:Taker.let_go', without_argument('release', 'note'), 'late_let_go'
+        'ecomp.agent.queue.pulling:Taker.let_go', without_argument('release', 'note_released'), 'late_let_go'
     ),
     'an empty consumer is a conflict': bug(
         'ecomp.placement.claiming:claim', never('ConsumerConflict', 'found', 'generations'), 'orphan_consumer'

@@ -65,7 +65,7 @@ TOLD = {
     ),
     'forget does not note what it releases': bug(
         'ecomp.scheduler.operating.decommission:_Removal._release',
-        without_argument('release', 'note'),
+        without_argument('release', 'note_released'),
         'frozen_forget_and_used_again',
     ),
     'two takers are not told from each other': bug(

@@ -28,7 +28,7 @@ from ecomp.scheduler.operating.audit import audit, mend
 from ecomp.scheduler.operating.decommission import UNSEEN, disable, drained, enable, forget, inhabitants
 from ecomp.scheduler.operating.quotas import limit, one_quota
 from ecomp.store.client import Delete, Put
-from ecomp.store.released import highest
+from ecomp.store.sharing import highest_released
 from tests.model.acting import Bounds
 from tests.model.cloud import FLAVOR, QUERY, SIZE, A, B, Cloud, U, V, W
 from tests.model.explorer import Follow
@@ -101,7 +101,7 @@ def test_how_often_what_it_ended_was_claimed_is_noted(cloud: Cloud) -> None:
     destroy(cloud.store, U)
     is_silent(cloud)
     forgotten(cloud)
-    assert highest(cloud.store, [U]) == 1
+    assert highest_released(cloud.store, [U]) == 1
 
 
 def test_so_is_one_that_had_a_destroy_to_carry_out_and_has_no_name(cloud: Cloud) -> None:

@@ -28,9 +28,9 @@ from ecomp.model.order import SIZE_LIMIT, Invalid, Power, Request
 from ecomp.model.planes import KeyValue, Planes, ProviderState, involved
 from ecomp.model.query import parse
 from ecomp.model.record import Failure, Interface, Progress, Record
-from ecomp.store import released
 from ecomp.store.client import Entry
 from ecomp.store.presence import _holder, _word
+from ecomp.store.sharing import released_from_json, released_to_json
 from tests.kit.forms import LOOKS, documents, texts
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER, request
 
@@ -229,7 +229,7 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
     'taker': (queues.marked_by, {'version': 1, 'compute': COMPUTE}),
     'cluster': (lambda value: taken(cluster.identity, value), {'version': 1, 'identity': OTHER, 'since': NOW}),
     'known': (read_known, {'version': 1, 'identity': OTHER, 'cluster': 2**63, 'revision': 7, 'term': 2}),
-    'released': (lambda value: released.to_json(released.from_json(value)), {'generations': {INSTANCE: 3}}),
+    'released': (lambda value: released_to_json(released_from_json(value)), {'generations': {INSTANCE: 3}}),
 }
 
 

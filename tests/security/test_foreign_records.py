@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.model import keys
-from ecomp.store.places import index, listed
+from ecomp.store.sharing import index, listed
 from tests.kit.commands import Control
 from tests.kit.hands import guests
 from tests.kit.invariants import check

@@ -20,7 +20,7 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store, at_it, in_requests, wanted
-from ecomp.store.released import note
+from ecomp.store.sharing import note_released
 
 KEPT = 20.0
 """Seconds for which what placement said of all providers is believed by those of many computes."""
@@ -134,7 +134,7 @@ class ClaimKeeper:
         wished = [keys.last(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries]
         placing = at_it(self._store) if self._takes else in_requests(self._store.snapshot(keys.ATTEMPTS))
         self._seen, ready = due(self._seen, orphans(held, wished, guests, placing), now)
-        noting = partial(note, self._store)
+        noting = partial(note_released, self._store)
         for consumer, released in release(self._placement, ready, self._wanted, noting).items():
             if released:
                 log.warning('released the claim of %s: no request stands behind it', consumer)

@@ -21,8 +21,7 @@ from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.planes import Digest, Leftover, clearance_from_json, failed, to_pages
 from ecomp.store.client import Entry, Put, Store, Unchanged, at_it
-from ecomp.store.places import lives
-from ecomp.store.sharing import quietly_revoke
+from ecomp.store.sharing import lives, quietly_revoke
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)

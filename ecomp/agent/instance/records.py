@@ -28,8 +28,17 @@ from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPE
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
-from ecomp.store.places import listed
-from ecomp.store.sharing import Change, commit_with, freed, given_back, quietly_revoke, recharged, rejoined, write_end
+from ecomp.store.sharing import (
+    Change,
+    commit_with,
+    freed,
+    given_back,
+    listed,
+    quietly_revoke,
+    recharged,
+    rejoined,
+    write_end,
+)
 
 log = logging.getLogger(__name__)
 

@@ -65,8 +65,18 @@ from ecomp.placement.claiming import claim, release
 from ecomp.placement.room import look
 from ecomp.store.client import Delete, Exists, Put, Unchanged, in_requests, withdraw
 from ecomp.store.presence import Presence
-from ecomp.store.released import highest, note
-from ecomp.store.sharing import Excluded, commit_with, ended, group, groups, joined, unshared, write_end
+from ecomp.store.sharing import (
+    Excluded,
+    commit_with,
+    ended,
+    group,
+    groups,
+    highest_released,
+    joined,
+    note_released,
+    unshared,
+    write_end,
+)
 from ecomp.store.watch import State
 
 log = logging.getLogger(__name__)
@@ -164,7 +174,7 @@ class Taker:
                 return holding
             return () if self.store.get(keys.request(self.compute, instance)) is None else holding
 
-        return bool(release(self.placement, [instance], wanted, partial(note, self.store))[instance])
+        return bool(release(self.placement, [instance], wanted, partial(note_released, self.store))[instance])
 
     def _mark(self, place: Place, marked: int, is_taken: bool = True) -> int | None:
         """Put our mark; its revision, None if the request is not there any more or somebody else has marked it.
@@ -192,7 +202,7 @@ class Taker:
                 raise Conflict(f'{waiting.instance}: somebody else is taking it, or it was cancelled')
 
         wanted = {waiting.instance: {self.compute: waiting.flavor.resources}}
-        above = partial(highest, self.store, wanted)
+        above = partial(highest_released, self.store, wanted)
         claim(self.placement, wanted, waiting.user_id, waiting.project_id, check, above)
 
     def _move(self, place: Place, mark: int) -> tuple[bool, int]:

@@ -20,8 +20,7 @@ from ecomp.model.order import SIZE_LIMIT, START, STOP, Invalid, Power, Request, 
 from ecomp.model.record import ACTIVE, ERROR, GONE, KEPT, STOPPED, Record, is_newer, timestamp
 from ecomp.scheduler.looking.find import InstanceEntries, all_records, find, living, read_waiting, requested, waiting_at
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, is_alive
-from ecomp.store.places import Index, index, places
-from ecomp.store.sharing import commit_with, ended, freed, group, quietly_revoke, write_end
+from ecomp.store.sharing import Index, commit_with, ended, find_places, freed, group, index, quietly_revoke, write_end
 
 TRIES = 5
 """Tries to write, each after a fresh look; who loses more of these races says so."""
@@ -102,7 +101,7 @@ def _living(store: Store, instance: str, among: Index | None) -> InstanceEntries
                 return found._replace(record=read_waiting(entry), queue_entry=entry)
         return found if found is not None and found.record.state != GONE else living(store, instance, among)
     except Unreadable:
-        at = places(store, instance)
+        at = find_places(store, instance)
         found = requested(at)
         # What a newer ecomp wrote may name more than a destroy by this one removes.
         if found is None or (at.record is not None and is_newer(at.record.value)):

@@ -34,12 +34,11 @@ from ecomp.model.text import printable
 from ecomp.scheduler.looking.find import read_record, waiting_at
 from ecomp.scheduler.looking.hosts import claimed_on_silent, computes
 from ecomp.store.client import Entry, Store
-from ecomp.store.places import Index, listed, near
+from ecomp.store.sharing import Index, listed, near
 from ecomp.store.watch import Follower
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changing.change import Acceptance
-    from ecomp.store.places import Index
 
 class Whereabouts:
     """Follows one key: that of the record or, while it waits, that of its place in a queue.

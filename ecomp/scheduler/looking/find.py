@@ -13,8 +13,7 @@ from ecomp.model.order import Invalid, Order, Request, parse_request
 from ecomp.model.record import GONE, Record, from_json, new_record, recorded, refused_record
 from ecomp.model.text import PREFIX, is_name, printable, some, uuid_prefix
 from ecomp.store.client import Entry, Store
-from ecomp.store.places import Index, everywhere, listed, near
-from ecomp.store.sharing import holder
+from ecomp.store.sharing import Index, everywhere, holder, listed, near
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

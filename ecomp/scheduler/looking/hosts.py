@@ -17,7 +17,7 @@ from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, Interface, R
 from ecomp.model.text import did_you_mean, is_name, printable, some, uuid_prefix
 from ecomp.scheduler.looking.find import living, read_record
 from ecomp.store.client import Entry, Store
-from ecomp.store.places import everywhere
+from ecomp.store.sharing import everywhere
 
 if TYPE_CHECKING:
     from ecomp.model.host import Host, InEtcd

@@ -47,9 +47,7 @@ from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.quotas import recount
 from ecomp.store.client import AT_ONCE as MOST
 from ecomp.store.client import Delete, Put, Store, Unchanged, at_it, silence, wanted
-from ecomp.store.places import lives
-from ecomp.store.released import note
-from ecomp.store.sharing import commit_with, given_back, put_group, rejoined, unshared
+from ecomp.store.sharing import commit_with, given_back, lives, note_released, put_group, rejoined, unshared
 
 LEASE_SECONDS = 180
 """Seconds for which the question and the answers of an audit that is killed stay in etcd."""
@@ -275,7 +273,7 @@ def _release(store: Store, placement: Placement, instance: str) -> str:
         on[:] = sorted(holding[instance].allocations)
         return {instance} if lives(store, instance) else wanted(store, {instance: on})
 
-    if not release(placement, [instance], needed, partial(note, store))[instance]:
+    if not release(placement, [instance], needed, partial(note_released, store))[instance]:
         return NOT_ANY_MORE
     return f'released on {", ".join(on)}' if on else 'is released already'
 

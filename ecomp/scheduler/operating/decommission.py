@@ -29,8 +29,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import FRESH
 from ecomp.scheduler.looking.hosts import Survey, look
 from ecomp.store.client import Delete, Store, Unchanged, in_requests, is_alive, silence, wanted
-from ecomp.store.released import note
-from ecomp.store.sharing import write_end
+from ecomp.store.sharing import note_released, write_end
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changing.wait import Deadline
@@ -313,7 +312,7 @@ class _Removal:
             return ()
 
         # Also of one that ends: two may forget at once, and once its record is cleared its uuid may be used again.
-        if release(self.placement, [consumer], needed, partial(note, self.store))[consumer] is False:
+        if release(self.placement, [consumer], needed, partial(note_released, self.store))[consumer] is False:
             raise _Changed
 
 

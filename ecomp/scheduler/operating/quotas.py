@@ -16,8 +16,7 @@ from ecomp.model.quota import INSTANCES, Demand, Quota, counted, counts, in_word
 from ecomp.model.text import printable
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Delete, Put, Store
-from ecomp.store.places import Index, listed
-from ecomp.store.sharing import put_quota, quota
+from ecomp.store.sharing import Index, listed, put_quota, quota
 
 if TYPE_CHECKING:
     from ecomp.model.record import Record

@@ -42,8 +42,7 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import claim, in_short, release
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store, Unchanged, being_taken, withdraw
-from ecomp.store.released import note
-from ecomp.store.sharing import Change, commit_with, group, holder, quota
+from ecomp.store.sharing import Change, commit_with, group, holder, note_released, quota
 
 
 class Terms(NamedTuple):
@@ -262,7 +261,7 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], attemp
             or store.read([key(each, instance) for each in held.allocations for key in (keys.request, keys.record)])
         ]
 
-    return all(release(placement, instances, wanted, partial(note, store)).values())
+    return all(release(placement, instances, wanted, partial(note_released, store)).values())
 
 
 LEASE_SECONDS = keys.ATTEMPT_SECONDS

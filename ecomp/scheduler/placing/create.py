@@ -42,8 +42,7 @@ from ecomp.scheduler.placing.claim import (
 )
 from ecomp.scheduler.placing.place import Placer
 from ecomp.store.client import Store, in_line
-from ecomp.store.released import highest
-from ecomp.store.sharing import Change, Excluded, charged, joined, quietly_revoke
+from ecomp.store.sharing import Change, Excluded, charged, highest_released, joined, quietly_revoke
 
 if TYPE_CHECKING:
     from ecomp.model.group import Membership
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 def before(store: Store, wanted: SetOrder) -> dict[str, DeliveryOutcome]:
     """What was delivered of this before, by the same uuid; Conflict if it is not the same that was asked for."""
     from ecomp.scheduler.looking.find import find  # for a uuid that the user gave
-    from ecomp.store.places import index
+    from ecomp.store.sharing import index
 
     # All names once: to look for each of a set among thousands of computes takes longer than the set has.
     # What is moved from a queue to a compute meanwhile is found there.
@@ -438,7 +437,8 @@ class Attempt:
 
     def released(self, instances: Collection[str]) -> int:
         """The highest generation at which anybody released what one of them held."""
-        return highest(self.store, instances) if self.resume else 0  # nobody has heard of a uuid that was made here
+        # Nobody has heard of a uuid that was made here.
+        return highest_released(self.store, instances) if self.resume else 0
 
     def line(self) -> tuple[int, int]:
         """How many instances are being placed by those who began before us, and after us."""
