@@ -30,7 +30,7 @@ from ecomp.scheduler.changing.change import destroy, remove
 from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage, wait_until_gone
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.looking.hosts import no_such
-from ecomp.scheduler.operating.flavors import with_flavor
+from ecomp.scheduler.operating.sharing import with_flavor
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.explain import lacking
 from ecomp.scheduler.placing.place import check_complete

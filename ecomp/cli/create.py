@@ -254,7 +254,7 @@ def _query(do: Context) -> str:
     except ValueError as error:
         raise UsageError(f'the query: {error}') from error
     if flavor is not None:
-        from ecomp.scheduler.operating.flavors import with_flavor
+        from ecomp.scheduler.operating.sharing import with_flavor
 
         query = with_flavor(do.config, lambda: do.store, flavor, query)
         _check_whole(flavor, query)

@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 
 
 def _flavor_list(do: Context) -> int:
-    from ecomp.scheduler.operating.flavors import all_flavors
+    from ecomp.scheduler.operating.sharing import all_flavors
 
     flavors, unreadable = all_flavors(do.config, do.store)
     return do.show(as_flavors(flavors), unreadable)
 
 
 def _flavor_show(do: Context) -> int:
-    from ecomp.scheduler.operating.flavors import all_flavors, no_such
+    from ecomp.scheduler.operating.sharing import all_flavors, no_such_flavor
 
     flavors, unreadable = all_flavors(do.config, do.store)
     missing = [name for name in do.words if name not in flavors]
     for name in missing:
-        do.out.say(str(no_such(name, flavors)))
+        do.out.say(str(no_such_flavor(name, flavors)))
     found = {name: each for name, each in flavors.items() if name in do.words}
     code = do.show(as_flavors(found), unreadable, one=len(do.words) == 1) if found else 0
     return NotFound.exit_code if missing else code
 
 
 def _flavor_set(do: Context) -> int:
-    from ecomp.scheduler.operating.flavors import put
+    from ecomp.scheduler.operating.sharing import put_flavor
 
-    return _told(do, [do.words[0]], lambda _: put(do.store, do.placement, *do.words))
+    return _told(do, [do.words[0]], lambda _: put_flavor(do.store, do.placement, *do.words))
 
 
 def _flavor_delete(do: Context) -> int:
-    from ecomp.scheduler.operating.flavors import delete
+    from ecomp.scheduler.operating.sharing import delete_flavor
 
-    return _told(do, do.words, lambda name: delete(do.store, name))
+    return _told(do, do.words, lambda name: delete_flavor(do.store, name))
 
 
 def _group_list(do: Context) -> int:
@@ -87,7 +87,7 @@ def _quota_list(do: Context) -> int:
 
 
 def _quota_show(do: Context) -> int:
-    from ecomp.scheduler.operating.quotas import one_quota
+    from ecomp.scheduler.operating.sharing import one_quota
 
     found, code = do.find_each(lambda name: one_quota(do.store, name))
     if found:
@@ -96,7 +96,7 @@ def _quota_show(do: Context) -> int:
 
 
 def _quota_set(do: Context) -> int:
-    from ecomp.scheduler.operating.quotas import check_limits, limit
+    from ecomp.scheduler.operating.sharing import check_limits, limit
 
     remark = check_limits(do.placement, do.words[1:])
     more = f'; {remark}' if remark else ''

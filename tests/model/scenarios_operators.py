@@ -10,7 +10,7 @@ from ecomp.model.order import name_to_json
 from ecomp.scheduler.changing.wait import Deadline
 from ecomp.scheduler.operating.audit import audit, fix, mend
 from ecomp.scheduler.operating.decommission import disable, drained, enable, forget
-from ecomp.scheduler.operating.quotas import limit
+from ecomp.scheduler.operating.sharing import limit
 from ecomp.store.client import Put
 from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import A, B, Cloud, U, V, W

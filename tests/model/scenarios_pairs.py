@@ -9,10 +9,9 @@ from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.group import Membership
 from ecomp.scheduler.changing.change import Cleared, clear, destroy
-from ecomp.scheduler.operating import flavors
 from ecomp.scheduler.operating.audit import fix
 from ecomp.scheduler.operating.decommission import forget
-from ecomp.scheduler.operating.quotas import limit
+from ecomp.scheduler.operating.sharing import delete_flavor, limit
 from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Actor, Bounds, Call
 from tests.model.cloud import LARGER, A, B, Cloud, S, U, V
@@ -243,7 +242,7 @@ def flavor_commands(cloud: Cloud) -> None:
     store = ModelStore(cloud.etcd)
 
     def go() -> None:
-        flavors.delete(store, 'small')
+        delete_flavor(store, 'small')
         cloud.flavor()
 
     cloud.act('flavor delete, and set', go, mortal=False)

@@ -8,7 +8,7 @@ from ecomp.model.group import to_json as group_json
 from ecomp.model.queue import Place
 from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.operating.decommission import forget
-from ecomp.scheduler.operating.quotas import limit
+from ecomp.scheduler.operating.sharing import limit
 from ecomp.store.client import Entry, Put
 from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import A, B, Cloud, U, V

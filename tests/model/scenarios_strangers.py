@@ -11,7 +11,7 @@ from ecomp.model.order import Power
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
 from ecomp.scheduler.changing.change import power
-from ecomp.scheduler.operating.quotas import limit
+from ecomp.scheduler.operating.sharing import limit
 from ecomp.store.client import Delete, Put, Unchanged
 from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import IMAGE, SIZE, A, B, Cloud, U, V, name_uuid

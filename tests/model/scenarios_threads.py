@@ -15,7 +15,7 @@ from ecomp.model.group import Membership
 from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.looking.find import all_records, find
 from ecomp.scheduler.operating.audit import fix
-from ecomp.scheduler.operating.quotas import limit
+from ecomp.scheduler.operating.sharing import limit
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY, Bounds, Call
 from tests.model.cloud import NAMES, A, B, Cloud, U, V

@@ -26,7 +26,7 @@ from ecomp.scheduler.changing.wait import Deadline
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.audit import audit, mend
 from ecomp.scheduler.operating.decommission import UNSEEN, disable, drained, enable, forget, inhabitants
-from ecomp.scheduler.operating.quotas import limit, one_quota
+from ecomp.scheduler.operating.sharing import limit, one_quota
 from ecomp.store.client import Delete, Put
 from ecomp.store.sharing import highest_released
 from tests.model.acting import Bounds

@@ -23,7 +23,7 @@ from ecomp.placement.allocations import of_provider
 from ecomp.scheduler.changing.change import clear
 from ecomp.scheduler.looking.find import all_records
 from ecomp.scheduler.operating.audit import NOT_ANY_MORE, audit, mend
-from ecomp.scheduler.operating.quotas import limit
+from ecomp.scheduler.operating.sharing import limit
 from ecomp.store.client import Entry, Put, Store
 from tests.model.acting import Bounds
 from tests.model.cloud import IMAGE, QUERY, SIZE, A, B, Cloud, S, U, V, W

@@ -44,7 +44,7 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
-from ecomp.scheduler.operating.quotas import recount
+from ecomp.scheduler.operating.sharing import recount
 from ecomp.store.client import AT_ONCE as MOST
 from ecomp.store.client import Delete, Put, Store, Unchanged, at_it, silence, wanted
 from ecomp.store.sharing import commit_with, given_back, lives, note_released, put_group, rejoined, unshared

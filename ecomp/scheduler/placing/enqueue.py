@@ -23,7 +23,7 @@ from ecomp.model.queue import QueueEntry, marked_by, to_json
 from ecomp.placement.allocations import consumer
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
-from ecomp.scheduler.operating.flavors import names, no_such, read
+from ecomp.scheduler.operating.sharing import flavor_names, no_such_flavor, read_flavor
 from ecomp.scheduler.placing.claim import (
     LEASE_SECONDS,
     announce,
@@ -99,8 +99,8 @@ def flavor_of_etcd(config: ScheduleConfig, store: Store, name: str) -> FlavorEnt
         cure = f"eschedule flavor set {name} '{config.flavors[name].query}'"
         raise UsageError(f'flavor {name} is in schedule.yaml alone, where no compute sees it: {cure}')
     if entry is None:
-        raise no_such(name, names(store))
-    flavor = read(entry)
+        raise no_such_flavor(name, flavor_names(store))
+    flavor = read_flavor(entry)
     lacking = missing(flavor.resources)
     if lacking:
         raise UsageError(
