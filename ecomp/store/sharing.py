@@ -159,6 +159,16 @@ def recharged(store: Store, project: str, resources: Resources) -> Change:
     return [unchanged], [] if counted is None else [put_quota(counted.with_used(charge(resources)))]
 
 
+def together(*changes: Change) -> Change:
+    """Join several changes of a transaction into one."""
+    conditions: list[Unchanged] = []
+    operations: list[Put | Delete] = []
+    for unchanged, change in changes:
+        conditions += unchanged
+        operations += change
+    return conditions, operations
+
+
 def put_quota(found: Quota) -> Put:
     """The write of a quota's key."""
     return Put(keys.quota(found.project), quota_to_json(found))

@@ -158,7 +158,7 @@ SHARED = {
     ),
     'a group is not compared': bug('ecomp.store.sharing:joined', without('unchanged'), 'apart'),
     'a name is not compared': bug(
-        'ecomp.scheduler.placing.claim:take_names',
+        'ecomp.scheduler.looking.find:take_names',
         results('([], [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()])'),
         'one_name',
     ),

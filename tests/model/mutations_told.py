@@ -38,7 +38,7 @@ TOLD = {
         'ecomp.scheduler.placing.create:Attempt._release', always('abandon'), 'one_name', 'create_with_losses'
     ),
     'a name is taken from who still has it': bug(
-        'ecomp.scheduler.placing.claim:free_name', never('found', 'state'), 'one_name', 'name_of_destroyed'
+        'ecomp.scheduler.looking.find:free_name', never('found', 'state'), 'one_name', 'name_of_destroyed'
     ),
     # Drains, and time
     'a drain does not look for claims': bug(

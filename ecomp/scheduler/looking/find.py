@@ -1,19 +1,20 @@
-"""Find what is known of an instance: its record, or the request its compute has not seen yet."""
+"""Find what is known of an instance: its record, or the request its compute has not seen yet; and whose a name is."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError
 from ecomp.model import keys
 from ecomp.model.host import Places, by_instance
-from ecomp.model.order import Invalid, Order, Request, parse_request
-from ecomp.model.record import GONE, Record, from_json, new_record, recorded, refused_record
+from ecomp.model.order import Invalid, Order, Request, name_to_json, parse_request
+from ecomp.model.record import ERROR, GONE, Record, from_json, new_record, recorded, refused_record
 from ecomp.model.text import PREFIX, is_name, printable, some, uuid_prefix
-from ecomp.store.client import Entry, Store
-from ecomp.store.sharing import Index, everywhere, holder, listed, near
+from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.sharing import Change, Index, everywhere, holder, listed, near
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -267,3 +268,25 @@ def _waiting(key: str) -> str | None:
 def _names_instance(key: str) -> bool:
     """True for /hosts/<compute>/<instance>; whatever else is there is reported by its compute."""
     return key.count('/') == 3 and keys.is_uuid(keys.last(key))
+
+
+def take_names(store: Store, names: Mapping[str, str | None]) -> Change:
+    """Take the names that are given: {instance: name or None}. Conflict: one is somebody else's."""
+    named = {name: instance for instance, name in names.items() if name is not None}
+    free = [free_name(store, name, instance) for name, instance in named.items()]
+    return free, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
+
+
+def free_name(store: Store, name: str, wanted: str) -> Unchanged:
+    """The condition that a name is as free as it is now. Conflict if another living one than `wanted` has it."""
+    key = keys.name(name)
+    entry = store.get(key)
+    if entry is None:
+        return Unchanged(key, 0)
+    # A delivery puts both, so the instance of a name that is there was there before we looked.
+    instance = holder(entry)
+    found = find(store, instance) if instance != wanted else None
+    if found is not None and found.record.state not in (GONE, ERROR):
+        cure = 'it is being destroyed: try again then' if found.is_destroying else 'take another, or destroy it first'
+        raise Conflict(f'{name}: is the name of instance {instance}: {cure}')
+    return Unchanged(key, entry.revision)

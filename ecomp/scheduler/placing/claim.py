@@ -34,15 +34,14 @@ from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, settle
 from ecomp.model.guest import SharedUserData
 from ecomp.model.json_object import dump
-from ecomp.model.order import Request, announced, name_to_json, to_json
+from ecomp.model.order import Request, announced, to_json
 from ecomp.model.quota import Quota, charge, refusal, times
-from ecomp.model.record import ERROR, GONE
 from ecomp.model.text import did_you_mean
 from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import claim, in_short, release
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store, Unchanged, being_taken, withdraw
-from ecomp.store.sharing import Change, commit_with, group, holder, note_released, quota
+from ecomp.store.sharing import Change, commit_with, group, note_released, quota
 
 
 class Terms(NamedTuple):
@@ -81,40 +80,6 @@ def settled(store: Store, wanted: Membership | None) -> Group | None:
     except UsageError as error:
         known = map(keys.last, store.snapshot(keys.GROUPS, keys_only=True).entries)
         raise UsageError(f'{error}{did_you_mean(wanted.name, known)}') from error
-
-
-def take_names(store: Store, names: Mapping[str, str | None]) -> Change:
-    """Take the names that are given: {instance: name or None}. Conflict: one is somebody else's."""
-    named = {name: instance for instance, name in names.items() if name is not None}
-    free = [free_name(store, name, instance) for name, instance in named.items()]
-    return free, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
-
-
-def together(*changes: Change) -> Change:
-    """Join several changes of a transaction into one."""
-    conditions: list[Unchanged] = []
-    operations: list[Put | Delete] = []
-    for unchanged, change in changes:
-        conditions += unchanged
-        operations += change
-    return conditions, operations
-
-
-def free_name(store: Store, name: str, wanted: str) -> Unchanged:
-    """The condition that a name is as free as it is now. Conflict if another living one than `wanted` has it."""
-    key = keys.name(name)
-    entry = store.get(key)
-    if entry is None:
-        return Unchanged(key, 0)
-    # A delivery puts both, so the instance of a name that is there was there before we looked.
-    instance = holder(entry)
-    from ecomp.scheduler.looking.find import find  # for a name that somebody has
-
-    found = find(store, instance) if instance != wanted else None
-    if found is not None and found.record.state not in (GONE, ERROR):
-        cure = 'it is being destroyed: try again then' if found.is_destroying else 'take another, or destroy it first'
-        raise Conflict(f'{name}: is the name of instance {instance}: {cure}')
-    return Unchanged(key, entry.revision)
 
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from ecomp.model.query import Amount, Unexplained, enabled_only, parse
 from ecomp.model.record import ERROR, GONE
 from ecomp.placement import allocations, room
 from ecomp.placement.client import Placement
-from ecomp.scheduler.looking.find import FRESH
+from ecomp.scheduler.looking.find import FRESH, take_names
 from ecomp.scheduler.placing.claim import (
     LEASE_SECONDS,
     Claimer,
@@ -36,13 +36,11 @@ from ecomp.scheduler.placing.claim import (
     abandon,
     announce,
     deliver,
-    take_names,
     terms_of,
-    together,
 )
 from ecomp.scheduler.placing.place import Placer
 from ecomp.store.client import Store, in_line
-from ecomp.store.sharing import Change, Excluded, charged, highest_released, joined, quietly_revoke
+from ecomp.store.sharing import Change, Excluded, charged, highest_released, joined, quietly_revoke, together
 
 if TYPE_CHECKING:
     from ecomp.model.group import Membership

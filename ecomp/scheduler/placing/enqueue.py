@@ -22,21 +22,19 @@ from ecomp.model.query import Unexplained
 from ecomp.model.queue import QueueEntry, marked_by, to_json
 from ecomp.placement.allocations import consumer
 from ecomp.placement.client import Placement
-from ecomp.scheduler.looking.find import find
+from ecomp.scheduler.looking.find import find, take_names
 from ecomp.scheduler.operating.sharing import flavor_names, no_such_flavor, read_flavor
 from ecomp.scheduler.placing.claim import (
     LEASE_SECONDS,
     announce,
     put_user_data,
     settled,
-    take_names,
     terms_of,
-    together,
 )
 from ecomp.scheduler.placing.create import check_same
 from ecomp.scheduler.placing.explain import lacking
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, withdraw
-from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined, quietly_revoke
+from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined, quietly_revoke, together
 
 
 @dataclass(frozen=True)
