@@ -116,7 +116,8 @@ def _audit(do: Context) -> int:
     else:
         report = audit(do.store, do.placement)
     if report.findings or do.form != TABLE:
-        do.show(as_findings(report.findings, report.known, read_names_by_instance(do.store) if report.findings else {}))
+        names = read_names_by_instance(do.store) if report.findings else {}
+        do.show(as_findings(report.findings, report.world.known, names))
     for line in _summarize(report):
         do.out.say(line)
     return FOUND if report.findings else 0
@@ -232,13 +233,13 @@ def as_findings(findings: Sequence[Finding], known: Computes = NOBODY, names: Ma
 
 def _summarize(report: Report) -> list[str]:
     """What is said beside an audit's findings: who was silent, what mends them, and how much was compared."""
-    called = report.known.called
-    away = [f'compute {called(each)} is {how}: what it has was not compared' for each, how in report.away.items()]
+    called, silent = report.world.known.called, report.world.away()
+    away = [f'compute {called(each)} is {how}: what it has was not compared' for each, how in silent.items()]
     cures = (
         f'{each.code}: ' + (f'--fix {each.fix}' if each.fix else f'by hand: {each.how}') for each in report.findings
     )
     count = len(report.findings)
-    unserved = [] if report.unserved is None else [report.unserved]
+    unserved = filter(None, [report.world.unserved()])
     return [*away, *unserved, *dict.fromkeys(cures), f'{report.compared}: {count or "no"} finding' + 's' * (count != 1)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 from ecomp.model import keys
@@ -26,6 +27,22 @@ FOUND = 8
 """The exit code of an audit or a doctor that found something."""
 
 
+class Repair(Enum):
+    """What `audit --fix` does about a finding, in words; ecomp.scheduler.operating.audit carries it out."""
+
+    RELEASE = 'releases it'
+    CLAIM = 'claims it again, as it was requested'
+    DELETE = 'deletes it'
+    DELETE_REQUEST = 'deletes the request'
+    UNQUEUE = 'takes it out of the queue'
+    PUT_ON_LEASE = 'puts it on a lease'
+    RESTORE_NAME = 'gives it back'
+    JOIN_GROUP = 'puts it in, where it is'
+    LEAVE_GROUP = 'takes it out'
+    RECOUNT = 'counts anew'
+    CLEAR = 'has its compute remove it'
+
+
 class Code(NamedTuple):
     """What an audit can find: every code, what it means, and what mends it.
 
@@ -34,10 +51,14 @@ class Code(NamedTuple):
     """
 
     meaning: str
-    fix: str = ''
-    """What `audit --fix` does about it, '' for nothing."""
+    repair: Repair | None = None
     how: str = ''
     """How a person mends it otherwise. Of a finding `<key>` is its key, or each of those of which one is wrong."""
+
+    @property
+    def fix(self) -> str:
+        """What `audit --fix` does about it, '' for nothing."""
+        return self.repair.value if self.repair else ''
 
 
 WRONG_KEY = 'delete the wrong one: etcdctl del <key>'
@@ -55,8 +76,8 @@ CODES = {
     'capacity-exceeded': Code(
         'more of a class is used than there is', how='destroy some of its instances, or raise `inventory:` there'
     ),
-    'allocation-orphaned': Code('an allocation nobody stands behind', fix='releases it'),
-    'allocation-missing': Code('an instance lives and holds nothing', fix='claims it again, as it was requested'),
+    'allocation-orphaned': Code('an allocation nobody stands behind', Repair.RELEASE),
+    'allocation-missing': Code('an instance lives and holds nothing', Repair.CLAIM),
     'allocation-differs': Code(
         'an instance holds other than was requested', how='destroy it, or correct it: PUT /allocations/<instance>'
     ),
@@ -67,45 +88,45 @@ CODES = {
     'request-doubled': Code('an instance is requested of two computes', how=WRONG_KEY),
     'request-misplaced': Code('an instance is requested of one compute and recorded by another', how=WRONG_KEY),
     'request-missing': Code('an instance lives without a request', how='eschedule destroy <instance> removes it whole'),
-    'request-ended': Code('a request of an instance that has ended', fix='deletes the request'),
+    'request-ended': Code('a request of an instance that has ended', Repair.DELETE_REQUEST),
     'request-unreadable': Code('a request that cannot be understood', how=UNREADABLE_REQUEST),
     'queued-unreadable': Code('a waiting request that cannot be understood', how=UNREADABLE_REQUEST),
     'queued-flavorless': Code(
         'a request waits for a flavor that is not there',
         how='eschedule flavor set it again, or eschedule destroy <instance>',
     ),
-    'queued-doubled': Code('a request waits that was delivered already', 'takes it out of the queue', WRONG_KEY),
+    'queued-doubled': Code('a request waits that was delivered already', Repair.UNQUEUE, WRONG_KEY),
     'taker-unleased': Code('a compute is taking a request for ever', how='if it is not: etcdctl del <key>'),
     'record-missing': Code('an instance runs and has no record', how='restart its ecompute, which writes it again'),
     'record-doubled': Code('another compute has a record of it, too', how=WRONG_KEY),
     'record-unreadable': Code('a record that cannot be understood', how='etcdctl del <key>, and restart its ecompute'),
-    'record-unleased': Code('the record of what has ended will stay for ever', fix='puts it on a lease'),
+    'record-unleased': Code('the record of what has ended will stay for ever', Repair.PUT_ON_LEASE),
     'record-leased': Code(
         'the record of what lives will vanish',
         how='put it again without a lease: etcdctl get --print-value-only <key> | etcdctl put <key>',
     ),
-    'booted-orphaned': Code('an address of no living instance', fix='deletes it'),
+    'booted-orphaned': Code('an address of no living instance', Repair.DELETE),
     'booted-differs': Code(
         'an address other than the recorded one', how='put the right one: etcdctl put <key> ADDRESS'
     ),
-    'name-orphaned': Code('a name of no living instance', fix='deletes it', how=UNREADABLE),
+    'name-orphaned': Code('a name of no living instance', Repair.DELETE, how=UNREADABLE),
     'name-missing': Code(
         'a living instance does not have its name',
-        fix='gives it back',
+        Repair.RESTORE_NAME,
         how='another one has it: destroy one of the two, or let both be and say the uuid of this one',
     ),
     'name-reserved': Code('a living instance has the name of a command', how='give its uuid in place of its name'),
     'group-unreadable': Code('a group that cannot be understood', how=UNREADABLE),
     'group-broken': Code('the rule of a strict group does not hold', how='destroy what is not to be there'),
-    'group-orphaned': Code('a member of a group that is no living instance', fix='takes it out'),
-    'group-missing': Code('a living instance is not in its group', fix='puts it in, where it is'),
+    'group-orphaned': Code('a member of a group that is no living instance', Repair.LEAVE_GROUP),
+    'group-missing': Code('a living instance is not in its group', Repair.JOIN_GROUP),
     'quota-unreadable': Code('a quota that cannot be understood', how=UNREADABLE),
-    'quota-differs': Code('a quota counts other than is requested', fix='counts anew'),
+    'quota-differs': Code('a quota counts other than is requested', Repair.RECOUNT),
     'usage-differs': Code(
         "a quota counts other than placement does for its project", how='whose claim it is: openstack allocation show'
     ),
     'attempt-unleased': Code('somebody is at a request for ever', how='if nobody is: etcdctl del <key>'),
-    'hostname-orphaned': Code('the host name of a compute that is not there', fix='deletes it'),
+    'hostname-orphaned': Code('the host name of a compute that is not there', Repair.DELETE),
     'presence-unleased': Code('a compute says it is alive, and on no lease', how='etcdctl del <key>'),
     # computes
     'compute-silent': Code(
@@ -138,10 +159,10 @@ CODES = {
     'base-missing': Code(
         'a disk lies on a base volume that is gone', how='put the same image file back, or eschedule destroy <instance>'
     ),
-    'disk-orphaned': Code('a disk nobody asks for', fix='has its compute remove it', how='look, and remove it by hand'),
-    'seed-orphaned': Code('metadata of no instance', fix='has its compute remove it'),
-    'iso-orphaned': Code('a NoCloud disk of no instance', fix='has its compute remove it'),
-    'reservation-orphaned': Code('an address reserved for no instance', fix='has its compute remove it'),
+    'disk-orphaned': Code('a disk nobody asks for', Repair.CLEAR, how='look, and remove it by hand'),
+    'seed-orphaned': Code('metadata of no instance', Repair.CLEAR),
+    'iso-orphaned': Code('a NoCloud disk of no instance', Repair.CLEAR),
+    'reservation-orphaned': Code('an address reserved for no instance', Repair.CLEAR),
     'reservation-missing': Code(
         'the address of a living instance is not reserved', how='restart its ecompute, which reserves it again'
     ),
@@ -150,7 +171,7 @@ CODES = {
         how='virsh net-update <network> delete ip-dhcp-host, then restart its ecompute',
     ),
     'metadata-refused': Code('a guest gets no metadata', how='correct what its fault says, and reboot the guest'),
-    'part-orphaned': Code('a file left half written', fix='has its compute remove it'),
+    'part-orphaned': Code('a file left half written', Repair.CLEAR),
     'base-differs': Code(
         'a base volume is not what was fetched',
         how='eschedule destroy the instances on it, which its ecompute named; the next of that image fetches it again',
@@ -168,8 +189,8 @@ class Finding(NamedTuple):
     """One disagreement about `subject`, an instance, a compute or a name; `sentence` says which plane says what.
 
     `compute` is the compute it is on, '' for none; `leftover` is what --fix has that compute remove, None for nothing.
-    `mendable` False means that --fix leaves this one, whatever its code says. `keys` are those of etcd that a
-    person chooses from.
+    `mendable` False means that --fix leaves this one, whatever its code says. `keys` are those of etcd that a person
+    chooses from; where --fix repairs it, the first is what it changes, if all of them are as they were found.
     """
 
     code: str
@@ -181,9 +202,14 @@ class Finding(NamedTuple):
     keys: tuple[str, ...] = ()
 
     @property
+    def repair(self) -> Repair | None:
+        """What `audit --fix` does about it, None for nothing."""
+        return CODES[self.code].repair if self.mendable else None
+
+    @property
     def fix(self) -> str:
-        """What `audit --fix` does about it, '' for nothing."""
-        return CODES[self.code].fix if self.mendable else ''
+        """The repair in words, '' for none."""
+        return self.repair.value if self.repair else ''
 
     @property
     def how(self) -> str:
@@ -247,7 +273,8 @@ def _computes(world: World) -> Iterator[Finding]:
             yield Finding('presence-unleased', compute, f'{key} is on no lease: nobody is alive by it', keys=(key,))
         if key.startswith(keys.HOSTNAMES) and keys.last(key) not in known:
             told = f'{key} is the name of a compute that neither placement nor a request or a living record speaks of'
-            yield Finding('hostname-orphaned', keys.last(key), told)
+            presence = keys.compute(keys.last(key))
+            yield Finding('hostname-orphaned', keys.last(key), told, keys=(key, presence))
     for compute in sorted(world.alive):
         provider = world.planes.providers.get(compute)
         if provider is None:
@@ -298,7 +325,8 @@ def _queues(world: World) -> Iterator[Finding]:
                 also = [f'it waits for {", ".join(sorted(queues))}'] if len(queues) > 1 else []
                 said = f'{key} says that it waits, and {"; ".join([*others, *also])}'
                 mendable = bool(others) and len(queues) == 1
-                yield Finding('queued-doubled', instance, said, mendable=mendable, keys=(key,))
+                rests = world.keys_of(instance) if mendable else ()
+                yield Finding('queued-doubled', instance, said, mendable=mendable, keys=(key, *rests))
             elif world.kept(keys.flavor(flavor)) is None:
                 said = f'it waits for flavor {flavor}, which is not there: nobody takes it'
                 yield Finding('queued-flavorless', instance, said)
@@ -317,11 +345,15 @@ def _names(world: World) -> Iterator[Finding]:
         kept = world.kept(key)
         if record is not None and not world.is_living(instance):
             # By its name one that failed is found as long as its record is there.
-            if not (record.state == ERROR and kept is not None and kept.lease):
-                yield Finding('name-orphaned', name, f'{key} is of instance {instance}: its record says {record.state}')
+            if record.state == ERROR and kept is not None and kept.lease:
+                continue
+            said = f'its record says {record.state}'
         elif name not in world.called(instance) and not world.is_in_work(instance):
             said = 'which is called otherwise' if record or wishes else 'no request and no record speaks of it'
-            yield Finding('name-orphaned', name, f'{key} is of instance {instance}: {said}')
+        else:
+            continue
+        told = f'{key} is of instance {instance}: {said}'
+        yield Finding('name-orphaned', name, told, keys=(key, *world.keys_of(instance)))
 
 
 def _called(world: World, record: Record) -> Iterator[Finding]:
@@ -339,7 +371,8 @@ def _called(world: World, record: Record) -> Iterator[Finding]:
         else:
             continue
         told = f'it is called {name}, and {keys.name(name)} {said}'
-        yield Finding('name-missing', record.instance, told, mendable=kept is None or mine)
+        rests = world.keys_of(record.instance)
+        yield Finding('name-missing', record.instance, told, mendable=kept is None or mine, keys=rests)
 
 
 def _instance(world: World, instance: str) -> Iterator[Finding]:
@@ -365,7 +398,7 @@ def _instance(world: World, instance: str) -> Iterator[Finding]:
             yield Finding('record-doubled', instance, told, compute, keys=(world.record_key(instance), theirs))
         else:
             told = f'{said}, and it is requested of compute {", ".join(sorted(world.wishes.get(instance, {})))}'
-            yield Finding('request-misplaced', instance, told, compute, keys=(*_requests(world, instance), theirs))
+            yield Finding('request-misplaced', instance, told, compute, keys=(*world.request_keys(instance), theirs))
     if record is not None and world.is_living(instance):
         yield from _living(world, record)
         home = {record.compute}
@@ -378,13 +411,9 @@ def _instance(world: World, instance: str) -> Iterator[Finding]:
     yield from _elsewhere(world, instance, home | world.contradicting.get(instance, {}).keys())
 
 
-def _requests(world: World, instance: str) -> list[str]:
-    return [keys.request(compute, instance) for compute in sorted(world.wishes.get(instance, {}))]
-
-
 def _doubled(world: World, instance: str) -> Finding:
     told = f'it is requested of computes {", ".join(sorted(world.wishes[instance]))}'
-    return Finding('request-doubled', instance, told, keys=tuple(_requests(world, instance)))
+    return Finding('request-doubled', instance, told, keys=world.request_keys(instance))
 
 
 def _living(world: World, record: Record) -> Iterator[Finding]:
@@ -473,10 +502,13 @@ def _ended(world: World, record: Record) -> Iterator[Finding]:
     instance = record.instance
     said = f'its record says {record.state}'
     for compute in world.wishes.get(instance, {}):
-        yield Finding('request-ended', instance, f'{said}, and it is requested of compute {compute}', compute)
+        told = f'{said}, and it is requested of compute {compute}'
+        rests = (keys.request(compute, instance), *world.keys_of(instance))
+        yield Finding('request-ended', instance, told, compute, keys=rests)
     kept = world.kept(world.record_key(instance))
     if kept is not None and not kept.lease:
-        yield Finding('record-unleased', instance, f'{said}, and is on no lease: it will stay for ever')
+        told = f'{said}, and is on no lease: it will stay for ever'
+        yield Finding('record-unleased', instance, told, keys=world.keys_of(instance))
     yield from _traces(world, instance, said)
 
 
@@ -499,7 +531,8 @@ def _traces(world: World, instance: str, said: str) -> Iterator[Finding]:
     booted = world.kept(keys.booted(instance))
     if booted is not None:
         address = booted.value.decode(errors='replace')
-        yield Finding('booted-orphaned', instance, f'{said}, and /booted has the address {address}')
+        told = f'{said}, and /booted has the address {address}'
+        yield Finding('booted-orphaned', instance, told, keys=(keys.booted(instance), *world.keys_of(instance)))
     held = {name: each for name, each in world.held.get(instance, {}).items() if name in world.computes}
     # A guest stands behind its claim, and a compute that says nothing may have it.
     unheard = held.keys() - world.planes.digests.keys()
@@ -578,7 +611,7 @@ def groups(world: World) -> Iterator[Finding]:
         gone = [each for each in sorted(found.members) if not _is_there(world, each)]
         if gone:
             told = f'{keys.group(name)} has members that neither a request nor a living record speaks of'
-            yield Finding('group-orphaned', name, f'{told}: {some(gone, QUOTED)}')
+            yield Finding('group-orphaned', name, f'{told}: {some(gone, QUOTED)}', keys=(keys.group(name),))
 
 
 def _is_there(world: World, instance: str) -> bool:
@@ -601,7 +634,7 @@ def membership(world: World, instance: str) -> Iterator[Finding]:
             said = f'has it on compute {on}' if on else 'does not have it'
         name = wish.group.name
         told = f'it is in group {name} on compute {compute}, and {keys.group(name)} {said}'
-        yield Finding('group-missing', instance, told, compute)
+        yield Finding('group-missing', instance, told, compute, keys=world.keys_of(instance))
 
 
 def quotas(world: World) -> Iterator[Finding]:

@@ -90,8 +90,7 @@ class World:
                     self.records[name] = record
                 elif record.state not in (GONE, ERROR) or at.record is None:
                     self.contradicting.setdefault(name, {})[compute] = record.state
-            if at.record_key is not None:
-                self._record_keys[name] = at.record_key
+            self._record_keys[name] = at.record_key or keys.record(at.compute, name)
         self.wishes: dict[str, dict[str, Request | Invalid]] = {}
         for key, kept in self._under(keys.HOSTS).items():
             compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
@@ -154,8 +153,21 @@ class World:
         return self.planes.etcd.get(key)
 
     def record_key(self, instance: str) -> str:
-        """The key of the instance's record that is believed (see places)."""
+        """The key of the instance's record that is believed (see Places), and of one that nobody has written yet."""
         return self._record_keys.get(instance) or keys.old_record(instance)
+
+    def request_keys(self, instance: str) -> tuple[str, ...]:
+        """The keys by which computes are asked for an instance."""
+        return tuple(keys.request(compute, instance) for compute in sorted(self.wishes.get(instance, {})))
+
+    def keys_of(self, instance: str) -> tuple[str, ...]:
+        """The keys that say what an instance is: its record's, there or not, and its requests'."""
+        return self.record_key(instance), *self.request_keys(instance)
+
+    def revision(self, key: str) -> int:
+        """The revision of a key, 0 for one that is not there."""
+        kept = self.kept(key)
+        return kept.revision if kept is not None else 0
 
     def attempts(self) -> Mapping[str, KeyValue]:
         """The keys by which eschedules say that they are at work on an order."""

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
-from ecomp.model.audit import Finding, Revisions, confirmed
+from ecomp.model.audit import Finding, Repair, Revisions, confirmed
 from ecomp.model.audit import audit as compare
 from ecomp.model.backoff import Backoff
-from ecomp.model.group import from_json as group_from_json
-from ecomp.model.host import Computes, by_instance
+from ecomp.model.group import Group
 from ecomp.model.json_object import dump
-from ecomp.model.order import Request, named, parse_request
+from ecomp.model.order import Request
 from ecomp.model.planes import (
     FAMILIES,
     Digest,
@@ -39,14 +39,14 @@ from ecomp.model.planes import (
     involved,
 )
 from ecomp.model.quota import INSTANCES, Quota
-from ecomp.model.record import ERROR, GONE, KEPT, from_json
+from ecomp.model.record import KEPT
 from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.sharing import recount
 from ecomp.store.client import AT_ONCE as MOST
-from ecomp.store.client import Delete, Put, Store, Unchanged, at_it, silence, wanted
+from ecomp.store.client import Delete, Put, Store, Unchanged, at_it, wanted
 from ecomp.store.sharing import commit_with, given_back, lives, note_released, put_group, rejoined, unshared
 
 LEASE_SECONDS = 180
@@ -66,26 +66,21 @@ PAGE_DIGITS = 9
 """At most, of a page's number: what has more is no page of a digest."""
 LONGEST_PROJECT = 255
 """Characters of a project's id at most: placement takes no more, and not none."""
-"""The exit code of an audit that found something."""
 
 Tell = Callable[[str], None]
 
 
 class Report(NamedTuple):
-    """What one audit saw. `revisions` are those of its first and last look at etcd; `etcd` is the last.
+    """What one audit saw: `world` in its last look.
 
-    `away` says of each compute that was not compared whether it is closed or silent; `unserved` that something waits in
-    a queue, and nobody takes from it; `known` is what computes are called; `stalled` are those that said that they
-    heard, and gave no answer.
+    `revisions` are those of its first and last look at etcd; `stalled` are the computes that said that they heard, and
+    gave no answer.
     """
 
     findings: list[Finding]
     compared: str
-    away: dict[str, str]
-    unserved: str | None
-    known: Computes
+    world: World
     revisions: tuple[Revisions, Revisions]
-    etcd: dict[str, KeyValue]
     stalled: frozenset[str]
 
 
@@ -114,7 +109,7 @@ def audit(
     computes, instances, claims = (f'{number} {name}' + ('' if number == 1 else 's') for number, name in counted)
     compared = f'{computes}, {instances} and {claims} were compared'
     seen, stalled = (involved(first.etcd), involved(etcd)), stalled | last.stalled
-    return Report(found, compared, world.away(), world.unserved(), world.known, seen, dict(etcd), stalled)
+    return Report(found, compared, world, seen, stalled)
 
 
 @contextmanager
@@ -214,7 +209,6 @@ def _is_page(key: str) -> bool:
 
 MAX_MEMBERS_PER_TRANSACTION = 50
 """Members taken out of a group at once: each is two of the 128 conditions that etcd takes in a transaction."""
-
 NOT_ANY_MORE = 'left alone: it has changed since'
 
 
@@ -238,32 +232,118 @@ def mend(store: Store, placement: Placement, first: Report, second: Report) -> l
     """Mend what both audits found; a line for each repair, done or not."""
     revisions = [*first.revisions, *second.revisions]
     due = [each for each in confirmed(first.findings, second.findings, revisions) if each.fix]
-    due.sort(key=lambda each: each.code == 'quota-differs')  # counted once what has ended is gone
-    done = []
-    for each in due:
-        if each.leftover is None:
-            done.append(f'{each.code} {each.subject}: {_mended(store, placement, each, second.etcd)}')
+    due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # once what has ended is gone
+    repairs = _Repairs(store, placement, second.world)
+    done = [f'{each.code} {each.subject}: {repairs.carry_out(each)}' for each in due if each.leftover is None]
     for compute in sorted({each.compute for each in due if each.leftover is not None}):
         done += _cleared(store, compute, [each for each in due if each.leftover and each.compute == compute])
     return done
 
 
-def _mended(store: Store, placement: Placement, finding: Finding, etcd: dict[str, KeyValue]) -> str:
-    subject = finding.subject
-    repairs: dict[str, Callable[[], str]] = {
-        'allocation-orphaned': lambda: _release(store, placement, subject),
-        'allocation-missing': lambda: _claim_again(store, placement, finding, etcd),
-        'name-missing': lambda: _name_back(store, subject, etcd),
-        'name-orphaned': lambda: _name_away(store, subject, etcd),
-        'hostname-orphaned': lambda: _hostname_away(store, subject, etcd),
-        'group-missing': lambda: _group_back(store, finding, etcd),
-        'group-orphaned': lambda: _group_away(store, subject, etcd),
-        'quota-differs': lambda: _count_anew(store, subject),
-    }
-    try:
-        return repairs.get(finding.code, lambda: _write(store, finding, etcd))()
-    except (EcompError, ValueError) as error:
-        return f'not known to be mended: {error}'
+@dataclass(frozen=True)
+class _Repairs:
+    """Repairs of what two audits found, each done only as the second one read it, which is `world`."""
+
+    store: Store
+    placement: Placement
+    world: World
+
+    def carry_out(self, finding: Finding) -> str:
+        """Repair one finding; what became of it, in words."""
+        repairs: dict[Repair | None, Callable[[Finding], str]] = {
+            **dict.fromkeys((Repair.DELETE, Repair.DELETE_REQUEST, Repair.UNQUEUE), self._delete),
+            Repair.PUT_ON_LEASE: self._put_on_lease,
+            Repair.RELEASE: lambda orphan: _release(self.store, self.placement, orphan.subject),
+            Repair.CLAIM: self._claim,
+            Repair.RESTORE_NAME: self._restore_name,
+            Repair.JOIN_GROUP: self._join_group,
+            Repair.LEAVE_GROUP: self._leave_group,
+            Repair.RECOUNT: self._recount,
+        }
+        try:
+            return repairs[finding.repair](finding)
+        except (EcompError, ValueError) as error:
+            return f'not known to be mended: {error}'
+
+    def _delete(self, finding: Finding) -> str:
+        key = finding.keys[0]
+        return self._commit(finding, [Delete(key)], f'{key} is deleted')
+
+    def _put_on_lease(self, finding: Finding) -> str:
+        key, state = finding.keys[0], self.world.records[finding.subject].state
+        lease = self.store.grant(KEPT[state])
+        put = Put(key, self.world.planes.etcd[key].value.decode(), lease)
+        return self._commit(finding, [put], f'{key} is on a lease', lease=lease)
+
+    def _claim(self, finding: Finding) -> str:
+        """What was requested, for an instance that holds nothing: placement was restored, or its claim was deleted."""
+        instance, key = finding.subject, keys.request(finding.compute, finding.subject)
+        wish = self.world.wishes.get(instance, {}).get(finding.compute)
+        # The generation is read before etcd is; a claim that lands beside a destroy all the same is released by rule 4.
+        held = allocations.consumer(self.placement, instance)
+        entry = self.store.get(key)
+        if not isinstance(wish, Request) or wish.is_tombstone or held.allocations:
+            return NOT_ANY_MORE
+        if entry is None or entry.revision != self.world.revision(key):
+            return NOT_ANY_MORE
+        allocations.claim(self.placement, instance, wish.allocations, wish.user_id, wish.project_id, held.generation)
+        return f'claimed again on {", ".join(sorted(wish.allocations))}'
+
+    def _restore_name(self, finding: Finding) -> str:
+        """The name its record says, if that is free."""
+        found = find(self.store, finding.subject)
+        change = given_back(self.store, found.name, finding.subject) if found is not None else None
+        if found is None or found.name is None or change is None or not change[1]:
+            return NOT_ANY_MORE
+        conditions, operations = change
+        return self._commit(finding, operations, f'{keys.name(found.name)} is its own again', conditions)
+
+    def _join_group(self, finding: Finding) -> str:
+        """Into the group that its request names."""
+        wish = self.world.wishes[finding.subject][finding.compute]
+        if not isinstance(wish, Request) or wish.group is None:
+            return NOT_ANY_MORE
+        conditions, operations = rejoined(self.store, wish.group, finding.subject, finding.compute)
+        done = f'it is in group {wish.group.name}'
+        return self._commit(finding, operations, done, conditions) if operations else NOT_ANY_MORE
+
+    def _leave_group(self, finding: Finding) -> str:
+        """Take out whoever has ended or never came: nothing asks for it, and its record says nothing else."""
+        found, placing = self.world.groups[finding.subject], at_it(self.store)
+        assert isinstance(found, Group)  # else its finding is another one
+        out: dict[str, list[Unchanged]] = {}
+        for instance, compute in found.members.items():
+            may_live = self.world.is_living(instance) or instance in self.world.unreadable
+            request = keys.request(compute, instance)
+            if not may_live and instance not in placing and self.store.get(request) is None:
+                out[instance] = [Unchanged(request, 0), *self._as_read(self.world.record_key(instance))]
+            if len(out) == MAX_MEMBERS_PER_TRANSACTION:
+                break
+        if not out:
+            return NOT_ANY_MORE
+        conditions = [each for about in out.values() for each in about]
+        done = f'{", ".join(out)} is taken out' if len(out) == 1 else f'{len(out)} are taken out'
+        return self._commit(finding, [put_group(found.without(*out))], done, conditions)
+
+    def _recount(self, finding: Finding) -> str:
+        found = recount(self.store, finding.subject, lambda now: now or Quota(finding.subject))
+        return 'counted anew' if found is not None else NOT_ANY_MORE
+
+    def _commit(
+        self,
+        finding: Finding,
+        operations: Sequence[Put | Delete],
+        done: str,
+        conditions: Sequence[Unchanged] = (),
+        lease: int = 0,
+    ) -> str:
+        """Change etcd if the keys of the finding are as the second audit read them; `done`, or that they are not."""
+        as_read = self._as_read(*finding.keys)
+        written = commit_with(self.store, [*conditions, *as_read], operations, unshared, lease)
+        return done if written is not None else NOT_ANY_MORE
+
+    def _as_read(self, *about: str) -> list[Unchanged]:
+        return [Unchanged(key, self.world.revision(key)) for key in about]
 
 
 def _release(store: Store, placement: Placement, instance: str) -> str:
@@ -276,128 +356,6 @@ def _release(store: Store, placement: Placement, instance: str) -> str:
     if not release(placement, [instance], needed, partial(note_released, store))[instance]:
         return NOT_ANY_MORE
     return f'released on {", ".join(on)}' if on else 'is released already'
-
-
-def _claim_again(store: Store, placement: Placement, finding: Finding, etcd: dict[str, KeyValue]) -> str:
-    """What was requested, for an instance that holds nothing: placement was restored, or somebody deleted its claim."""
-    key, instance = keys.request(finding.compute, finding.subject), finding.subject
-    request = parse_request(finding.compute, key, etcd[key].value) if key in etcd else None
-    # The generation is read before etcd is; a claim that lands beside a destroy all the same is released by rule 4.
-    held = allocations.consumer(placement, instance)
-    entry = store.get(key)
-    if not isinstance(request, Request) or request.is_tombstone or held.allocations or entry is None:
-        return NOT_ANY_MORE
-    if entry.revision != etcd[key].revision:
-        return NOT_ANY_MORE
-    allocations.claim(placement, instance, request.allocations, request.user_id, request.project_id, held.generation)
-    return f'claimed again on {", ".join(sorted(request.allocations))}'
-
-
-def _write(store: Store, finding: Finding, etcd: dict[str, KeyValue]) -> str:
-    """Change one key, if it and the record are still as the second audit read them."""
-    record, lease = _record_key(store, etcd, finding.subject), 0
-    if finding.code == 'record-unleased':
-        if record not in etcd or (state := from_json(etcd[record].value).state) not in KEPT:
-            return NOT_ANY_MORE
-        value = etcd[record].value
-        lease = store.grant(KEPT[state])
-        operation: Put | Delete = Put(record, value.decode(), lease)
-        done = f'{record} is on a lease'
-    elif finding.code == 'queued-doubled':
-        (waiting,) = (key for key in etcd if key.startswith(keys.QUEUES) and keys.last(key) == finding.subject)
-        operation = Delete(waiting)
-        done = f'{waiting} is deleted'
-    else:
-        request = keys.request(finding.compute, finding.subject)
-        operation = Delete(keys.booted(finding.subject) if finding.code == 'booted-orphaned' else request)
-        done = f'{operation.key} is deleted'
-    wished = [key for key in etcd if key.startswith(keys.HOSTS) and keys.last(key) == finding.subject]
-    about = dict.fromkeys((operation.key, record, *wished))
-    return done if commit_with(store, _as_read(etcd, *about), [operation], unshared, lease) else NOT_ANY_MORE
-
-
-def _name_back(store: Store, instance: str, etcd: dict[str, KeyValue]) -> str:
-    """The name its record says, if that is free and the instance is as the second audit read it."""
-    found = find(store, instance)
-    change = given_back(store, found.name, instance) if found is not None else None
-    if found is None or found.name is None or change is None:
-        return NOT_ANY_MORE
-    conditions, operations = change
-    about = [_record_key(store, etcd, instance), keys.request(found.record.compute, instance)]
-    conditions = [*conditions, *_as_read(etcd, *about)]
-    done = f'{keys.name(found.name)} is its own again'
-    return done if operations and store.commit(conditions, operations) is not None else NOT_ANY_MORE
-
-
-def _name_away(store: Store, name: str, etcd: dict[str, KeyValue]) -> str:
-    """Delete a name nobody living has. What makes its instance live moves that one's record, or the name itself."""
-    key = keys.name(name)
-    conditions = _as_read(etcd, key, _record_key(store, etcd, named(etcd[key].value)))
-    return f'{key} is deleted' if store.commit(conditions, [Delete(key)]) is not None else NOT_ANY_MORE
-
-
-def _hostname_away(store: Store, compute: str, etcd: dict[str, KeyValue]) -> str:
-    """Delete the name of a compute, unless that lives by now: it is known to placement first."""
-    key, silent = keys.hostname(compute), silence(store, compute)
-    done = silent is not None and store.commit([*_as_read(etcd, key), silent], [Delete(key)]) is not None
-    return f'{key} is deleted' if done else NOT_ANY_MORE
-
-
-def _group_back(store: Store, finding: Finding, etcd: dict[str, KeyValue]) -> str:
-    """Into the group its request names, if that and the record are as the second audit read them."""
-    instance, key = finding.subject, keys.request(finding.compute, finding.subject)
-    request = parse_request(finding.compute, key, etcd[key].value) if key in etcd else None
-    if not isinstance(request, Request) or request.group is None:
-        return NOT_ANY_MORE
-    conditions, operations = rejoined(store, request.group, instance, finding.compute)
-    conditions = [*conditions, *_as_read(etcd, key, _record_key(store, etcd, instance))]
-    done = f'it is in group {request.group.name}'
-    return done if operations and store.commit(conditions, operations) is not None else NOT_ANY_MORE
-
-
-def _group_away(store: Store, name: str, etcd: dict[str, KeyValue]) -> str:
-    """Take out whoever has ended or never came: nothing asks for it, and its record is as the second audit read it."""
-    key = keys.group(name)
-    found = group_from_json(name, etcd[key].value)
-    placing = at_it(store)
-    out: dict[str, list[Unchanged]] = {}
-    for instance, compute in found.members.items():
-        record_key = _record_key(store, etcd, instance)
-        record = etcd.get(record_key)
-        is_living = record is not None and _may_live(record)
-        if not is_living and instance not in placing and store.get(keys.request(compute, instance)) is None:
-            unasked = Unchanged(keys.request(compute, instance), 0)
-            out[instance] = [unasked, *_as_read(etcd, record_key)]
-        if len(out) == MAX_MEMBERS_PER_TRANSACTION:
-            break
-    conditions = [*_as_read(etcd, key), *(each for about in out.values() for each in about)]
-    if not out or store.commit(conditions, [put_group(found.without(*out))]) is None:
-        return NOT_ANY_MORE
-    return f'{", ".join(out)} is taken out' if len(out) == 1 else f'{len(out)} are taken out'
-
-
-def _may_live(record: KeyValue) -> bool:
-    try:
-        return from_json(record.value).state not in (GONE, ERROR)
-    except ValueError:
-        return True
-
-
-def _count_anew(store: Store, project: str) -> str:
-    found = recount(store, project, lambda now: now or Quota(project))
-    return 'counted anew' if found is not None else NOT_ANY_MORE
-
-
-def _record_key(store: Store, etcd: dict[str, KeyValue], instance: str) -> str:
-    """The key of the record that is believed, and of one that nobody has written yet."""
-    at = by_instance((key, each) for key, each in etcd.items() if keys.last(key) == instance).get(instance)
-    if at is not None and store.claims is not None:
-        at.judge(instance, store.claims)  # the audit asked a moment ago
-    return (at and (at.record_key or keys.record(at.compute, instance))) or keys.old_record(instance)
-
-
-def _as_read(etcd: dict[str, KeyValue], *about: str) -> list[Unchanged]:
-    return [Unchanged(key, etcd[key].revision if key in etcd else 0) for key in about]
 
 
 def _cleared(store: Store, compute: str, findings: list[Finding]) -> list[str]:
