@@ -19,7 +19,7 @@ from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import SILENT
 from ecomp.model.order import Invalid, Request
 from ecomp.model.planes import Leftover, Planes, World
-from ecomp.model.quota import Quota, counted, counts
+from ecomp.model.quota import Quota, counted
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.text import some
 
@@ -661,13 +661,8 @@ def quotas(world: World) -> Iterator[Finding]:
 
 def _requested(world: World, project: str) -> dict[str, int]:
     waits = (waiting for places in world.queued.values() for waiting in places.values())
-    wishes = (
-        each
-        for instance, asked in world.wishes.items()
-        for wish in asked.values()
-        for each in counts(wish, world.records.get(instance))
-    )
-    return counted(project, (*waits, *wishes))
+    wishes = (wish for asked in world.wishes.values() for wish in asked.values())
+    return counted(project, (*waits, *wishes), world.records.get)
 
 
 def _differs(one: Mapping[str, int], other: Mapping[str, int]) -> tuple[str, str] | None:

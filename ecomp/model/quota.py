@@ -7,12 +7,12 @@ has been delivered) to the transaction that removes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ecomp.model.allocation import LARGEST, MOST, NEEDED, Resources, is_amount, is_class, summed
 from ecomp.model.json_object import DIGITS, dump, is_version, load_object
-from ecomp.model.order import Invalid, Request
+from ecomp.model.order import Request
 from ecomp.model.record import ERROR, GONE
 from ecomp.model.text import did_you_mean
 
@@ -84,21 +84,23 @@ class Demand(Protocol):
     def resources(self) -> Resources: ...
 
 
-def is_mute(wish: Request | Invalid) -> bool:
-    """Whether a request is a tombstone that does not say what its instance had, as an eschedule of 2019 puts it."""
-    return isinstance(wish, Request) and wish.is_tombstone and not wish.left
+def counted(
+    project: str, asked: Iterable[Demand], record_of: Callable[[str], Record | None] = lambda _: None
+) -> dict[str, int]:
+    """What a project has by these requests, waiting or delivered; of several of one instance the last counts.
 
-
-def counts(wish: Request | Invalid, record: Record | None) -> list[Demand]:
-    """What counts for a request: itself or, where it is mute, the instance's record, as its end will give it back."""
-    if record is None or not is_mute(wish):
-        return [wish]
-    return [] if record.error is not None or record.state in (GONE, ERROR) else [record]
-
-
-def counted(project: str, asked: Iterable[Demand]) -> dict[str, int]:
-    """What a project has by these requests; of several of one instance the last counts."""
-    return summed({each.instance: charge(each.resources) for each in asked if each.project_id == project}.values())
+    A tombstone that does not say what its instance had, as an eschedule of 2019 puts it, counts for what the instance's
+    record says, as its end will give it back. `record_of` reads that; None for nothing that can be read.
+    """
+    charges: dict[str, dict[str, int]] = {}
+    for wish in asked:
+        is_mute = isinstance(wish, Request) and wish.is_tombstone and not wish.left
+        record = record_of(wish.instance) if is_mute else None
+        if record is not None and (record.error is not None or record.state in (GONE, ERROR)):
+            continue
+        if (record or wish).project_id == project:
+            charges[wish.instance] = charge((record or wish).resources)
+    return summed(charges.values())
 
 
 def times(each: Mapping[str, int], count: int) -> dict[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ecomp.conf import ScheduleConfig
@@ -18,7 +19,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import missing
 from ecomp.model.flavor import Flavor, check_flavor_name, from_json, on_top, parse_flavor, to_json
 from ecomp.model.order import parse_request
-from ecomp.model.quota import INSTANCES, Demand, Quota, counted, counts, in_words, is_mute, parse_limits
+from ecomp.model.quota import INSTANCES, Demand, Quota, counted, in_words, parse_limits
 from ecomp.model.text import did_you_mean, printable
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
@@ -219,14 +220,11 @@ def _counted(store: Store, project: str) -> dict[str, int]:
     # Those that wait first: what is moved meanwhile is seen twice, and counts once.
     waiting = store.snapshot(keys.QUEUES).entries
     asked: list[Demand] = [parse_waiting(key, each.value) for key, each in waiting.items()]
-    requests, among = store.snapshot(keys.HOSTS).entries, dict[str, list[str]]()
-    for key in requests:
+    among: dict[str, list[str]] = {}
+    for key, each in store.snapshot(keys.HOSTS).entries.items():
         among.setdefault(keys.last(key), []).append(key)
-    for key, entry in requests.items():
-        compute = key.removeprefix(keys.HOSTS).partition('/')[0]
-        wish = parse_request(compute, key, entry.value)
-        asked += counts(wish, _record(store, Index(among), wish.instance) if is_mute(wish) else None)
-    return counted(project, asked)
+        asked.append(parse_request(key.removeprefix(keys.HOSTS).partition('/')[0], key, each.value))
+    return counted(project, asked, partial(_record, store, Index(among)))
 
 
 def _record(store: Store, among: Index, instance: str) -> Record | None:
