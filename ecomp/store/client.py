@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable
+from ecomp.errors import EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import announced
 from ecomp.store.connection import Connection, TooLong, pages
@@ -33,6 +34,8 @@ from ecomp.store.messages import (
     Write,
 )
 from ecomp.store.reasons import NOT_FOUND, CallFailure
+
+Result = TypeVar('Result')
 
 
 def is_alive(store: Store, compute: str) -> bool:
@@ -433,6 +436,28 @@ class Store:
         if self._guard is not None and before is not None and linearizable:
             self._guard.check(before, header_of(reply), self.where)
         return reply
+
+
+def until_committed(attempt: Callable[[], Result | None], lost: EcompError, tries: int, pause: float = 0) -> Result:
+    """Return the first answer of `attempt` that is not None: it looks, decides and writes, and None is a lost race.
+
+    It is called again as well where placement tells of the lost race (GenerationConflict), and where a write had no
+    answer: its next look says what became of that. Up to `pause` seconds pass before, by chance: of two that write
+    without one, one can lose each time.
+
+    Raises:
+        EcompError: `lost` after so many tries, and whatever else `attempt` raises.
+    """
+    import random  # here: most commands write nothing that others change
+
+    for left in reversed(range(tries)):
+        with suppress(GenerationConflict, UnknownOutcome):
+            answer = attempt()
+            if answer is not None:
+                return answer
+        if pause and left:
+            time.sleep(random.uniform(0, pause))
+    raise lost
 
 
 def header_of(reply: Reply) -> Header:

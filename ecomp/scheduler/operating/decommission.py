@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UnknownOutcome
+from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, status
 from ecomp.model.host import QUOTED, InPlacement, Leftovers, leftovers, refusal, there
@@ -28,7 +28,7 @@ from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import FRESH
 from ecomp.scheduler.looking.hosts import Survey, look
-from ecomp.store.client import Delete, Store, Unchanged, in_requests, is_alive, silence, wanted
+from ecomp.store.client import Delete, Store, Unchanged, in_requests, is_alive, silence, until_committed, wanted
 from ecomp.store.sharing import note_released, write_end
 
 if TYPE_CHECKING:
@@ -175,16 +175,18 @@ def forget(
         Conflict: it is alive, something lives there, it holds claims and is not fenced, or it came back meanwhile.
     """
     removal = _Removal(store, placement, compute, called, now, tell)
-    for _ in range(TRIES):
+
+    def attempt() -> _Both | None:
         planes = _read(store, placement, compute)
         left = _allowed(compute, called, planes, silence(store, compute), fenced)
         try:
             removal.remove(planes.seen, left)
-            break
-        except (_Changed, UnknownOutcome):
-            continue  # the next look says what became of it
-    else:
-        raise Conflict(f'compute {called}: changed by somebody else all the time; try again')
+        except _Changed:
+            return None
+        return planes
+
+    lost = Conflict(f'compute {called}: changed by somebody else all the time; try again')
+    planes = until_committed(attempt, lost, TRIES)
     failpoint('host-emptied')
     if planes.provider is not None and planes.provider.is_ours:
         try:

@@ -6,8 +6,6 @@ removed (rule 7), and counted anew here.
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +20,7 @@ from ecomp.model.order import parse_request
 from ecomp.model.quota import INSTANCES, Demand, Quota, counted, in_words, parse_limits
 from ecomp.model.text import did_you_mean, printable
 from ecomp.scheduler.looking.find import read_record
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, until_committed
 from ecomp.store.sharing import Index, listed, put_quota, quota
 
 if TYPE_CHECKING:
@@ -192,25 +190,23 @@ def recount(store: Store, project: str, change: Callable[[Quota | None], Quota])
     What is delivered and removed while a quota is there changes it, so what was counted is written only if nothing
     was. While there is none nobody changes it: the first is written twice, and counted once it is there.
     """
-    for _ in range(TRIES):
+
+    def attempt() -> Quota | None:
         now, unchanged = quota(store, project)
         wanted = change(now)
         new = Quota(project, wanted.limits, _counted(store, project))
         failpoint('quota-counted')
         written: Put | Delete = put_quota(new) if wanted.limits else Delete(keys.quota(project))
-        try:
-            revision = store.commit([unchanged], [written])
-        except UnknownOutcome:
-            continue  # done once more it is no other
-        if revision is None:
-            time.sleep(random.uniform(0, PAUSE))
-            continue
-        if not wanted.limits:
+        if store.commit([unchanged], [written]) is None:
             return None
-        if now is not None:
-            return new
-        failpoint('quota-reckoned')
-    raise Conflict(f'quota of project {printable(project)}: changed by somebody else all the time; try again')
+        if wanted.limits and now is None:
+            failpoint('quota-reckoned')
+            return None
+        return new
+
+    lost = Conflict(f'quota of project {printable(project)}: changed by somebody else all the time; try again')
+    new = until_committed(attempt, lost, TRIES, PAUSE)
+    return new if new.limits else None
 
 
 def _counted(store: Store, project: str) -> dict[str, int]:
