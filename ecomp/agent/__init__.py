@@ -9,10 +9,11 @@ how many at most). What is one compute's, or one instance's, is done by one of t
 
     main                      starts, hears and buries the worker processes (Workers); others hand jobs in, under its
                               lock. A signal sets flags here and wakes it. Ends last, and waits for all that is joined
-    turns                     keeps the time: begins what is to be looked at again now (Turns). Told to end at the end
+    turns                     keeps the time: begins what is to be looked at again now (Threads). Told to end at the end
                               (Threads.close()), as all of the numbered ones are that are not waited for
-    planner_N                 lists, plans and begins tasks: Planner's state is its own, but for the agenda. A compute's
-                              plans end, for good, at a signal or where it becomes read-only. Widens offers (Offers)
+    planner_N                 lists, plans and begins tasks: what Planner knows is its own, but for what is in work and
+                              put off. A compute's plans end, for good, at a signal or where it becomes read-only.
+                              Widens offers (Offers)
     build_N                   carries out a build; one instance is one thread's at a time, and its record with it. What
                               was done goes to the planner by a queue. What is in work is waited for at the end
     confirm                   asks placement what the instance of one build holds, which waits for that before anything
@@ -26,7 +27,7 @@ how many at most). What is one compute's, or one instance's, is done by one of t
     follow /audit/            follows audits, and puts them into the queue of `audits_N`. Joined
     audits_N                  answers audits, by an etcd connection of their own (Answerer). Waited for
     known etcd                writes <state>/etcd.json (KnownEtcd): others leave a value there for it. Joined
-    queues_N                  with `queues: True`: takes from the queues (Puller, and its agenda). Waited for
+    queues_N                  with `queues: True`: takes from the queues (Puller, and what it puts off). Waited for
     start_N                   with --count: registers and starts computes, some at a time. Joined when all are begun
     end_N                     the same for their ends
     libvirt-events            libvirt's event loop, here and in each worker; its calls only nudge. Ends with the process

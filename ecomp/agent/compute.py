@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ecomp import __version__
-from ecomp.agent.complaints import Complaints
-from ecomp.agent.daemon import EVERY, Daemon
+from ecomp.agent.daemon import Daemon
 from ecomp.agent.host import provider
 from ecomp.agent.host.claims import ClaimKeeper, Generations
 from ecomp.agent.host.digest import Answerer
@@ -30,10 +29,10 @@ from ecomp.agent.images.connections import reach_of
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
 from ecomp.agent.instance.pool import FakeImages, Inline, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
-from ecomp.agent.planner import LOOKING, Planner
+from ecomp.agent.planner import EVERY, LOOKING, Planner
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.pulling import Queues
-from ecomp.agent.turns import Threads
+from ecomp.agent.turns import Complaints, Threads
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, Conflict, Denied, EcompError
 from ecomp.failpoints import failpoint
@@ -286,7 +285,7 @@ class Compute:
         seed = nocloud(config, self.host.serves_metadata)
         shape = Shape(virt_type, config.resize, config.networks, self._hostname, seed)
         instances = Instances(self._control, self.host, shape, memory)
-        self._planner = Planner(self.uuid, instances, self.host, memory, self._complaints)
+        self._planner = Planner(instances, self._complaints)
         self._claims = ClaimKeeper(self.uuid, self._store, placement, config.queues)
         self._claims.nothing_held(self._provider.new_at)
         far = {'writing down its host name': self._keep_hostname, LOOKING: self._look_at_claims}
@@ -318,7 +317,7 @@ class Compute:
         """Begin to take requests. Errors: Conflict where another ecompute is this compute by now; those of etcd."""
         familiar, at_exit = self._environment.familiar, self._at_exit
         if not self._environment.fake:  # a pretended guest has no cloud-init, and fakes are many
-            at_exit.callback(self.host.guest_data.on_ready(self._planner.agenda.nudge))
+            at_exit.callback(self.host.guest_data.on_ready(self._planner.nudge))
         # Before anything can be asked: in another etcd nothing is begun.
         self._environment.guard.when_strange(self._become_read_only)
         # Before it is seen alive, for then it is asked; and also where it is read-only.
@@ -368,8 +367,7 @@ class Compute:
     def on_back(self) -> None:
         """Note that etcd can be followed again: what failed is tried at once."""
         self._presence.look()
-        if self._complaints.settle(FOLLOWING):
-            self._planner.works_again()
+        self._complaints.settle(FOLLOWING)
         if self.queues is not None:
             self.queues.nudge('etcd is back')
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Set
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ecomp.agent.agenda import Agenda
-from ecomp.agent.complaints import Complaints
 from ecomp.agent.host.claims import APART, due
-from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.instances import Host, Instances
+from ecomp.agent.instance.instances import Instances
 from ecomp.agent.instance.plan import Kind, Sightings, Task, Wish, pending, plan, unready
 from ecomp.agent.instance.power import Shutdowns
 from ecomp.agent.instance.records import Superseded
+from ecomp.agent.turns import Complaints, Delays
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, summed
@@ -86,6 +85,13 @@ ENDING = 1.0
 """Seconds after which no further build is ended whose request was deleted: the next minute goes on."""
 GRACE, ASK_AGAIN = 60.0, 10.0
 """Seconds a guest has to turn itself off before it is switched off, and between two times it is asked to."""
+EVERY = 60.0
+"""Seconds between two plans when nothing happens."""
+POLL = 2.0
+"""Seconds between two looks for addresses while one is pending and no lease was announced: a bridge has none."""
+POLLS = 30
+"""After POLL * POLLS seconds without an address the pause is 1/POLLS of the time waited, EVERY at most: some never have
+one."""
 LOOKING, NOTING = 'looking at claims', 'noting what runs again since the reboot'
 
 
@@ -93,19 +99,22 @@ class Planner:
     """What is asked of one compute, and what of it is in work or put off.
 
     step(), due() and recheck() are one thread's, or one's after the other; all else is any thread's. Whoever has the
-    work of a step carried out begins it in the `agenda` first, and what is worth another step nudges that.
+    work of a step carried out says so with begin() first, and what is worth another step is a nudge.
     """
 
-    def __init__(
-        self, compute: str, instances: Instances, host: Host, memory: Memory, complaints: Complaints
-    ) -> None:
-        self._compute = compute
+    def __init__(self, instances: Instances, complaints: Complaints) -> None:
         self._instances = instances
-        self._hypervisor = host.hypervisor
-        self._runner = host.runner
-        self._memory = memory
-        self.agenda: Agenda[Work] = Agenda()
+        self._compute = instances.compute
+        self._hypervisor = instances.hypervisor
+        self._runner = instances.runner
+        self._memory = instances.memory
+        self.on_nudge: Callable[[], None] = lambda: None
+        """Called after each nudge, in whatever thread that is."""
+        self.delays = Delays()
         self.complaints = complaints
+        complaints.on_return = self.works_again
+        self._changed = threading.Lock()
+        self._in_work: dict[str, Work] = {}
         self.without_addresses: tuple[frozenset[str], float] = frozenset(), 0.0
         """The guests that had no address yet at the last step, and since when, on the monotonic clock, just these."""
         # What was carried out, and when, from whoever did it to the next step: all else is the planning thread's.
@@ -116,10 +125,25 @@ class Planner:
         self._reported: set[str] = set()
         self._refused: dict[str, int] = {}
         self._missing: dict[str, float] = {}
-        self._before_reboot = memory.before_reboot()
+        self._before_reboot = self._memory.before_reboot()
         self._shutdowns = Shutdowns(GRACE, ASK_AGAIN)
         self._planned = 0.0
         self._ends_builds = False
+
+    def nudge(self, reason: str) -> None:
+        """Have a step taken: something may have changed."""
+        log.debug('nudged: %s', reason)
+        self.on_nudge()
+
+    def begin(self, work: Work) -> None:
+        """Note that its instance is in work, until carry_out() ends or hand_back()."""
+        with self._changed:
+            self._in_work[work.instance] = work
+
+    def in_work(self) -> dict[str, Work]:
+        """What is in work now, by instance."""
+        with self._changed:
+            return dict(self._in_work)
 
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
         """List, and plan: what is to be done now, and is not in work. `state` is what is asked of this compute, whole.
@@ -128,20 +152,22 @@ class Planner:
         """
         self._planned = time.monotonic()
         # Taken before anything is looked at: whose task ends while we look is planned at its end's nudge.
-        busy = self.agenda.in_work().keys()
+        busy = self.in_work().keys()
         self._note_done()
         return self._plan(state, self._instances.guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
-        """Nobody may ever come to carry it out: a step says it again, later. Whoever comes yet does nothing of it."""
-        if self.agenda.hand_back(work.instance, work):
-            self.complaints.complain(work.instance, EcompError(reason))
-            self.agenda.put_off(work.instance)
+        """Nobody comes to carry out what was begun: a step says it again, later."""
+        self._end(work)
+        self.complaints.complain(work.instance, EcompError(reason))
+        self.delays.put_off(work.instance)
 
     def due(self) -> list[float]:
         """When, on the monotonic clock, a step will find something to do even if nothing happens."""
+        now, (without, since) = time.monotonic(), self.without_addresses
         missing = [first + APART for first in self._missing.values()]
-        return [self.agenda.next(), *missing, *self._shutdowns.next(after=self._planned)]
+        polls = [now + poll_after(now - since)] if without else []
+        return [self.delays.next(self.in_work()), *missing, *polls, *self._shutdowns.next(after=self._planned)]
 
     def stop_builds(self) -> None:
         """Begin no build any more; those in work stop at their next step and undo themselves.
@@ -162,10 +188,10 @@ class Planner:
 
         And end what was begun and is not asked for any more.
         """
-        busy = self.agenda.in_work()
+        busy = self.in_work()
         changed = self._instances.recheck({each: wish for each, (_, wish) in self._wishes.items() if each not in busy})
         if changed:
-            self.agenda.nudge(f'the records of {", ".join(changed)} were changed by somebody else')
+            self.nudge(f'the records of {", ".join(changed)} were changed by somebody else')
         if self.given is None:
             return  # nothing was read yet of what is asked for
         # A build that was put off, or stopped with this compute, and whose request was deleted by hand meanwhile, is in
@@ -177,24 +203,17 @@ class Planner:
             if time.monotonic() > until:
                 break  # placement is slow, or away: nothing else is to wait for it
 
-    def settled(self, doing: str) -> None:
-        """Note that what was being done works; if it did not before, nothing waits any longer."""
-        if self.complaints.settle(doing):
-            self.works_again()
-
     def carry_out(self, work: Work) -> None:
         """Do what was begun, and tell of what fails. The next step says what is left to do."""
         task, instance, began = work.task, work.instance, time.monotonic()
-        if not self.agenda.take(instance, work):
-            return  # it was handed back
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
             if self._ends_builds and task.kind is Kind.BUILD:
                 return  # it waited for a thread: nothing of it is begun
             CARRIED_OUT[task.kind](self._instances, work)
             self._done.put((work, time.monotonic()))
-            self.agenda.forget(instance)
-            self.settled(instance)
+            self.delays.forget(instance)
+            self.complaints.settle(instance)
         except Superseded:
             self._instances.forget(instance)
             self.complaints.hand_over(instance, LOOKING)
@@ -202,17 +221,22 @@ class Planner:
                 self._end_without_request(instance)
         except (EcompError, OSError) as error:
             self.complaints.complain(instance, _told(error), began)
-            self.agenda.put_off(instance)
+            self.delays.put_off(instance)
         except Exception:
             log.exception('unexpected error in the %s of instance %s', task.kind.value, instance)
-            self.agenda.put_off(instance)
+            self.delays.put_off(instance)
         finally:
-            self.agenda.end(instance)
-            self.agenda.nudge(f'{task.kind.value} of {instance} ended')
+            self._end(work)
+            self.nudge(f'{task.kind.value} of {instance} ended')
 
     def works_again(self) -> None:
         """What failed may work now: nothing waits out its delay. From any thread."""
-        self.agenda.hurry('what failed works again')
+        self.delays.clear()
+        self.nudge('what failed works again')
+
+    def _end(self, work: Work) -> None:
+        with self._changed:
+            del self._in_work[work.instance]
 
     def _note_done(self) -> None:
         while not self._done.empty():
@@ -247,9 +271,10 @@ class Planner:
             now=self._instances.now(),
         )
         tasks = plan(wishes, records, seen)
-        for instance in self.agenda.forget_all_but({each.instance for each in tasks if each.kind is not Kind.REPORT}):
+        wanted = {each.instance for each in tasks if each.kind is not Kind.REPORT}
+        for instance in self.delays.forget_all_but(wanted | self.in_work().keys()):
             self.complaints.hand_over(instance, LOOKING)
-        put_off = self.agenda.put_off_now(now)
+        put_off = self.delays.put_off_now(now)
         if self.without_addresses[0] != frozenset(without):
             self.without_addresses = frozenset(without), now
         found = []
@@ -259,7 +284,7 @@ class Planner:
                 self._report(task)
                 continue
             if task.instance in busy:
-                working_at = self.agenda.in_work().get(task.instance) if task.kind is Kind.DESTROY else None
+                working_at = self.in_work().get(task.instance) if task.kind is Kind.DESTROY else None
                 if working_at is not None and working_at.task.kind is Kind.BUILD:
                     self._runner.cancel(task.instance)
                 continue
@@ -287,7 +312,7 @@ class Planner:
         except OSError as error:
             self.complaints.complain(NOTING, _told(error))
         else:
-            self.settled(NOTING)
+            self.complaints.settle(NOTING)
 
     def _read_wishes(self, state: Mapping[str, Entry]) -> None:
         before = self._wishes
@@ -300,7 +325,7 @@ class Planner:
                 self._wishes[name] = known
                 continue
             if known is not None:
-                self.agenda.forget(name)  # a new request need not wait out an old one's delay
+                self.delays.forget(name)  # a new request need not wait out an old one's delay
             parsed = parse_request(self._compute, key, entry.value, entry.dropped)
             destroy = isinstance(parsed, Request) and parsed.is_tombstone
             if known is None and len(self._wishes) >= MOST and not destroy:
@@ -331,7 +356,7 @@ class Planner:
                     self.complaints.complain(reading, error)
                     unreadable.add(instance)
                 continue
-            self.settled(reading)
+            self.complaints.settle(reading)
             if record is not None:
                 found[instance] = record
         return found, unreadable
@@ -346,7 +371,7 @@ class Planner:
         except EcompError as error:
             self.complaints.complain(asking, error)
             return {}
-        self.settled(asking)
+        self.complaints.settle(asking)
         return found
 
     def _end_without_request(self, instance: str) -> None:
@@ -362,6 +387,11 @@ class Planner:
         if task.instance not in self._reported:
             self._reported.add(task.instance)
             log.warning('instance %s %s', task.instance, task.reason)
+
+
+def poll_after(waited: float) -> float:
+    """Seconds until the next look for addresses that the same guests have been without for so many seconds."""
+    return min(max(POLL, waited / POLLS), EVERY)
 
 
 def _told(error: EcompError | OSError) -> EcompError:

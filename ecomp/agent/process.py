@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ecomp.agent.compute import Compute, Environment, now, workers
-from ecomp.agent.daemon import EVERY
 from ecomp.agent.host.claims import Generations
 from ecomp.agent.host.provider import check_names
 from ecomp.agent.host.state import Identity, KnownEtcd, is_familiar
 from ecomp.agent.instance.build import MOST_ENDS
+from ecomp.agent.planner import EVERY
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.turns import Threads, Turn
 from ecomp.compute_conf import ComputeConfig
@@ -83,7 +83,7 @@ class Process:
         self._asked: Entries | None = None
         self._asked_of: dict[str, Entries] = {}
         self._threads = Threads(count or 1, 2 * workers(config) + (2 if fake else MOST_ENDS))
-        self._widening = Turn(self._threads.turns, self._threads.plans, lambda: self._offers.widen())
+        self._widening = Turn(self._threads, self._threads.plans, lambda: self._offers.widen())
         self._offers = Offers(self._widening.at)
 
     def register(self) -> None:

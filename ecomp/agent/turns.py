@@ -1,4 +1,4 @@
-"""What is done again and again for many, each when something happened or its time has come, and never twice at once.
+"""What is done again and again for many: in which threads, when once more, and what the log says of what fails.
 
 One thread keeps the time of all, and what is done is done in a few threads of its kind, which all share: a process of a
 thousand computes has no more of them than one of a few.
@@ -11,14 +11,159 @@ import itertools
 import logging
 import math
 import queue
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import NamedTuple, TypeVar
+
+from ecomp.errors import EcompError, StrangeEtcd, Unreachable
+from ecomp.model.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
 AGAIN = 1.0
 """Seconds until what could not be begun, or failed unexpectedly, is tried again."""
+FIRST_DELAY, LAST_DELAY = 0.5, 15.0
+"""Seconds before what failed is tried again: the first time, and at most."""
+
+Result = TypeVar('Result')
+
+
+class _Delay(NamedTuple):
+    until: float
+    backoff: Backoff | None
+
+
+class Delays:
+    """What is tried again later, by a name of each, on the monotonic clock. From any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Lock()
+        self._later: dict[str, _Delay] = {}
+
+    def put_off(self, name: str, seconds: float | None = None) -> float:
+        """It is not tried before so many seconds have passed; the time then. None: it failed, longer each time."""
+        with self._changed:
+            backoff = None
+            if seconds is None:
+                known = self._later.get(name)
+                backoff = (known.backoff if known else None) or Backoff(FIRST_DELAY, LAST_DELAY)
+                seconds = backoff.next() * random.uniform(0.5, 1.0)
+            self._later[name] = _Delay(time.monotonic() + seconds, backoff)
+            return self._later[name].until
+
+    def put_off_now(self, now: float) -> dict[str, float]:
+        """What is not to be tried yet, and until when. What did not fail is forgotten when its time has come."""
+        with self._changed:
+            self._later = {name: each for name, each in self._later.items() if each.backoff or each.until > now}
+            return {name: each.until for name, each in self._later.items() if each.until > now}
+
+    def when(self, name: str) -> float:
+        """The time from which `name` is to be tried again; inf if it is not put off."""
+        with self._changed:
+            delay = self._later.get(name)
+            return delay.until if delay is not None else math.inf
+
+    def next(self, besides: Collection[str]) -> float:
+        """When the next thing that was put off, and is none of these, is to be tried; inf if there is none."""
+        with self._changed:
+            times = (each.until for name, each in self._later.items() if name not in besides)
+            return min(times, default=math.inf)
+
+    def forget(self, name: str) -> bool:
+        """Put `name` off no longer; return whether it was put off."""
+        with self._changed:
+            return self._later.pop(name, None) is not None
+
+    def forget_all_but(self, names: Collection[str]) -> list[str]:
+        """Put off no longer what is not among these; return what of that was put off."""
+        with self._changed:
+            gone = [each for each in self._later if each not in names]
+            for each in gone:
+                del self._later[each]
+            return gone
+
+    def clear(self) -> None:
+        """Put nothing off any longer: what failed may work now."""
+        with self._changed:
+            self._later.clear()
+
+
+class _Loss(NamedTuple):
+    about: str
+    backend: bool
+
+
+class Complaints:
+    """What is failing now, by what was being done. From any thread.
+
+    Each loss is logged once and each return once, in however many places it is met. What fails for want of a backend is
+    one loss with all else that does; anything else is one for its text.
+    """
+
+    def __init__(self) -> None:
+        self.on_return: Callable[[], None] = lambda: None
+        """Called when something works that did not before: whatever waits for the same may be tried at once."""
+        self._lock = threading.Lock()
+        self._open: dict[str, _Loss] = {}
+        self._returned: dict[_Loss, float] = {}
+
+    def complain(self, doing: str, error: EcompError, began: float = math.inf) -> None:
+        """This failed, and is tried again. What `began` (monotonic) before its backend's return proves no new loss.
+
+        A worker frozen throughout an outage, say, meets its own broken connection long after everybody else.
+        """
+        if isinstance(error, StrangeEtcd):
+            return  # its guard has said so, and it is not tried again
+        backend = error.backend if isinstance(error, Unreachable) else ''
+        loss = _Loss(backend or str(error), bool(backend))
+        with self._lock:
+            if loss.backend and began < self._returned.get(loss, -math.inf):
+                return
+            known = loss in self._open.values()
+            self._open[doing] = loss
+        if not known:
+            log.warning('%s; trying again until it %s', error, 'is back' if backend else 'works')
+
+    def settle(self, doing: str) -> bool:
+        """This works; True if it did not before."""
+        with self._lock:
+            loss = self._open.pop(doing, None)
+            if loss is None:
+                return False
+            # One that is back is back for all; who finds otherwise complains anew.
+            self._open = {other: each for other, each in self._open.items() if each != loss}
+            if loss.backend:
+                self._returned[loss] = time.monotonic()
+        log.info('%s is back' if loss.backend else 'what failed before works again: %s', loss.about)
+        self.on_return()
+        return True
+
+    def attempt(
+        self, doing: str, work: Callable[[], Result], is_moot: Callable[[], bool] = lambda: False
+    ) -> Result | None:
+        """Do this; None where it fails, which is said, unless by then nobody needs it, and is to be tried again."""
+        began = time.monotonic()
+        try:
+            result = work()
+        except EcompError as error:
+            if not is_moot():
+                self.complain(doing, error, began)
+        except Exception:
+            if not is_moot():
+                log.exception('unexpected error while %s; trying again', doing)
+        else:
+            self.settle(doing)
+            return result
+        return None
+
+    def hand_over(self, doing: str, to: str) -> None:
+        """This will not be tried any more: another thing that is, and needs the same, says when it works."""
+        with self._lock:
+            loss = self._open.pop(doing, None)
+            if loss is not None and loss.backend:
+                self._open.setdefault(to, loss)
 
 
 class TurnThreads:
@@ -67,59 +212,19 @@ class TurnThreads:
                 self._idle += 1
 
 
-class Turns:
-    """The thread that begins each turn when it is time. Ends with close()."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self._closed = False
-        self._heap: list[tuple[float, int, Turn]] = []
-        self._number = itertools.count()
-        self._thread: threading.Thread | None = None
-
-    def wake(self, turn: Turn, when: float) -> None:
-        """Have the turn told at this moment (monotonic), unless it will be before. With `changed` held."""
-        if when >= turn.woken_at or self._closed:
-            return
-        turn.woken_at = when
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name='turns', daemon=True)
-            thread.start()
-            self._thread = thread
-        heapq.heappush(self._heap, (when, next(self._number), turn))
-        if self._heap[0][2] is turn:
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        """Begin nothing any more."""
-        with self.changed:
-            self._closed = True
-            self.changed.notify_all()
-
-    def _run(self) -> None:
-        with self.changed:
-            while not self._closed:
-                now = time.monotonic()
-                while self._heap and self._heap[0][0] <= now:
-                    when, _, turn = heapq.heappop(self._heap)
-                    turn.woken(when)
-                left = self._heap[0][0] - now if self._heap else threading.TIMEOUT_MAX
-                self.changed.wait(min(left, threading.TIMEOUT_MAX))
-
-
 class Turn:
     """`work`, done in a thread of `pool`; it returns when (monotonic; inf: not by itself) it is to be done again."""
 
-    def __init__(self, turns: Turns, pool: TurnThreads, work: Callable[[], float]) -> None:
-        self._turns, self._pool, self._work = turns, pool, work
+    def __init__(self, threads: Threads, pool: TurnThreads, work: Callable[[], float]) -> None:
+        self._threads, self._pool, self._work = threads, pool, work
         self._when = math.inf
         self._busy, self._ended = False, False
         self.woken_at = math.inf
-        """When the turns' thread will tell it next: Turns' own."""
+        """When it will be told next: Threads' own."""
 
     def at(self, moment: float = 0.0) -> None:
         """Have it done at this moment at the latest; while it is being done: once more. From any thread."""
-        with self._turns.changed:
+        with self._threads.changed:
             if moment < self._when and not self._ended:
                 self._when = moment
                 if not self._busy:
@@ -127,7 +232,7 @@ class Turn:
 
     def end(self) -> None:
         """Begin it no more. What is under way goes on: see is_busy and wait()."""
-        with self._turns.changed:
+        with self._threads.changed:
             self._ended, self._when = True, math.inf
 
     @property
@@ -137,11 +242,11 @@ class Turn:
 
     def wait(self) -> None:
         """Return when it is not being done any more. Not for its own thread."""
-        with self._turns.changed:
-            self._turns.changed.wait_for(lambda: not self._busy)
+        with self._threads.changed:
+            self._threads.changed.wait_for(lambda: not self._busy)
 
     def woken(self, when: float) -> None:
-        """It is this moment now, for which wake() asked. With the turns' `changed` held."""
+        """It is this moment now, for which wake() asked. With the threads' `changed` held."""
         if when == self.woken_at:
             self.woken_at = math.inf
         if not self._busy:
@@ -157,7 +262,7 @@ class Turn:
             except RuntimeError as error:
                 log.warning('no thread can be started: %s; trying again', error)
                 self._busy, self._when = False, now + AGAIN
-        self._turns.wake(self, self._when)
+        self._threads.wake(self, self._when)
 
     def _do(self) -> None:
         again = time.monotonic() + AGAIN
@@ -165,17 +270,20 @@ class Turn:
             if not self._ended:
                 again = self._work()
         finally:
-            with self._turns.changed:
+            with self._threads.changed:
                 self._busy = False
                 if self._ended:
-                    self._turns.changed.notify_all()
+                    self._threads.changed.notify_all()
                 else:
                     self._when = min(self._when, again)
                     self._plan()
 
 
 class Threads:
-    """The threads that the computes of a process share. `tasks`: how many are carried out at once, beside builds."""
+    """The threads that the computes of a process share, and the one that begins each turn when it is time.
+
+    `tasks`: how many are carried out at once, beside builds.
+    """
 
     BUILDS = 32
     """Builds that are begun, most of which may wait for one image: nothing else is to wait for them, nor the builds
@@ -186,16 +294,45 @@ class Threads:
 
     def __init__(self, computes: int, tasks: int) -> None:
         few, many = min(computes, 4), min(computes, self.SHARED)
-        self.turns = Turns()
         self.plans = TurnThreads('planner', few)
         self.builds = TurnThreads('build', max(tasks, self.BUILDS))
         self.tasks = TurnThreads('task', tasks if computes == 1 else max(tasks, self.SHARED))
         self.minutes = TurnThreads('minute', few)
         self.audits = TurnThreads('audits', few)
         self.queues = TurnThreads('queues', many)
+        self.changed = threading.Condition()
+        self._closed = False
+        self._heap: list[tuple[float, int, Turn]] = []
+        self._number = itertools.count()
+        self._timer: threading.Thread | None = None
+
+    def wake(self, turn: Turn, when: float) -> None:
+        """Have the turn told at this moment (monotonic), unless it will be before. With `changed` held."""
+        if when >= turn.woken_at or self._closed:
+            return
+        turn.woken_at = when
+        if self._timer is None:
+            thread = threading.Thread(target=self._run, name='turns', daemon=True)
+            thread.start()
+            self._timer = thread
+        heapq.heappush(self._heap, (when, next(self._number), turn))
+        if self._heap[0][2] is turn:
+            self.changed.notify_all()
 
     def close(self) -> None:
-        """Let them end."""
-        self.turns.close()
+        """Begin nothing any more, and let them end."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
         for each in (self.plans, self.builds, self.tasks, self.minutes, self.audits, self.queues):
             each.close()
+
+    def _run(self) -> None:
+        with self.changed:
+            while not self._closed:
+                now = time.monotonic()
+                while self._heap and self._heap[0][0] <= now:
+                    when, _, turn = heapq.heappop(self._heap)
+                    turn.woken(when)
+                left = self._heap[0][0] - now if self._heap else threading.TIMEOUT_MAX
+                self.changed.wait(min(left, threading.TIMEOUT_MAX))

@@ -66,7 +66,7 @@ def carried_out(compute: Toy, asked: Counter[str]) -> Counter[str]:
     work = compute.planned()
     asked.clear()
     for each in work:
-        compute.planner.agenda.begin(each.instance, each)
+        compute.planner.begin(each)
         compute.planner.carry_out(each)
     assert work
     return Counter(asked)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.complaints import Complaints
 from ecomp.agent.host.state import Memory
 from ecomp.agent.instance.instances import ControlPlane, Instances
 from ecomp.agent.instance.records import Records, republish
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue.pulling import Taker
+from ecomp.agent.turns import Complaints
 from ecomp.errors import BuildFailed, EcompError, NoSpace, OverQuota, Unreachable
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
@@ -52,7 +52,7 @@ def started_again(compute: Toy, cloud: Cloud, state: Path) -> Planner:
     memory, host = Memory(state, compute.compute, lambda: NOW), compute.host
     control = ControlPlane(compute.compute, cloud.store, cloud.placement, lambda: NOW)
     instances = Instances(control, host, compute.instances.shape, memory)
-    return Planner(compute.compute, instances, host, memory, Complaints())
+    return Planner(instances, Complaints())
 
 
 @pytest.mark.parametrize('away', [Unreachable('etcd is away', 'etcd'), NoSpace('etcd is full')])
@@ -162,7 +162,7 @@ def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares
         entry = cloud.store.get(key)
         assert entry is not None
         (work,) = compute.planner.step({key: replace(entry, value=b'', dropped=len(entry.value))})
-        compute.planner.agenda.begin(instance, work)
+        compute.planner.begin(work)
         compute.planner.carry_out(work)
         compute.instances.forget(instance)
         failed = compute.record(instance)

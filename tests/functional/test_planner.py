@@ -35,11 +35,11 @@ def test_made_addressed_and_destroyed(cloud: Cloud, tmp_path: Path) -> None:
         assert one.record(instance).state == ACTIVE
         destroy(cloud.store, instance)
         (work,) = one.planned()
-        one.planner.agenda.begin(work.instance, work)
+        one.planner.begin(work)
         assert one.planned() == [], 'it is in work'
-        assert one.planner.agenda.in_work()
+        assert one.planner.in_work()
         one.planner.carry_out(work)
-        assert not one.planner.agenda.in_work()
+        assert not one.planner.in_work()
         assert one.step() == []
         assert cloud.server.allocations(instance) == {}
         assert one.hypervisor.guests() == {}
@@ -122,38 +122,35 @@ def test_a_hypervisor_that_is_away_is_no_guest_s_fault(cloud: Cloud, tmp_path: P
         assert one.step() == [f'address {instance}']
 
 
-def test_what_is_handed_back_is_planned_again_and_done_once(cloud: Cloud, tmp_path: Path) -> None:
+def test_what_is_handed_back_is_planned_again_later(cloud: Cloud, tmp_path: Path) -> None:
     with toy(cloud, tmp_path) as one:
         instance = one.place()
         (work,) = one.planned()
-        one.planner.agenda.begin(work.instance, work)
+        one.planner.begin(work)
         one.planner.hand_back(work, 'no thread')
-        assert not one.planner.agenda.in_work()
+        assert not one.planner.in_work()
         assert one.planned() == [], 'it is put off'
-        one.planner.carry_out(work)  # by a thread that comes late
         assert one.hypervisor.guests() == {}
         one.planner.works_again()
         assert one.step() == [f'build {instance}']
-        one.planner.hand_back(work, 'no thread')
-        one.planner.carry_out(work)
         assert one.step() == [f'address {instance}']
 
 
-def test_what_is_under_way_cannot_be_handed_back(cloud: Cloud, tmp_path: Path) -> None:
-    """A thread there was has come to it although no further one could be started."""
-
-    class Slow(FakeHypervisor):
-        def create_disk(self, spec: GuestSpec) -> None:
-            one.planner.hand_back(work, 'no thread')
-            assert one.planned() == [], 'it is in work'
-            super().create_disk(spec)
-
-    with toy(cloud, tmp_path, Slow()) as one:
-        instance = one.place()
+def test_the_end_of_a_task_and_what_works_again_are_worth_a_step(cloud: Cloud, tmp_path: Path) -> None:
+    with toy(cloud, tmp_path) as one:
+        nudges: list[int] = []
+        one.place()
+        one.planner.nudge('nobody looks yet')
+        one.planner.on_nudge = lambda: nudges.append(len(one.planner.in_work()))
         (work,) = one.planned()
-        one.planner.agenda.begin(work.instance, work)
+        one.planner.begin(work)
         one.planner.carry_out(work)
-        assert one.record(instance).state == ACTIVE
+        assert nudges == [0], 'by then it is not in work any more'
+        one.complaints.complain('one', Unreachable('libvirt is gone', 'libvirt'))
+        one.complaints.settle('two')
+        assert len(nudges) == 1
+        one.complaints.settle('one')
+        assert len(nudges) == 2
 
 
 def test_nothing_is_kept_of_what_is_not_asked_for_any_more(cloud: Cloud, tmp_path: Path) -> None:
@@ -278,7 +275,7 @@ def test_a_guest_in_work_after_a_reboot_holds_up_no_other(cloud: Cloud, tmp_path
         one.reboot()
         starting, other = one.planned()
         for each in (starting, other):
-            one.planner.agenda.begin(each.instance, each)
+            one.planner.begin(each)
         one.planner.carry_out(other)
         one.hypervisor.resume(starting.instance, one.compute)
         one.step()

@@ -91,7 +91,7 @@ class Compute:
 
     def goes_on(self) -> None:
         """So much later that nothing it has been at is passed over."""
-        self.puller.agenda.hurry('a moment later')
+        self.puller.delays.clear()
         self.hear()
         self.step()
 
@@ -293,10 +293,10 @@ def test_groups_that_allow_nothing_here_are_read_together_and_ever_more_seldom(
         began = time.monotonic()
         one.puller.step()
         assert len(read) == 2, read
-        left = one.puller.agenda.put_off_now(began)
+        left = one.puller.delays.put_off_now(began)
         assert left.keys() == set(instances)
         pauses.append(min(left.values()) - began)
-        one.puller.agenda.hurry('a pause later')
+        one.puller.delays.clear()  # a pause later
     for pause, most in zip(pauses, (5, 10, 20, 30, 30), strict=True):
         assert 0.8 * most <= pause <= most + 1
     # The first group whose member has gone lets it in at the next look, and the others wait on.

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ecomp.agent.complaints import Complaints
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
 from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.agent.planner import Planner, Work
+from ecomp.agent.turns import Complaints
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Attachment
 from ecomp.model.record import Record
@@ -42,7 +42,7 @@ class Toy:
         shape = Shape('qemu', True, self.networks, 'here')
         control = ControlPlane(self.compute, self.cloud.store, self.cloud.placement, lambda: NOW)
         self.instances, self.complaints = Instances(control, self.host, shape, self.memory), Complaints()
-        self.planner = Planner(self.compute, self.instances, self.host, self.memory, self.complaints)
+        self.planner = Planner(self.instances, self.complaints)
 
     def reboot(self) -> None:
         """Its machine is booted again, with all guests off, and it begins anew."""
@@ -65,7 +65,7 @@ class Toy:
         """Plan, and do all of it: what was done to which instance."""
         done = []
         for work in self.planned():
-            self.planner.agenda.begin(work.instance, work)
+            self.planner.begin(work)
             self.planner.carry_out(work)
             done.append(f'{work.task.kind.value} {work.task.instance}')
         return done

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
-from ecomp.agent.complaints import Complaints
 from ecomp.agent.compute import note_ends, reserve_again
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.host.metadata import GuestData
@@ -22,6 +21,7 @@ from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.pulling import Puller, Taker
+from ecomp.agent.turns import Complaints
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
@@ -163,7 +163,7 @@ class Compute:
         control = ControlPlane(self.uuid, self.store, self.placement, lambda: self.now, answered)
         host = Host(self.hypervisor, runner, self.guest_data)
         self.instances = Instances(control, host, shape, memory)
-        self.planner = Planner(self.uuid, self.instances, host, memory, Complaints())
+        self.planner = Planner(self.instances, Complaints())
         self.keeper = ClaimKeeper(self.uuid, self.store, self.placement, self.takes)
         taker = Taker(control, lambda: self.presence.lease)
         self.offers = Offers(lambda _: None)
@@ -195,7 +195,7 @@ class Compute:
         state = self.store.snapshot(keys.request_prefix(self.uuid)).entries
         works = self.planner.step(state)
         for work in works:
-            self.planner.agenda.begin(work.instance, work)
+            self.planner.begin(work)
         lacking = min(self.threads_lacking, len(works))
         self.threads_lacking -= lacking
         for work in works[:lacking]:

@@ -57,7 +57,7 @@ HOST = {
         'ecomp.agent.host.state:Memory._keep', drops('_ended', 'pop'), 'used_again_and_rebooted'
     ),
     'a task without a thread is in work for ever': bug(
-        'ecomp.agent.agenda:Agenda.hand_back', drops('_in_work'), 'no_thread'
+        'ecomp.agent.planner:Planner.hand_back', drops('_end'), 'no_thread'
     ),
     'one guest without an answer stops its host': bug(
         'ecomp.agent.planner:Planner._addresses', catches('Unreachable', 'EcompError'), 'unheard'

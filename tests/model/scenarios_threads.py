@@ -59,7 +59,7 @@ def threaded(cloud: Cloud, host: Compute, steps: int, *also: Callable[[], object
             except EcompError:
                 works = []
             for work in works:
-                planner.agenda.begin(work.instance, work)
+                planner.begin(work)
                 name = f'A, its {work.task.kind.value} of {NAMES[work.instance]} ({number})'
                 cloud.act(name, partial(planner.carry_out, work), process=process)
             host.do(*also)

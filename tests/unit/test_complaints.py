@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ecomp.agent.complaints import Complaints
+from ecomp.agent.turns import Complaints
 from ecomp.errors import EcompError, Unreachable
 
 LIBVIRT = Unreachable('libvirt is gone while building', 'libvirt')
@@ -72,6 +72,26 @@ def test_what_is_no_backend_is_said_once_for_its_text(said: pytest.LogCaptureFix
     assert said.messages == ['no; trying again until it works', 'never; trying again until it works']
     assert complaints.settle('one')
     assert said.messages[-1] == 'what failed before works again: never'
+
+
+def test_what_is_attempted_says_whether_it_works(said: pytest.LogCaptureFixture) -> None:
+    """What nobody needs any more when it fails is not said: what it speaks with was closed under it."""
+    complaints, returns = Complaints(), list[str]()
+    complaints.on_return = lambda: returns.append(said.messages[-1])
+
+    def fails(error: Exception) -> float:
+        raise error
+
+    assert complaints.attempt('one', lambda: fails(LIBVIRT), lambda: True) is None
+    assert complaints.attempt('one', lambda: fails(MemoryError('none')), lambda: True) is None
+    assert said.messages == []
+    assert complaints.attempt('looking', lambda: fails(LIBVIRT)) is None
+    assert complaints.attempt('looking', lambda: 5.0) == 5.0
+    assert said.messages[1:] == returns == ['libvirt is back']
+    assert complaints.attempt('looking', lambda: fails(MemoryError('none'))) is None
+    assert said.messages[2:] == ['unexpected error while looking; trying again']
+    assert complaints.attempt('looking', lambda: 6.0) == 6.0
+    assert len(returns) == 1
 
 
 def test_handed_over_to_what_needs_the_same(said: pytest.LogCaptureFixture) -> None:

@@ -37,7 +37,7 @@ class Work:
 
 def test_a_nudge_while_it_is_done_has_it_done_once_more(threads: Threads) -> None:
     work = Work()
-    turn = Turn(threads.turns, threads.plans, work)
+    turn = Turn(threads, threads.plans, work)
     work.goes_on.clear()
     turn.at()
     assert work.begun.wait(20)
@@ -51,7 +51,7 @@ def test_a_nudge_while_it_is_done_has_it_done_once_more(threads: Threads) -> Non
 
 def test_its_time_comes_without_a_nudge_and_the_sooner_one_counts(threads: Threads) -> None:
     work = Work()
-    turn = Turn(threads.turns, threads.plans, work)
+    turn = Turn(threads, threads.plans, work)
     turn.at(time.monotonic() + 3600)
     turn.at(time.monotonic() + 0.05)
     turn.at(time.monotonic() + 7200)
@@ -63,7 +63,7 @@ def test_its_time_comes_without_a_nudge_and_the_sooner_one_counts(threads: Threa
 
 def test_what_is_ended_is_not_begun_and_what_is_under_way_is_waited_for(threads: Threads) -> None:
     work = Work()
-    turn = Turn(threads.turns, threads.plans, work)
+    turn = Turn(threads, threads.plans, work)
     work.goes_on.clear()
     turn.at()
     assert work.begun.wait(20)
@@ -88,7 +88,7 @@ def test_what_fails_in_a_way_nobody_thought_of_is_done_again(
         done.set()
         return math.inf
 
-    Turn(threads.turns, threads.plans, work).at()
+    Turn(threads, threads.plans, work).at()
     assert done.wait(20)
     assert 'unexpected error in thread planner_0' in caplog.text
 
@@ -96,9 +96,9 @@ def test_what_fails_in_a_way_nobody_thought_of_is_done_again(
 def test_one_that_hangs_holds_up_no_other(threads: Threads) -> None:
     hangs, others = Work(), [Work() for _ in range(200)]
     hangs.goes_on.clear()
-    Turn(threads.turns, threads.plans, hangs).at()
+    Turn(threads, threads.plans, hangs).at()
     for each in others:
-        Turn(threads.turns, threads.plans, each).at()
+        Turn(threads, threads.plans, each).at()
     until(lambda: all(each.times == 1 for each in others), 20, 'all others were done')
     hangs.goes_on.set()
 
@@ -141,6 +141,32 @@ def test_a_thread_that_cannot_be_started_is_tried_again(
 
     monkeypatch.setattr(threading.Thread, 'start', start)
     work = Work()
-    Turn(threads.turns, threads.plans, work).at()
+    Turn(threads, threads.plans, work).at()
     until(lambda: work.times == 1, 20, 'it is done in the end, and once')
     assert caplog.text.count('no thread can be started') == 2
+
+
+def test_what_is_refused_for_want_of_a_thread_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever handed it in says so, and has it done again: it may be another task by then."""
+    real, lacks, pool, done = threading.Thread.start, [1], TurnThreads('few', 2), list[str]()
+
+    def start(thread: threading.Thread) -> None:
+        if lacks and thread.name.startswith('few'):
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, 'start', start)
+    with pytest.raises(RuntimeError):
+        pool.submit(lambda: done.append('refused'))
+    lacks.clear()
+    held, last = Work(), threading.Event()
+    held.goes_on.clear()
+    pool.submit(held)
+    assert held.begun.wait(20)
+    lacks.append(1)
+    pool.submit(lambda: done.append('accepted'))  # there is a thread: what comes later waits for that one
+    pool.submit(last.set)
+    held.goes_on.set()
+    assert last.wait(20)
+    assert done == ['accepted']
+    pool.close()

@@ -88,7 +88,7 @@ class Answerer:
         self._seen: frozenset[str] = frozenset()
         self._leases: dict[str, int] = {}  # of each audit that is being answered
         self._asked: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-        self._turn = Turn(threads.turns, threads.audits, self._answer_all)
+        self._turn = Turn(threads, threads.audits, self._answer_all)
 
     def start(self) -> None:
         """Begin."""

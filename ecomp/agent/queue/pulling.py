@@ -21,12 +21,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ecomp.agent.agenda import Agenda
-from ecomp.agent.complaints import Complaints
 from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.instance.records import older_record, revision_of
 from ecomp.agent.queue.offers import Offers
-from ecomp.agent.turns import Threads, Turn
+from ecomp.agent.turns import Complaints, Delays, Threads, Turn
 from ecomp.errors import (
     ClaimedElsewhere,
     Conflict,
@@ -261,7 +259,7 @@ and each may allow it soon."""
 class Puller:
     """What waits, what is left here, and what was tried. step() is one thread's; on_hosts() is any thread's.
 
-    What it is at nobody else is to be tried for a moment: that is put off in `agenda`. `may_take` is False while it is
+    What it is at nobody else is to be tried for a moment: that is put off in `delays`. `may_take` is False while it is
     to take nothing. `registered` is what placement was told that this compute has: as long as nothing is asked of it,
     all of that is believed to be free, and a claim says if it is not. None: it looks first. `guests` lists the
     instances that have a domain here.
@@ -286,7 +284,7 @@ class Puller:
         self._store = control.store
         self._placement = control.placement
         self._taker = taker
-        self.agenda: Agenda[Place] = Agenda()
+        self.delays = Delays()
         self._offers = offers
         self._may_take = may_take
         self._registered = registered
@@ -341,7 +339,7 @@ class Puller:
         """
         while self._may_take():
             now = time.monotonic()
-            passed_over = self.agenda.put_off_now(now)
+            passed_over = self.delays.put_off_now(now)
             self._doubted = {name: when for name, when in self._doubted.items() if when > now}
             self._refused = {query: each for query, each in self._refused.items() if each[1] > now}
             backlog = self._offers.backlog
@@ -356,14 +354,14 @@ class Puller:
             ]
             for key, mark, place in ours:
                 # An earlier attempt of ours ended in the middle, or what we were at was cancelled.
-                self.agenda.put_off(keys.last(key), BEHIND)
+                self.delays.put_off(keys.last(key), BEHIND)
                 if place is None or self._is_held_elsewhere(place) or self._may_run_elsewhere(place):
                     self._taker.give_back(key, mark)
                 else:
                     self._take(place, mark, self._is_open)
             if not places:
                 self._look_at, self._among, self._next_take = math.inf, 1, None
-                return BEHIND if self.agenda.put_off_now(now) else EVERY
+                return BEHIND if self.delays.put_off_now(now) else EVERY
             if ours:
                 continue
             if self._next_take is not None:
@@ -397,7 +395,7 @@ class Puller:
                     self._next_take = found, time.monotonic() + wait
             else:
                 self._among = 1  # once there is room again the oldest one is first
-                again = min([self._look_at, *self.agenda.put_off_now(now).values()])
+                again = min([self._look_at, *self.delays.put_off_now(now).values()])
                 return min(max(again - now, 0.01), EVERY)
         return EVERY
 
@@ -449,7 +447,7 @@ class Puller:
         takes = self._takes | {query: False for query, (then, _) in self._refused.items() if then == self._room}
         if not any(takes.values()):
             return None
-        passed_over = self.agenda.put_off_now(time.monotonic())
+        passed_over = self.delays.put_off_now(time.monotonic())
         ours = (each for each in backlog.places.values() if self._offers.is_open(each, self._compute))
         return next_of(ours, takes, passed_over, self._among, self._rng)
 
@@ -569,7 +567,7 @@ class Puller:
                 self._on_refusal(place, 'queued again, and refused: this uuid was used here. Fix: use another uuid')
         finally:
             if instance not in self._left:
-                self.agenda.put_off(instance, BEHIND)
+                self.delays.put_off(instance, BEHIND)
             if not taken:
                 with self._lock:
                     self._moved.discard(instance)
@@ -600,7 +598,7 @@ class Puller:
         self._claimed_elsewhere &= waiting
         for each in places:
             backoff = self._left.setdefault(each.waiting.instance, Backoff(LEFT_ALONE, AT_MOST))
-            self.agenda.put_off(each.waiting.instance, backoff.next() * self._rng.uniform(0.8, 1.0))
+            self.delays.put_off(each.waiting.instance, backoff.next() * self._rng.uniform(0.8, 1.0))
 
 
 TAKING = 'taking from the queues'
@@ -629,8 +627,8 @@ class Queues:
         self._stopped = threading.Event()
         taker = Taker(control, lambda: presence.lease)
         self._puller = Puller(control, taker, offers, self._may_go_on, registered, first_seen, guests)
-        self._agenda = self._puller.agenda
-        self._turn = Turn(threads.turns, threads.queues, self._look)
+        self._delays = self._puller.delays
+        self._turn = Turn(threads, threads.queues, self._look)
 
     def start(self) -> None:
         """Begin to take."""
@@ -658,20 +656,13 @@ class Queues:
         return self._may_take() and not self._stopped.is_set()
 
     def _look(self) -> float:
-        began = time.monotonic()
         # What failed waits out its delay, however often something comes into a queue meanwhile.
-        again = self._agenda.when(TAKING)
-        if began < again < math.inf:
+        again = self._delays.when(TAKING)
+        if time.monotonic() < again < math.inf:
             return again
-        try:
-            wake = self._puller.step()
-            self._agenda.forget(TAKING)
-            self._complaints.settle(TAKING)
+        wake = self._complaints.attempt(TAKING, self._puller.step)
+        if wake is not None:
+            self._delays.forget(TAKING)
             return time.monotonic() + wake
-        except EcompError as error:
-            self._complaints.complain(TAKING, error, began)
-        except Exception:
-            log.exception('unexpected error while taking from the queues; trying again')
         self._puller.failed()
-        self._agenda.put_off(TAKING)
-        return self._agenda.when(TAKING)
+        return self._delays.put_off(TAKING)
