@@ -189,7 +189,8 @@ class Planner:
         And end what was begun and is not asked for any more.
         """
         busy = self.in_work()
-        changed = self._instances.recheck({each: wish for each, (_, wish) in self._wishes.items() if each not in busy})
+        wishes = {each: wish for each, (_, wish) in self._wishes.items() if each not in busy}
+        changed = self._instances.records.recheck(wishes)
         if changed:
             self.nudge(f'the records of {", ".join(changed)} were changed by somebody else')
         if self.given is None:
@@ -215,7 +216,7 @@ class Planner:
             self.delays.forget(instance)
             self.complaints.settle(instance)
         except Superseded:
-            self._instances.forget(instance)
+            self._instances.records.forget(instance)
             self.complaints.hand_over(instance, LOOKING)
             if task.kind is Kind.BUILD:
                 self._end_without_request(instance)
@@ -267,7 +268,7 @@ class Planner:
             patience=self._shutdowns.patience(now),
             vanished=vanished,
             before_reboot=self._before_reboot,
-            ready=self._instances.ready_now() if any(map(unready, records.values())) else set(),
+            ready=self._instances.guest_data.ready() if any(map(unready, records.values())) else set(),
             now=self._instances.now(),
         )
         tasks = plan(wishes, records, seen)
@@ -347,7 +348,7 @@ class Planner:
                 continue
             reading = _reading(instance)
             try:
-                record = self._instances.record(instance)
+                record = self._instances.records.get(instance)
             except Unreachable:
                 raise
             except EcompError as error:
@@ -379,7 +380,7 @@ class Planner:
         try:
             self._instances.end_without_request(instance, self._hypervisor.guests().get(instance))
         except Superseded:
-            self._instances.forget(instance)
+            self._instances.records.forget(instance)
         except (EcompError, OSError) as error:
             self.complaints.complain(instance, _told(error))
 

@@ -116,7 +116,7 @@ def test_rule_5_a_late_write_is_none(
     name = world.request.instance
     if state is not None:
         etcd.put_record(record_json(record(world, state)))
-        assert world.instances.record(name) is not None  # as ecompute knows it
+        assert world.instances.records.get(name) is not None  # as ecompute knows it
     # Between the plan and the task.
     if since == 'rewritten':
         etcd.put(keys.request(world.compute, name), to_json(replace(world.request, user_id='somebody else')))

@@ -40,7 +40,7 @@ def test_a_build_waits_as_long_as_placement_does_not_confirm(cloud: Cloud, tmp_p
                 compute.planner.works_again()
                 assert compute.step() == [f'build {instance}']
             assert cloud.store.snapshot('/').revision == revision
-            assert compute.instances.record(instance) is None
+            assert compute.instances.records.get(instance) is None
             assert compute.hypervisor.guests() == {}
         compute.planner.works_again()
         compute.step()
@@ -68,8 +68,8 @@ def test_what_was_begun_and_is_not_asked_for_any_more_is_taken_back(
         assert list((tmp_path / 'metadata').glob('*')) == []
         assert cloud.server.allocations(instance) == {}
         assert compute.memory.all() == {}
-        compute.instances.forget(instance)
-        assert compute.instances.record(instance) is None
+        compute.instances.records.forget(instance)
+        assert compute.instances.records.get(instance) is None
 
 
 @pytest.mark.parametrize('restarts', [False, True])
@@ -102,7 +102,7 @@ def test_nothing_is_left_of_what_placement_does_not_confirm(cloud: Cloud, tmp_pa
         client = cloud.placement
         allocations.release(client, instance, allocations.consumer(client, instance))
         compute.step()
-        compute.instances.forget(instance)
+        compute.instances.records.forget(instance)
         failed = compute.record(instance)
         assert failed.error is not None
         assert (failed.state, failed.error.stage) == (ERROR, 'scheduled')

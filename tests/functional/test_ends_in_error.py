@@ -76,7 +76,7 @@ def test_what_was_released_on_the_way_is_no_reason(
             compute.planner = started_again(compute, cloud, tmp_path)
         compute.planner.works_again()
         assert compute.step() == [f'build {instance}']
-        compute.instances.forget(instance)
+        compute.instances.records.forget(instance)
         failed = compute.record(instance)
         assert failed.error is not None
         assert (failed.state, failed.error.stage, failed.error.reason) == (ERROR, 'disk', FULL)
@@ -105,11 +105,11 @@ def test_a_request_that_is_deleted_while_nobody_is_at_its_build_is_ended(cloud: 
         planner.recheck()
         assert [each.instance for each in hypervisor.reservations().values()] == [kept]
         assert list(hypervisor._guests) == [kept]
-        compute.instances.forget(kept)
+        compute.instances.records.forget(kept)
         lives, deleted = compute.record(kept), 'its request was deleted while it was being built'
         assert (lives.state, lives.fault) == (ACTIVE, deleted)
         assert cloud.server.allocations(kept) != {}
-        compute.instances.forget(disk)
+        compute.instances.records.forget(disk)
         failed = compute.record(disk)
         assert failed.error is not None
         assert (failed.state, failed.error.reason) == (ERROR, deleted)
@@ -164,7 +164,7 @@ def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares
         (work,) = compute.planner.step({key: replace(entry, value=b'', dropped=len(entry.value))})
         compute.planner.begin(work)
         compute.planner.carry_out(work)
-        compute.instances.forget(instance)
+        compute.instances.records.forget(instance)
         failed = compute.record(instance)
         assert failed.error is not None
         assert failed.state == ERROR
@@ -204,7 +204,7 @@ def test_what_a_restored_etcd_does_not_know_is_counted_again(cloud: Cloud, tmp_p
         assert cloud.store.get(places[0]) is not None
         tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
         cloud.store.commit([], [Put(places[0], to_json(tombstone))])
-        compute.instances.forget(instance)
+        compute.instances.records.forget(instance)
         while compute.step():
             pass
         assert used() == 0
@@ -295,7 +295,7 @@ def test_what_failed_gives_its_share_of_a_quota_back_once(cloud: Cloud, tmp_path
             tombstone = Request(instance, {}, image=None, user_id='a-user', project_id=project)
             cloud.store.commit([], [Put(keys.request(compute.compute, instance), to_json(tombstone))])
             assert compute.step() == [f'destroy {instance}']
-            compute.instances.forget(instance)
+            compute.instances.records.forget(instance)
             assert compute.record(instance).state == GONE
             assert used() == 1
         finally:
@@ -312,7 +312,7 @@ def test_where_the_record_was_lost_no_address_is_left(cloud: Cloud, tmp_path: Pa
         request, booted = keys.request(compute.compute, instance), keys.booted(instance)
         assert cloud.store.get(booted) is not None
         cloud.store.commit([], [Delete(keys.record(compute.compute, instance))])
-        compute.instances.forget(instance)
+        compute.instances.records.forget(instance)
         if how in ('built again', 'refused'):
             compute.hypervisor.destroy(instance, compute.compute)
             compute.hypervisor.delete_disk(instance)
@@ -340,7 +340,7 @@ def test_where_the_record_was_lost_the_address_of_another_compute_stays(cloud: C
         assert there is not None
         asked = [Put(keys.request(other, instance), there.value.decode()), Put(keys.booted(instance), '10.9.9.9')]
         cloud.store.commit([], [Delete(keys.record(compute.compute, instance)), *asked])
-        compute.instances.forget(instance)
+        compute.instances.records.forget(instance)
         compute.hypervisor.destroy(instance, compute.compute)
         compute.hypervisor.delete_disk(instance)
         compute.planner.works_again()
@@ -371,7 +371,7 @@ def test_what_had_ended_and_waits_again_ends_on_one_lease(cloud: Cloud, tmp_path
         request = cloud.delivered(compute.compute, instance)
         tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
         cloud.store.commit([], [Put(keys.request(compute.compute, instance), to_json(tombstone))])
-        compute.instances.forget(instance)
+        compute.instances.records.forget(instance)
         compute.step()
         before = cloud.store.get(keys.record(compute.compute, instance))
         assert before is not None

@@ -204,7 +204,7 @@ def test_an_end_that_comes_late_leaves_no_lease(cloud: Cloud, tmp_path: Path) ->
         cloud.etcd.put(key, value)  # since it was planned
         record = replace(one.record(instance), state=GONE)
         with pytest.raises(Superseded):
-            one.instances._records.end(record, work.revision)
+            one.instances.records.end(record, work.revision)
         assert leases() <= before
         assert one.step() == [f'destroy {instance}']
 

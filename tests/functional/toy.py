@@ -72,7 +72,7 @@ class Toy:
 
     def record(self, instance: str) -> Record:
         """As it knows it."""
-        found = self.instances.record(instance)
+        found = self.instances.records.get(instance)
         assert found is not None
         return found
 

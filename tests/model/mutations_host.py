@@ -41,7 +41,7 @@ HOST = {
         'ecomp.agent.instance.instances:Instances.build', without('is_ours'), 'off_before_it_was_active'
     ),
     'a guest that ran is recorded as off once its record is lost': bug(
-        'ecomp.agent.instance.instances:Adoption.adopt', asks('is_off', 'is_off', 'remembered'),
+        'ecomp.agent.instance.instances:Instances._adopt', asks('is_off', 'is_off', 'remembered'),
         'power_fails_without_a_record',
     ),
     'what a state directory lacks is never written': bug(

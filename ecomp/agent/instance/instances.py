@@ -163,78 +163,6 @@ def with_user_data(store: Store, request: Request) -> Request:
 
 log = logging.getLogger(__name__)
 
-
-class Adoption:
-    """Takes over the guests of one compute. One thread an instance."""
-
-    def __init__(
-        self,
-        control: ControlPlane,
-        hypervisor: Hypervisor,
-        shape: Shape,
-        records: Records,
-        switch: Switch,
-        memory: Memory,
-    ) -> None:
-        self._control = control
-        self._hypervisor = hypervisor
-        self._shape = shape
-        self._records = records
-        self._switch = switch
-        self._memory = memory
-
-    def adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool, starts: bool) -> None:
-        """Write down a guest that is there already; what placement says otherwise is its fault, in words.
-
-        `lost`: its record was. `starts`: if it is off it is still to be started.
-        """
-        remembered = self._memory.all().get(record.instance)
-        if lost and request.power is not None:
-            # What was asked of its power may have been done long ago: only our own memory can say that it was not.
-            record = replace(record, power=remembered.record.power if remembered else request.power.id)
-        held = allocations.consumer(self._control.placement, request.instance)
-        differs = difference(request.allocations, held.allocations)
-        spec = self._shape.spec(self._control.compute, request)
-        if not record.addresses:
-            plain = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))
-            record = replace(record, addresses=plain)
-            with suppress(BuildFailed):  # it has whatever address it has
-                record = self.reserve(record, spec)
-        record = replace(record, fault='its record was lost' if lost else record.fault)
-        starts = starts and not (guest.running or differs)
-        failed = self._switch.start_built(record.at(BUILDING, self._control.now()), revision) if starts else None
-        faults = failed, record.fault, differs
-        record = replace(self.up(record), fault='; '.join(filter(None, faults)) or None)
-        is_off = not guest.running and (not starts or failed)
-        # One that ran when it was last written down is seen to be off, or started after a reboot, by the next plan.
-        if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
-            record = record.off(self._control.now())
-        self._records.write(record, revision)
-        self._memory.remember(request, record)
-        log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
-
-    def reserve(self, record: Record, spec: GuestSpec) -> Record:
-        """Reserve the guest's addresses where libvirt gives them out; the record with what is expected."""
-        interfaces = []
-        for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
-            reserved = self._hypervisor.reserve(record.instance, mac, name) if kind == 'network' else None
-            interfaces.append(Interface(name, mac, expected=reserved))
-        failpoint('reserved')
-        return replace(record, addresses=tuple(interfaces))
-
-    def up(self, record: Record) -> Record:
-        """The record of a guest that runs."""
-        console = self._hypervisor.console(record.instance)
-        record = replace(record, console=f'{self._shape.hostname}:{console}' if console else None)
-        # A guest that runs has its image and its disk, whether or not that could be written when it was so.
-        now = self._control.now()
-        return record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now)
-
-    def as_it_is(self, record: Record, guest: Guest) -> Record:
-        """The record of a whole guest, running or off."""
-        return self.up(record) if guest.running else self.up(record).off(self._control.now())
-
-
 RELEASES = 5
 """How often a release is tried at once that loses its race."""
 
@@ -256,21 +184,8 @@ class Instances:
         self.guest_data = host.guest_data
         self.shape = shape
         self.memory = memory
-        self._records = Records(control.compute, control.store, memory)
-        self.switch = Switch(control.compute, self._records, host.runner, memory, host.guest_data, control.now)
-        self._adoption = Adoption(control, host.hypervisor, shape, self._records, self.switch, memory)
-
-    def record(self, instance: str) -> Record | None:
-        """The record as last read or written; read if we have none."""
-        return self._records.get(instance)
-
-    def forget(self, instance: str) -> None:
-        """Read the record anew next time."""
-        self._records.forget(instance)
-
-    def ready_now(self) -> set[str]:
-        """The instances whose cloud-init has said that it is through."""
-        return self.guest_data.ready()
+        self.records = Records(control.compute, control.store, memory)
+        self.switch = Switch(control.compute, self.records, host.runner, memory, host.guest_data, control.now)
 
     def guests(self) -> Mapping[str, Guest]:
         """Return what is here of each instance; the trouble of those whose metadata is refused says why."""
@@ -282,19 +197,15 @@ class Instances:
         self.guest_data.forget_refusals(refusals)  # those of nobody here
         return found
 
-    def recheck(self, wishes: Mapping[str, Request | Invalid]) -> list[str]:
-        """Those whose record somebody else wrote or removed: they are read anew next time. See Records."""
-        return self._records.recheck(wishes)
-
     def build(self, request: Request, revision: int, guest: Guest | None) -> None:
         """Make the guest, if placement confirms the request (rule 2)."""
         instance = request.instance
-        known = self.record(instance)
+        known = self.records.get(instance)
         if known is not None and known.state in (ACTIVE, STOPPED):
             return  # planned before this was written
         record = known or new_record(self.compute, request, self.now())
         if known is None:
-            self._records.lost(instance, revision, is_here=guest is not None)
+            self.records.lost(instance, revision, is_here=guest is not None)
         before = self.memory.all().get(instance)
         is_begun = known is not None or (before is not None and before.record.state == BUILDING)
         failing = self.memory.failure(instance)
@@ -302,7 +213,7 @@ class Instances:
         if guest is not None and (guest.running or (failing is None and (is_ours or not is_begun))):
             # A build of ours is remembered first, so without that this guest is older than what is known; one that runs
             # is done; another that is built may have run. None is built over, or taken down over bookkeeping.
-            self._adoption.adopt(record, revision, request, guest, lost=known is None, starts=is_begun)
+            self._adopt(record, revision, request, guest, lost=known is None, starts=is_begun)
             return
         fail, made = partial(self._fail, request=request), guest is not None
         if failing is not None:
@@ -319,7 +230,7 @@ class Instances:
         spec = self.shape.spec(self.compute, request)
         assert request.image is not None  # parse_request() lets no other request with allocations through
         try:
-            record = self._adoption.reserve(record, spec)
+            record = self._reserve(record, spec)
             spec = replace(spec, reserved=tuple(each.expected for each in record.addresses))
             self.guest_data.write(with_user_data(self.store, request), spec.macs, self.memory.all)
             failpoint('seeded')
@@ -329,7 +240,7 @@ class Instances:
             if differs:
                 raise BuildFailed('scheduled', differs)
             failpoint('confirmed')
-            record = self._records.write(record, revision)
+            record = self.records.write(record, revision)
             failpoint('building')
             log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', instance, request.image)
             log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
@@ -356,12 +267,12 @@ class Instances:
             # A dead worker, or a failure nobody has a name for: it may pass, and it may not.
             record = replace(record, attempts=record.attempts + 1)
             if record.attempts < ATTEMPTS:
-                self._records.write(record, revision)
+                self.records.write(record, revision)
                 raise EcompError(f'instance {instance}: {error}') from error
             fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''), touched=made)
         else:
             failpoint('built')
-            record = self._records.write(self._adoption.up(record), revision)
+            record = self.records.write(self._up(record), revision)
             self.memory.remember(request, record)
             failpoint('active')
             log.info('instance %s is active', instance)
@@ -369,17 +280,17 @@ class Instances:
     def destroy(self, request: Request, revision: int) -> None:
         """Remove the guest and everything of it; its record stays a day as `gone`, whatever it was before."""
         instance = request.instance
-        known = self._records.to_end(instance)
+        known = self.records.to_end(instance)
         record = known or new_record(self.compute, request, self.now())
         if known is None:
-            self._records.lost(instance, revision, is_here=True)
+            self.records.lost(instance, revision, is_here=True)
         if record.state not in (DESTROYING, ERROR):  # what failed has nothing left, and its record is on a lease
             with suppress(NoSpace):  # a full etcd takes no record; what is destroyed gives it room
-                record = self._records.write(record.at(DESTROYING, self.now()), revision)
+                record = self.records.write(record.at(DESTROYING, self.now()), revision)
             failpoint('destroying')
         log.info('DESTROY INSTANCE %s', instance)
         self._remove(instance)
-        self._records.end(record.at(GONE, self.now(), 'gone'), revision)
+        self.records.end(record.at(GONE, self.now(), 'gone'), revision)
         log.info('instance %s is gone', instance)
 
     def refuse(self, wish: Invalid, revision: int, guest: Guest | None) -> None:
@@ -389,20 +300,20 @@ class Instances:
             name = printable(keys.request(self.compute, instance), 200)
             log.error('%s: %s; it stays there until somebody removes it', name, reason)
             return
-        record = self.record(instance)
+        record = self.records.get(instance)
         if record is not None and record.state == BUILDING and guest is not None and guest.is_built:
-            record = self._adoption.as_it_is(record, guest)
+            record = self._as_it_is(record, guest)
         if record is not None and record.state in (ACTIVE, STOPPED, DESTROYING):
             log.error('instance %s: its request became unreadable and is ignored: %s', instance, reason)
             fault = f'its request is unreadable: {reason}'
             if record.fault != fault:
-                self._records.write(replace(record, fault=fault), revision)
+                self.records.write(replace(record, fault=fault), revision)
             return
         if guest is not None and (record is None or guest.is_built):
             log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
             return
         if record is None:
-            self._records.lost(instance, revision, is_here=False)
+            self.records.lost(instance, revision, is_here=False)
         record = record or refused_record(self.compute, with_shares(self.store, self.compute, wish), self.now())
         self._fail(record, revision, Failure('scheduled', reason, ''))  # and with it a disk without a domain
 
@@ -412,14 +323,14 @@ class Instances:
         A guest that got there is kept, and its record says that it lives. Where etcd has no record of it, only what was
         begun here is taken back: it may have ended long since.
         """
-        record, remembered = self.record(instance), self.memory.all().get(instance)
+        record, remembered = self.records.get(instance), self.memory.all().get(instance)
         begun = record or (remembered.record if remembered else None)
         if begun is None or begun.state != BUILDING or self.store.get(keys.request(self.compute, instance)) is not None:
             return
         deleted = 'its request was deleted while it was being built'
         if guest is not None and guest.is_built:
             if record is not None:
-                self._records.write(replace(self._adoption.as_it_is(record, guest), fault=deleted), 0)
+                self.records.write(replace(self._as_it_is(record, guest), fault=deleted), 0)
         elif record is not None:
             self._fail(record, 0, Failure('scheduled', deleted, ''), touched=guest is not None)
         elif guest is not None:
@@ -432,23 +343,23 @@ class Instances:
 
     def clear(self, instance: str, revision: int, reason: str) -> None:
         """Drop a request that is not to be carried out; what is recorded of the instance stays as it is."""
-        record = self.record(instance)
-        self._records.drop(instance, revision, record.name if record is not None and record.state == ERROR else None)
+        record = self.records.get(instance)
+        self.records.drop(instance, revision, record.name if record is not None and record.state == ERROR else None)
         log.error('instance %s: request dropped: %s', instance, reason)
         self._release(instance)
 
     def vanished(self, instance: str, revision: int) -> None:
         """End an instance of whom neither domain nor disk is left, though nobody asked: its claim goes, too."""
-        record = self._records.known(instance)
+        record = self.records.known(instance)
         finish(self.runner, Forget(instance, self.compute))
         self._forget(instance)
         self._release(instance)
-        self._records.end(replace(record.at(GONE, self.now(), 'gone'), fault=GONE_BOTH), revision)
+        self.records.end(replace(record.at(GONE, self.now(), 'gone'), fault=GONE_BOTH), revision)
         log.warning('instance %s is gone: its domain and its disk were removed by somebody else', instance)
 
     def address(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
         """Write down the addresses a guest has; the first interface's also at /booted, as in 2019."""
-        record = self._records.known(instance)
+        record = self.records.known(instance)
         interfaces = tuple(
             replace(each, address=addresses[each.mac].address, source=addresses[each.mac].source)
             if each.mac in addresses
@@ -461,14 +372,14 @@ class Instances:
         if first is not None:
             record = record.has('addressed', self.now())
             extra.append(Put(keys.booted(instance), first))
-        self._records.write(record, revision, extra)
+        self.records.write(record, revision, extra)
         failpoint('addressed')
         for each in interfaces:
             log.info('instance %s has address %s on %s', instance, each.address or 'none yet', each.network)
 
     def ready(self, instance: str, revision: int) -> None:
         """Write down that cloud-init has finished in the guest, or what failed in it, and the guest's host keys."""
-        known, now = self._records.known(instance), self.now()
+        known, now = self.records.known(instance), self.now()
         try:
             word = self.guest_data.word(instance)
         except OSError as error:
@@ -477,18 +388,69 @@ class Instances:
         record = replace(known, host_keys=known.host_keys or word.host_keys, cloud_init=word.failed)
         record = record.has('addressed', now)
         if word.failed is None:
-            self._records.write(record.has('ready', now), revision)
+            self.records.write(record.has('ready', now), revision)
             log.info('instance %s is ready', instance)
         else:
-            self._records.write(record, revision)
+            self.records.write(record, revision)
             log.warning(
                 'instance %s: its cloud-init failed at stage %s: %s', instance, word.failed.stage, word.failed.reason
             )
 
+    def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool, starts: bool) -> None:
+        """Write down a guest that is there already; what placement says otherwise is its fault, in words.
+
+        `lost`: its record was. `starts`: if it is off it is still to be started.
+        """
+        remembered = self.memory.all().get(record.instance)
+        if lost and request.power is not None:
+            # What was asked of its power may have been done long ago: only our own memory can say that it was not.
+            record = replace(record, power=remembered.record.power if remembered else request.power.id)
+        held = allocations.consumer(self.placement, request.instance)
+        differs = difference(request.allocations, held.allocations)
+        spec = self.shape.spec(self.compute, request)
+        if not record.addresses:
+            plain = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))
+            record = replace(record, addresses=plain)
+            with suppress(BuildFailed):  # it has whatever address it has
+                record = self._reserve(record, spec)
+        record = replace(record, fault='its record was lost' if lost else record.fault)
+        starts = starts and not (guest.running or differs)
+        failed = self.switch.start_built(record.at(BUILDING, self.now()), revision) if starts else None
+        faults = failed, record.fault, differs
+        record = replace(self._up(record), fault='; '.join(filter(None, faults)) or None)
+        is_off = not guest.running and (not starts or failed)
+        # One that ran when it was last written down is seen to be off, or started after a reboot, by the next plan.
+        if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
+            record = record.off(self.now())
+        self.records.write(record, revision)
+        self.memory.remember(request, record)
+        log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
+
+    def _reserve(self, record: Record, spec: GuestSpec) -> Record:
+        """Reserve the guest's addresses where libvirt gives them out; the record with what is expected."""
+        interfaces = []
+        for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
+            reserved = self.hypervisor.reserve(record.instance, mac, name) if kind == 'network' else None
+            interfaces.append(Interface(name, mac, expected=reserved))
+        failpoint('reserved')
+        return replace(record, addresses=tuple(interfaces))
+
+    def _up(self, record: Record) -> Record:
+        """The record of a guest that runs."""
+        console = self.hypervisor.console(record.instance)
+        record = replace(record, console=f'{self.shape.hostname}:{console}' if console else None)
+        # A guest that runs has its image and its disk, whether or not that could be written when it was so.
+        now = self.now()
+        return record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now)
+
+    def _as_it_is(self, record: Record, guest: Guest) -> Record:
+        """The record of a whole guest, running or off."""
+        return self._up(record) if guest.running else self._up(record).off(self.now())
+
     def _noted(self, record: Record, revision: int) -> Record:
         """Write down how far a build is. It does not wait for etcd: the next write says it too."""
         try:
-            return self._records.write(record, revision)
+            return self.records.write(record, revision)
         except Superseded:
             self.runner.cancel(record.instance)
         except Unreachable as error:
@@ -512,7 +474,7 @@ class Instances:
         cleaned = 'nothing of it is left: no domain, disk or allocation'
         record = replace(record.at(ERROR, self.now(), 'error'), error=replace(failure, cleaned=cleaned), addresses=())
         log.error('instance %s failed at stage %s: %s', record.instance, failure.stage, failure.reason)
-        self._records.end(record, revision)
+        self.records.end(record, revision)
 
     def _remove(self, instance: str) -> None:
         finish(self.runner, Destroy(instance, self.compute))
