@@ -31,7 +31,7 @@ from ecomp.agent.instance.pool import FakeImages, Inline, Workers, WorkerSetting
 from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import EVERY, LOOKING, Planner
 from ecomp.agent.queue.offers import Offers
-from ecomp.agent.queue.pulling import Queues
+from ecomp.agent.queue.pulling import Puller, Queues, Taker
 from ecomp.agent.turns import Complaints, Threads
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, Conflict, Denied, EcompError
@@ -293,21 +293,12 @@ class Compute:
         first = random.uniform(0.0, self._environment.spread)
         threads, offers = self._environment.threads, self._environment.offers
         self.daemon = Daemon(self.host, self._planner, far, threads, first=first, on_planned=self._say_room)
-        takes = config.queues and familiar
-        has = registered(self._inventory)
         self.queues = None
-        if takes:
-            self.queues = Queues(
-                self._control,
-                self._presence,
-                self._complaints,
-                offers=offers,
-                may_take=self._may_take,
-                registered=has,
-                threads=threads,
-                first_seen=self._environment.first_seen,
-                guests=hypervisor.guests,
-            )
+        if config.queues and familiar:
+            taker = Taker(self._control, lambda: self._presence.lease)
+            has, first_seen = registered(self._inventory), self._environment.first_seen
+            puller = Puller(self._control, taker, offers, self._may_take, has, first_seen, hypervisor.guests)
+            self.queues = Queues(self.uuid, puller, offers, self._complaints, threads)
         token, audits = hashed(self._token), self._environment.audits
         self.answerer = Answerer(
             self.uuid, token, audits, hypervisor, self.host.guest_data, config.state, self._may_remove, threads
@@ -335,10 +326,10 @@ class Compute:
         # work ends; and until then it is alive.
         at_exit.callback(self.daemon.drain)
         at_exit.callback(self._close_provider)
-        at_exit.callback(self._closing.set)
         if self.queues is not None:
             at_exit.callback(self.queues.stop)
             self.queues.start()
+        at_exit.callback(self._closing.set)
         self.daemon.begin()
 
     def stop(self) -> None:

@@ -62,7 +62,6 @@ from ecomp.placement.allocations import Consumer, consumer
 from ecomp.placement.claiming import claim, release
 from ecomp.placement.room import look
 from ecomp.store.client import Delete, Exists, Put, Unchanged, in_requests, withdraw
-from ecomp.store.presence import Presence
 from ecomp.store.sharing import (
     Excluded,
     commit_with,
@@ -605,29 +604,15 @@ TAKING = 'taking from the queues'
 
 
 class Queues:
-    """Takes for one compute, from start() to stop(). The last four arguments: see Puller."""
+    """Has a puller take for a compute, from start() to stop()."""
 
     def __init__(
-        self,
-        control: ControlPlane,
-        presence: Presence,
-        complaints: Complaints,
-        *,
-        offers: Offers,
-        may_take: Callable[[], bool],
-        registered: Mapping[str, Inventory],
-        threads: Threads,
-        first_seen: int,
-        guests: Callable[[], Collection[str]],
+        self, compute: str, puller: Puller, offers: Offers, complaints: Complaints, threads: Threads
     ) -> None:
-        self._compute = control.compute
-        self._complaints = complaints
+        self._compute = compute
+        self._puller = puller
         self._offers = offers
-        self._may_take = may_take
-        self._stopped = threading.Event()
-        taker = Taker(control, lambda: presence.lease)
-        self._puller = Puller(control, taker, offers, self._may_go_on, registered, first_seen, guests)
-        self._delays = self._puller.delays
+        self._complaints = complaints
         self._turn = Turn(threads, threads.queues, self._look)
 
     def start(self) -> None:
@@ -636,9 +621,8 @@ class Queues:
         self.nudge('it begins')
 
     def stop(self) -> None:
-        """Take nothing more, and return when what is being taken is taken or given back."""
+        """Return when what is being taken is taken or given back; by now the puller may take nothing more."""
         self._offers.remove(self._compute)
-        self._stopped.set()
         self._turn.end()
         self._turn.wait()
 
@@ -652,17 +636,14 @@ class Queues:
         if self._puller.on_hosts(state):
             self.nudge('it has another room')
 
-    def _may_go_on(self) -> bool:
-        return self._may_take() and not self._stopped.is_set()
-
     def _look(self) -> float:
         # What failed waits out its delay, however often something comes into a queue meanwhile.
-        again = self._delays.when(TAKING)
+        again = self._puller.delays.when(TAKING)
         if time.monotonic() < again < math.inf:
             return again
         wake = self._complaints.attempt(TAKING, self._puller.step)
         if wake is not None:
-            self._delays.forget(TAKING)
+            self._puller.delays.forget(TAKING)
             return time.monotonic() + wake
         self._puller.failed()
-        return self._delays.put_off(TAKING)
+        return self._puller.delays.put_off(TAKING)
