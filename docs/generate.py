@@ -22,8 +22,7 @@ import mdserver.server
 
 from docs import shapes
 from docs.writing import Block, Code, ManPage, Section, Table, Terms, doc, docstring, link, markdown, roff
-from ecomp import agent, compute_conf, conf, errors, yaml_file
-from ecomp.agent import arguments
+from ecomp import agent, compute, compute_conf, conf, errors, yaml_file
 from ecomp.cli.command import EXITS
 from ecomp.cli.commands import FAMILIES, MEANS, PLANNED, families, load_rows
 from ecomp.cli.options import OPTIONS
@@ -81,7 +80,7 @@ def man_pages() -> Iterator[ManPage]:
         exits, files, environment,
     ], ['ecompute(8)', 'elab(1)', 'schedule.yaml(5)'])  # fmt: skip
     yield ManPage('ecompute', 8, 'take requests for this machine from etcd and make them VMs', [
-        *of_parser(arguments.parser()), exits, files, environment,
+        *of_parser(compute.parser()), exits, files, environment,
     ], ['eschedule(1)', 'mdserver(8)', 'compute.yaml(5)'])  # fmt: skip
     yield ManPage('mdserver', 8, 'the metadata server of the guests on a hypervisor', [
         *of_parser(mdserver.server.parser()),
@@ -175,7 +174,7 @@ def eschedule() -> Iterator[Section]:
 def others() -> Iterator[Section]:
     """The other commands."""
     for name, parser in (
-        ('ecompute', arguments.parser()),
+        ('ecompute', compute.parser()),
         ('mdserver', mdserver.server.parser()),
         ('elab', elab.parser()),
     ):

@@ -1,4 +1,4 @@
-"""ecompute's front door: configuration, signals, exit codes.
+"""ecompute's front door: arguments, configuration, signals, exit codes.
 
 Imports of h2 and libvirt are inside the functions that need them, for every spawned worker imports this
 module anew.
@@ -6,8 +6,10 @@ module anew.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -16,15 +18,20 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ecomp import __version__, systemd
 from ecomp import log as logs
-from ecomp import systemd
-from ecomp.agent.arguments import parser, unit
+from ecomp.arguments import Parser
 from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model.text import printable, printable_lines
 from ecomp.yaml_file import path_of_option, told_by
 
 log = logging.getLogger(__name__)
+
+SERVICE_CONFIG = '/etc/ecomp/compute.yaml'
+"""The configuration of the service, whatever directory its unit is printed in."""
+MOST = 1000
+"""Pretended computes in one process: with more it is busy with saying that they live."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +85,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def parser() -> argparse.ArgumentParser:
+    """ecompute's command line. parse_args() raises UsageError."""
+    what = 'Take requests for this machine from etcd and make them VMs, until a signal. Logs to stderr; needs root.'
+    made = Parser('ecompute', description=what)
+    config = "in place of $ECOMP_CONFIG's, or of compute.yaml in ./, ~/.config/ecomp/ or /etc/ecomp/"
+    made.add_argument('--config', metavar='FILE', help=config)
+    made.add_argument('--fake', metavar='INVENTORY', help="pretend: 'VCPU:4,DISK_GB:10,MEMORY_MB:512', no libvirt")
+    made.add_argument('--count', metavar='N', type=_count, help=f'with --fake: pretend so many, 1 to {MOST}')
+    accept = 'etcd was wiped, restored or exchanged, and is to be used: first publish again what runs here'
+    made.add_argument('--accept-new-etcd', action='store_true', help=accept)
+    check = 'only look at this machine, at etcd and at placement: what is wrong, a line each, and what mends it'
+    made.add_argument('--check', action='store_true', help=check)
+    unit = 'print the systemd unit that runs it, with /etc/ecomp/compute.yaml or the FILE of --config, and end'
+    made.add_argument('--unit', action='store_true', help=unit)
+    made.add_argument('--version', action='version', version=f'ecompute {__version__}')
+    return made
+
+
+def unit(options: argparse.Namespace, program: Sequence[str]) -> str:
+    """The unit that --unit prints, for ecompute as this `program` runs it. UsageError beside other options."""
+    if options.fake is not None or options.count is not None or options.accept_new_etcd or options.check:
+        raise UsageError('--unit goes with --config alone')
+    config = os.path.abspath(path_of_option(options.config) or SERVICE_CONFIG)
+    return systemd.unit('ecompute.service', [*program, '--config', config])
+
+
 def _check(config: ComputeConfig, mixed: bool) -> int:
     if mixed:
         raise UsageError('--check goes with --config alone')
@@ -89,6 +122,12 @@ def _check(config: ComputeConfig, mixed: bool) -> int:
         print(printable(line), flush=True)
     _say(summary(backends, found))
     return exit_code(backends, found)
+
+
+def _count(text: str) -> int:
+    if re.fullmatch('[0-9]{1,6}', text) and 1 <= int(text) <= MOST:
+        return int(text)
+    raise argparse.ArgumentTypeError(f'{text[:20]!r} is no number from 1 to {MOST}')
 
 
 def _say(text: str) -> None:

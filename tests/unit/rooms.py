@@ -9,7 +9,7 @@ from __future__ import annotations
 
 # log, because a worker is a process of its own, and logging is set up once per process.
 AGENT = {
-    *('ecomp', 'ecomp.addresses', 'ecomp.arguments', 'ecomp.yaml_file', 'ecomp.errors'),
+    *('ecomp', 'ecomp.addresses', 'ecomp.yaml_file', 'ecomp.errors'),
     *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd', 'ecomp.tls'),
     *('ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement'),
     *('ecomp.store', 'ecomp.virt'),
@@ -64,8 +64,9 @@ ARROWS: dict[str, set[str]] = {
         *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.systemd'),
     },
     'ecomp.compute': {
-        *('ecomp', 'ecomp.yaml_file', 'ecomp.conf', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.compute_conf'),
-        *('ecomp.log', 'ecomp.systemd', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt', 'ecomp.agent'),
+        *('ecomp', 'ecomp.arguments', 'ecomp.yaml_file', 'ecomp.conf', 'ecomp.errors', 'ecomp.failpoints'),
+        *('ecomp.compute_conf', 'ecomp.log', 'ecomp.systemd', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
+        *('ecomp.virt', 'ecomp.agent'),
     },
     'ecomp.cli': {
         *('ecomp', 'ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.yaml_file'),
@@ -84,7 +85,7 @@ FRONT_DOORS = {
 
 # Where other people's libraries, and the parts of Python that act on the machine, may be imported.
 PLACES: dict[str, set[str]] = {
-    'argparse': {'ecomp.arguments', 'ecomp.agent.arguments', 'ecomp.lab.elab', 'mdserver'},
+    'argparse': {'ecomp.arguments', 'ecomp.compute', 'ecomp.lab.elab', 'mdserver'},
     'etcd3': {'ecomp.store.roles'},
     'grpc': {'ecomp.store.roles'},
     'h2': {'ecomp.store.by_h2'},

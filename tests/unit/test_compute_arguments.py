@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecomp.agent.arguments import MOST, parser
+from ecomp.compute import MOST, parser
 from ecomp.errors import UsageError
 
 

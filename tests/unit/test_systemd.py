@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from mdserver import server
 
-from ecomp import systemd
-from ecomp.agent import arguments
+from ecomp import compute, systemd
 from ecomp.errors import UsageError
 from ecomp.lab import elab
 from ecomp.systemd import Service
@@ -116,8 +115,8 @@ def units(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     made = {}
     for name in ('ecompute', 'elab', 'mdserver'):
         (where / name).symlink_to('/bin/true')
-    options = arguments.parser().parse_args(['--unit', '--config', '"c".yaml'])
-    made['ecompute'] = arguments.unit(options, systemd.program('./ecompute', sys.executable, 'ecomp.compute'))
+    options = compute.parser().parse_args(['--unit', '--config', '"c".yaml'])
+    made['ecompute'] = compute.unit(options, systemd.program('./ecompute', sys.executable, 'ecomp.compute'))
     monkeypatch.setattr(sys, 'argv', [str(where / 'elab')])
     assert elab.main(CONTROL) == 0
     made['ecomp-control'] = capsys.readouterr().out
@@ -172,14 +171,14 @@ def test_what_each_unit_says(
 
 
 def test_the_service_s_configuration_is_the_same_wherever_it_is_printed() -> None:
-    said = arguments.unit(arguments.parser().parse_args(['--unit']), ['/opt/ecomp/bin/ecompute'])
+    said = compute.unit(compute.parser().parse_args(['--unit']), ['/opt/ecomp/bin/ecompute'])
     assert 'ExecStart=/opt/ecomp/bin/ecompute --config /etc/ecomp/compute.yaml\n' in said
 
 
 @pytest.mark.parametrize('words', [['--fake', 'VCPU:1'], ['--count', '2'], ['--accept-new-etcd']])
 def test_a_unit_is_of_a_hypervisor(words: list[str]) -> None:
     with pytest.raises(UsageError, match='--unit goes with --config alone'):
-        arguments.unit(arguments.parser().parse_args(['--unit', *words]), ['ecompute'])
+        compute.unit(compute.parser().parse_args(['--unit', *words]), ['ecompute'])
 
 
 @pytest.mark.parametrize(
