@@ -30,8 +30,7 @@ from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
 from ecomp.agent.instance.pool import FakeImages, Inline, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import EVERY, LOOKING, Planner
-from ecomp.agent.queue.offers import Offers
-from ecomp.agent.queue.pulling import Puller, Queues, Taker
+from ecomp.agent.queue import Offers, Puller, Queues, Taker
 from ecomp.agent.turns import Complaints, Threads
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, Conflict, Denied, EcompError

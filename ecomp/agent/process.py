@@ -17,7 +17,7 @@ from ecomp.agent.host.provider import check_names
 from ecomp.agent.host.state import Identity, KnownEtcd, is_familiar
 from ecomp.agent.instance.build import MOST_ENDS
 from ecomp.agent.planner import EVERY
-from ecomp.agent.queue.offers import Offers
+from ecomp.agent.queue import Offers
 from ecomp.agent.turns import Threads, Turn
 from ecomp.compute_conf import ComputeConfig
 from ecomp.conf import in_clear, open_secrets

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ecomp.agent.instance.instances import ControlPlane
-from ecomp.agent.queue.pulling import Taker
+from ecomp.agent.queue import Taker
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json

@@ -14,7 +14,7 @@ from ecomp.agent.host.state import Memory
 from ecomp.agent.instance.instances import ControlPlane, Instances
 from ecomp.agent.instance.records import Records, republish
 from ecomp.agent.planner import Planner
-from ecomp.agent.queue.pulling import Taker
+from ecomp.agent.queue import Taker
 from ecomp.agent.turns import Complaints
 from ecomp.errors import BuildFailed, EcompError, NoSpace, OverQuota, Unreachable
 from ecomp.model import keys

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from ecomp.agent import queue as pulling
 from ecomp.agent.instance.instances import ControlPlane
-from ecomp.agent.queue import pulling
-from ecomp.agent.queue.offers import Offers
-from ecomp.agent.queue.pulling import Puller, Taker
+from ecomp.agent.queue import Offers, Puller, Taker
 from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor

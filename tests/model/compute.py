@@ -19,8 +19,7 @@ from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
 from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import Planner
-from ecomp.agent.queue.offers import Offers
-from ecomp.agent.queue.pulling import Puller, Taker
+from ecomp.agent.queue import Offers, Puller, Taker
 from ecomp.agent.turns import Complaints
 from ecomp.errors import EcompError
 from ecomp.model import keys

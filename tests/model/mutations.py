@@ -71,10 +71,10 @@ CLAIM = {
         'ecomp.placement.claiming:release', moves_last('note'), 'late_release_keeper_and_resume', 'late_releases'
     ),
     'a taker does not exceed the generations released': bug(
-        'ecomp.agent.queue.pulling:Taker._claim', assigns('above', 'lambda: 0'), 'late_let_go'
+        'ecomp.agent.queue:Taker._claim', assigns('above', 'lambda: 0'), 'late_let_go'
     ),
     'a taker does not note what it releases': bug(
-        'ecomp.agent.queue.pulling:Taker.let_go', without_argument('release', 'note_released'), 'late_let_go'
+        'ecomp.agent.queue:Taker.let_go', without_argument('release', 'note_released'), 'late_let_go'
     ),
     'an empty consumer is a conflict': bug(
         'ecomp.placement.claiming:claim', never('ConsumerConflict', 'found', 'generations'), 'orphan_consumer'
@@ -86,7 +86,7 @@ CLAIM = {
         'ecomp.placement.claiming:claim', drops('check'), 'one_uuid_of_two_sizes', 'cleared_and_asked_for_more'
     ),
     'a taker that gives up does not ask for attempts': bug(
-        'ecomp.agent.queue.pulling:Taker.let_go', never('in_requests'), 'waiting_removed'
+        'ecomp.agent.queue:Taker.let_go', never('in_requests'), 'waiting_removed'
     ),
     'a compute without queues keeps what it claimed for them': bug(
         'ecomp.agent.host.claims:ClaimKeeper._wanted', without_argument('wanted', 'waiting'), 'queues_off'
@@ -99,7 +99,7 @@ CLAIM = {
         'ecomp.agent.host.claims:orphans', without('wished'), 'claim_of_a_removed_request'
     ),
     'the claim of a dead attempt is not released before a look': bug(
-        'ecomp.agent.queue.pulling:Puller._look', never('_tidy'), 'restarted_taker'
+        'ecomp.agent.queue:Puller._look', never('_tidy'), 'restarted_taker'
     ),
     'a drain does not wait for attempts that are not announced': bug(
         'ecomp.scheduler.operating.decommission:drained', without('all_announced'), 'drain_and_create'
@@ -122,10 +122,10 @@ DELIVERY = {
         'ecomp.scheduler.placing.enqueue:_commit', without('attempt_revision'), 'queued_and_direct'
     ),
     'a mark is on no lease': bug(
-        'ecomp.agent.queue.pulling:Taker._mark', without_argument('Put', 'lease'), 'dead_taker'
+        'ecomp.agent.queue:Taker._mark', without_argument('Put', 'lease'), 'dead_taker'
     ),
     'a refusal of placement is put down to its flavor': bug(
-        'ecomp.agent.queue.pulling:Puller._take',
+        'ecomp.agent.queue:Puller._take',
         catches('NoCapacity', '(NoCapacity, PlacementRefusal)'),
         'refused_by_placement',
     ),

@@ -54,10 +54,10 @@ TOLD = {
         'ecomp.scheduler.placing.create:Attempt.claim', never('FRESH'), 'drain_and_slow_create'
     ),
     'a taker does not read its traits before it takes': bug(
-        'ecomp.agent.queue.pulling:Puller._is_open', returns(True), 'drain_beside_a_frozen_taker'
+        'ecomp.agent.queue:Puller._is_open', returns(True), 'drain_beside_a_frozen_taker'
     ),
     'a refusal of placement lasts for ever': bug(
-        'ecomp.agent.queue.pulling:Puller.step', drops('_refused'), 'refused_and_room_again'
+        'ecomp.agent.queue:Puller.step', drops('_refused'), 'refused_and_room_again'
     ),
     # Computes that are forgotten, come back, or are new
     'forget does not ask whether the compute has come back': bug(
@@ -69,7 +69,7 @@ TOLD = {
         'frozen_forget_and_used_again',
     ),
     'two takers are not told from each other': bug(
-        'ecomp.agent.queue.pulling:Taker._claim', never('entry', 'mark'), 'cleared_and_asked_for_more'
+        'ecomp.agent.queue:Taker._claim', never('entry', 'mark'), 'cleared_and_asked_for_more'
     ),
     # A restored etcd
     'a compute that publishes leaves the queue entry': bug(
@@ -102,7 +102,7 @@ TOLD = {
         'resumed_as_it_is_published',
     ),
     'a taker does not ask whether a silent compute may run it': bug(
-        'ecomp.agent.queue.pulling:Puller._may_run_elsewhere', returns(False), 'new_compute_after_restoring_both'
+        'ecomp.agent.queue:Puller._may_run_elsewhere', returns(False), 'new_compute_after_restoring_both'
     ),
     'any key on a lease proves that its compute lives': bug(
         'ecomp.model.host:unproven', assigns('alive', _ON_A_LEASE), 'new_compute_beside_a_restored_key'
@@ -114,13 +114,13 @@ TOLD = {
         'ecomp.scheduler.operating.decommission:_allowed', never('held', 'fenced'), 'forgotten_after_a_restore'
     ),
     'a taker releases the claim of an instance that has a domain here': bug(
-        'ecomp.agent.queue.pulling:Puller._look', never('instance', 'here'), 'state_directory_lost_after_a_restore'
+        'ecomp.agent.queue:Puller._look', never('instance', 'here'), 'state_directory_lost_after_a_restore'
     ),
     'a request is ended in error although another compute holds a claim for it': bug(
-        'ecomp.agent.queue.pulling:Taker.refuse', never('consumer'), 'refused_after_a_restore'
+        'ecomp.agent.queue:Taker.refuse', never('consumer'), 'refused_after_a_restore'
     ),
     'a request is left alone for ever once another compute held a claim for it': bug(
-        'ecomp.agent.queue.pulling:Puller._is_held_elsewhere', drops('discard'), 'forget_and_taker'
+        'ecomp.agent.queue:Puller._is_held_elsewhere', drops('discard'), 'forget_and_taker'
     ),
     # Claims that are looked at a second time
     'the keeper does not look again before it releases': bug(
@@ -146,22 +146,22 @@ TOLD = {
 }
 PAIRS = {
     'neither the mark nor the lease fences a taker': pair(
-        bug('ecomp.agent.queue.pulling:Taker._move', without('mark_key', 'Unchanged')),
+        bug('ecomp.agent.queue:Taker._move', without('mark_key', 'Unchanged')),
         bug('ecomp.store.presence:Presence._hold', drops('fence')),
         'frozen_taker_forgotten',
     ),
     'a move compares neither its mark nor the queue entry': bug(
-        'ecomp.agent.queue.pulling:Taker._move',
+        'ecomp.agent.queue:Taker._move',
         both(without('mark_key', 'Unchanged'), without('queue_key', 'Unchanged')),
         'taken_and_destroyed',
     ),
     'a mark read back compares neither its lease nor its compute, and a claim is moved to another compute': pair(
-        bug('ecomp.agent.queue.pulling:Taker._mark', assigns('ours', 'entry is not None')),
+        bug('ecomp.agent.queue:Taker._mark', assigns('ours', 'entry is not None')),
         bug('ecomp.placement.claiming:claim', never('elsewhere')),
         *('mark_removed', 'two_takers'),
     ),
     'a taker neither leaves alone what may run elsewhere nor another compute\'s claim': pair(
-        bug('ecomp.agent.queue.pulling:Puller._may_run_elsewhere', returns(False)),
+        bug('ecomp.agent.queue:Puller._may_run_elsewhere', returns(False)),
         bug('ecomp.placement.claiming:claim', never('elsewhere')),
         *('new_compute_after_a_restore', 'new_compute_beside_a_living_one'),
     ),

@@ -235,7 +235,7 @@ def test_a_compute_that_is_disabled_takes_nothing(small: Control) -> None:
     """From the moment that `host disable` has returned, however lately the compute looked; and again once enabled."""
     with overheard(small) as (placement, asked):
         # That it looks again within 20 s is shown in less.
-        compute = tuned(small, TOY, numbers={'queue.pulling.BELIEVED': 2}, placement=placement, queues=True)
+        compute = tuned(small, TOY, numbers={'queue.BELIEVED': 2}, placement=placement, queues=True)
         addressed(small, queue(small))  # so it has just looked, and knows of room for more
         assert called(small, 'host', 'disable', compute.uuid).code == 0
         asked.clear()

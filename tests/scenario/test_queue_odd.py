@@ -149,7 +149,7 @@ def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
 def test_what_placement_says_by_now_counts(small: Control) -> None:
     """Disabled unseen by the compute: it finds out when it is about to take, and another takes it."""
     with overheard(small) as (placement, asked):
-        one = tuned(small, TOY, numbers={'queue.pulling.BELIEVED': SHORTLY}, placement=placement, queues=True)
+        one = tuned(small, TOY, numbers={'queue.BELIEVED': SHORTLY}, placement=placement, queues=True)
         addressed(small, queue(small))  # it has looked
         time.sleep(2 * SHORTLY)  # until it does not believe what it saw
         trait = f'/resource_providers/{one.uuid}/traits'

@@ -195,7 +195,7 @@ PLANTED = [
     ('ecomp.virt.x', 'from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ecomp.agent.daemon import Daemon'),
     ('ecomp.agent.images.x', 'from ecomp.agent.host import memory'),
     ('ecomp.agent.host.x', 'from ecomp.agent.instance.build import Runner'),
-    ('ecomp.agent.instance.x', 'import ecomp.agent.queue.pulling'),
+    ('ecomp.agent.instance.x', 'import ecomp.agent.queue'),
     ('ecomp.scheduler.looking.x', 'import ecomp.scheduler.changing.wait'),
     ('ecomp.scheduler.x', 'import ecomp.virt'),
     ('ecomp.scheduler.x', 'from ecomp import agent'),

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ecomp.agent.queue.offers import Offers
+from ecomp.agent.queue import Offers
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.queue import FIRST, WIDER, QueueEntry, mark_to_json, to_json

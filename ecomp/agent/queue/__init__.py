@@ -1,1 +1,0 @@
-"""What takes from the queues."""
