@@ -99,10 +99,11 @@ def dumped_elsewhere(source: str) -> list[int]:
 
 def test_one_function_writes_json() -> None:
     """What goes to etcd, to the memory of it and to a terminal."""
-    rooms = ['model', 'scheduler', 'store', 'agent/host/digest.py', 'agent/host/memory.py', 'schedule.py', 'compute.py']
+    rooms = ['model', 'scheduler', 'store', 'agent/host/digest.py', 'agent/host/state.py', 'schedule.py', 'compute.py']
     found = {}
     for room in rooms:
         there = TOP / 'ecomp' / room
+        assert there.exists()
         for path in [there] if there.is_file() else sorted(there.rglob('*.py')):
             found[str(path.relative_to(TOP))] = dumped_elsewhere(Path(path).read_text())
     assert [each for each in found if found[each]] == ['ecomp/model/json_object.py']
