@@ -87,7 +87,7 @@ class Daemon:
     def stop(self) -> None:
         """End soon. Safe in a signal handler."""
         self._stopping = True
-        self._runner.wake()
+        self._runner.waker.wake()
 
     def become_read_only(self, reason: str) -> None:
         """Begin nothing more, before become_writable(): somebody else is this compute now (rule 9). What runs goes on.

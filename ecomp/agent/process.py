@@ -145,7 +145,7 @@ class Process:
 
     def run(self) -> None:
         """Have each compute begin, tell them what is asked of them, and work until end_soon(). For the main thread."""
-        self._computes[0].host.runner.wake_on_signals()
+        self._computes[0].host.runner.waker.wake_on_signals()
         _each(Compute.start, self._computes)
         requests: list[Subscription] = [(keys.HOSTS, self._on_hosts)]
         if self._count is None:

@@ -212,7 +212,7 @@ def test_a_destroy_waits_for_no_build_and_is_never_cancelled(pool: Tended) -> No
 def test_wake_ends_a_tend(pool: Tended) -> None:
     pool.pool.tend(0)
     for _ in range(100_000):  # more than the pipe holds
-        pool.pool.wake()
+        pool.pool.waker.wake()
     began = time.monotonic()
     pool.pool.tend(60)
     assert time.monotonic() - began < PATIENCE * 10
@@ -285,7 +285,7 @@ def test_pretended_jobs_run_where_they_are_asked_for() -> None:
         inline.run(work)
     assert hypervisor.guests() == {}
     assert list(inline.run(work)) == ALL
-    inline.wake()
+    inline.waker.wake()
     inline.tend(60)
     inline.stop()
 

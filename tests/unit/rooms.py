@@ -45,7 +45,7 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.agent.images': {*AGENT, 'ecomp.agent.locks'},
     'ecomp.agent.host': {*AGENT, 'ecomp.agent.locks', 'ecomp.agent.turns', 'ecomp.agent.images'},
     'ecomp.agent.instance': {
-        *(*AGENT, 'ecomp.agent.locks', 'ecomp.agent.images', 'ecomp.agent.host'),
+        *(*AGENT, 'ecomp.agent.locks', 'ecomp.agent.turns', 'ecomp.agent.images', 'ecomp.agent.host'),
     },
     'ecomp.agent.queue': {
         *(*AGENT, 'ecomp.agent.instance', 'ecomp.agent.turns'),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ecomp.agent.instance.pool import Waker
+from ecomp.agent.turns import Waker
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ecomp.agent.turns import Waker
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.model.guest import BaseImage, GuestSpec
@@ -20,7 +21,12 @@ class WorkerDied(EcompError):
 
 
 class Runner(Protocol):
-    """Where jobs are carried out."""
+    """Where jobs are carried out.
+
+    `waker` ends a tend() at once.
+    """
+
+    waker: Waker
 
     def run(self, job: Job) -> Iterator[News]:
         """Carry the job out; yields each stage reached and its progress, ends when it is done, raises what it raised.
@@ -35,13 +41,7 @@ class Runner(Protocol):
         """Make builds again after cancel(None)."""
 
     def tend(self, timeout: float) -> None:
-        """Look after the workers, for `timeout` seconds at most or until wake(). The main thread's work."""
-
-    def wake(self) -> None:
-        """End a tend() at once. Safe in a signal handler."""
-
-    def wake_on_signals(self) -> None:
-        """From now on a signal ends a tend() at once. The main thread's work."""
+        """Look after the workers, for `timeout` seconds at most or until it is woken. The main thread's work."""
 
     def stop(self) -> None:
         """End the workers when their jobs are done."""

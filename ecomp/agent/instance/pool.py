@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
-import os
 import queue
 import signal
 import threading
@@ -38,52 +37,12 @@ from ecomp.agent.images.cache import CacheLimits, ImageCache
 from ecomp.agent.images.connections import Reach
 from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Images, Job, News, WorkerDied, carry_out
 from ecomp.agent.locks import InstanceLocks
+from ecomp.agent.turns import Waker
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.backoff import Backoff
 from ecomp.model.guest import BaseImage
 from ecomp.model.record import Progress
 from ecomp.virt import Hypervisor
-
-
-class Waker:
-    """A pipe that ends the main thread's wait. wake() is any thread's, all else the main thread's."""
-
-    def __init__(self) -> None:
-        self.reader, self._writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        os.set_blocking(self._writer, False)
-        self._on_signals = False
-        # One that a signal handler may take while its own thread has it.
-        self._lock = threading.RLock()
-        self._closed = False
-
-    def wake(self) -> None:
-        """End the wait. Nothing once it is closed: by then its number may be another file's."""
-        with self._lock, suppress(BlockingIOError):  # full of wakes nobody has read yet: that will do
-            if not self._closed:
-                os.write(self._writer, b'.')
-
-    def wake_on_signals(self) -> None:
-        """From now on a signal ends the wait. The main thread's work."""
-        # The kernel may give a signal to any thread, and then the poll in the main thread, where alone Python's
-        # handlers run, does not end: the signal would be heard up to a minute later.
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._on_signals = True
-
-    def clear(self) -> None:
-        """Forget the wakes so far."""
-        with suppress(BlockingIOError):
-            while os.read(self.reader, 4096):
-                pass
-
-    def close(self) -> None:
-        """Let the pipe go."""
-        if self._on_signals:
-            signal.set_wakeup_fd(-1)
-        with self._lock:
-            self._closed = True
-            os.close(self.reader)
-            os.close(self._writer)
 
 
 class Inline:
@@ -92,7 +51,7 @@ class Inline:
     def __init__(self, hypervisor: Hypervisor, images: Images) -> None:
         self._hypervisor = hypervisor
         self._images = images
-        self._waker = Waker()
+        self.waker = Waker()
         self._cancelled: set[str | None] = set()
 
     def run(self, job: Job) -> Iterator[News]:
@@ -112,17 +71,11 @@ class Inline:
 
     def tend(self, timeout: float) -> None:
         """See Runner: there is nobody to look after."""
-        wait([self._waker.reader], timeout)
-        self._waker.clear()
-
-    def wake(self) -> None:
-        self._waker.wake()
-
-    def wake_on_signals(self) -> None:
-        self._waker.wake_on_signals()
+        wait([self.waker.reader], timeout)
+        self.waker.clear()
 
     def stop(self) -> None:
-        self._waker.close()
+        self.waker.close()
 
     def _checkpoint(self, instance: str) -> None:
         if self._cancelled & {None, instance}:
@@ -334,7 +287,7 @@ class Workers:
         self._context = multiprocessing.get_context('spawn')
         self._settings = settings
         self._size = size + 1
-        self._waker = Waker()
+        self.waker = Waker()
         self._lock = threading.Lock()
         self._waiting: deque[_Ticket] = deque()
         self._workers: list[_Worker] = []
@@ -350,7 +303,7 @@ class Workers:
             self._waiting.append(ticket)
         if self._ends_builds:  # else whoever says so from now on finds it waiting
             self.cancel(None)
-        self.wake()
+        self.waker.wake()
         return ticket.news()
 
     def cancel(self, instance: str | None) -> None:
@@ -383,8 +336,8 @@ class Workers:
         self._hand_out()
         sentinels = {worker.process.sentinel: worker for worker in self._workers}
         pipes = {worker.pipe: worker for worker in self._workers}
-        ready = wait([self._waker.reader, *pipes, *sentinels], timeout)
-        self._waker.clear()
+        ready = wait([self.waker.reader, *pipes, *sentinels], timeout)
+        self.waker.clear()
         for each in ready:
             if isinstance(each, Connection):
                 self._hear(pipes[each])
@@ -392,12 +345,6 @@ class Workers:
             if isinstance(each, int) and each in sentinels:
                 self._bury(sentinels[each])
         self._hand_out()
-
-    def wake(self) -> None:
-        self._waker.wake()
-
-    def wake_on_signals(self) -> None:
-        self._waker.wake_on_signals()
 
     def stop(self) -> None:
         for worker in self._workers:
@@ -410,7 +357,7 @@ class Workers:
             self._workers.clear()
         for ticket in left:  # else the thread that waits for it would keep this process from ending
             ticket.told.put(('failed', WorkerDied('the pool was stopped')))
-        self._waker.close()
+        self.waker.close()
 
     def _wanted(self, now: float) -> tuple[int, float]:
         """How many workers there should be, and when that may be more; those too many that are idle are dismissed."""
