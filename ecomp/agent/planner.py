@@ -74,7 +74,7 @@ CARRIED_OUT: Mapping[Kind, Callable[[Instances, Work], None]] = MappingProxyType
     Kind.START: lambda instances, work: instances.switch.start(work.request, work.revision),
     Kind.DONE: lambda instances, work: instances.switch.done(work.request, work.revision, work.guest),
 })
-"""All but Kind.REPORT, which is said and changes nothing. Errors: those of Instances."""
+"""Errors: those of Instances."""
 
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Planner:
         self._wishes: dict[str, tuple[int, Wish]] = {}
         self.given: Resources | None = None
         """What its requests hold of this compute; None before they were read."""
-        self._reported: set[str] = set()
+        self._strangers: set[str] = set()
         self._refused: dict[str, int] = {}
         self._missing: dict[str, float] = {}
         self._before_reboot = self._memory.before_reboot()
@@ -262,6 +262,9 @@ class Planner:
         self._missing, vanished = due(self._missing, lived - guests.keys(), now)
         self._shutdowns.keep({name for name, each in guests.items() if each.running and name in self._wishes})
         self._note_dealt_with(records, guests, busy)
+        before, self._strangers = self._strangers, guests.keys() - self._wishes.keys()
+        for stranger in sorted(self._strangers - before):
+            log.warning('instance %s is here but nobody asks for it: kept, and unmanaged', stranger)
         seen = Sightings(
             guests=known,
             addresses=addresses,
@@ -272,18 +275,13 @@ class Planner:
             now=self._instances.now(),
         )
         tasks = plan(wishes, records, seen)
-        wanted = {each.instance for each in tasks if each.kind is not Kind.REPORT}
-        for instance in self.delays.forget_all_but(wanted | self.in_work().keys()):
+        for instance in self.delays.forget_all_but({each.instance for each in tasks} | self.in_work().keys()):
             self.complaints.hand_over(instance, LOOKING)
         put_off = self.delays.put_off_now(now)
         if self.without_addresses[0] != frozenset(without):
             self.without_addresses = frozenset(without), now
         found = []
-        self._reported &= {task.instance for task in tasks if task.kind is Kind.REPORT}
         for task in tasks:
-            if task.kind is Kind.REPORT:
-                self._report(task)
-                continue
             if task.instance in busy:
                 working_at = self.in_work().get(task.instance) if task.kind is Kind.DESTROY else None
                 if working_at is not None and working_at.task.kind is Kind.BUILD:
@@ -383,11 +381,6 @@ class Planner:
             self._instances.records.forget(instance)
         except (EcompError, OSError) as error:
             self.complaints.complain(instance, _told(error))
-
-    def _report(self, task: Task) -> None:
-        if task.instance not in self._reported:
-            self._reported.add(task.instance)
-            log.warning('instance %s %s', task.instance, task.reason)
 
 
 def poll_after(waited: float) -> float:

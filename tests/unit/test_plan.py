@@ -124,10 +124,8 @@ def test_the_table(wish: str, state: str | None, guest: str) -> None:
 
 
 @pytest.mark.parametrize('guest', [guest for guest in GUESTS.values() if guest])
-def test_a_guest_nobody_asks_for_is_kept_and_reported(guest: Guest) -> None:
-    assert plan({}, {}, replace(NOTHING, guests={INSTANCE: guest})) == [
-        Task(Kind.REPORT, INSTANCE, 'is here but nobody asks for it: kept, and unmanaged')
-    ]
+def test_a_guest_nobody_asks_for_is_kept(guest: Guest) -> None:
+    assert plan({}, {}, replace(NOTHING, guests={INSTANCE: guest})) == []
 
 
 def test_nothing_asked_for_and_nothing_there_is_nothing_to_do() -> None:

@@ -33,7 +33,6 @@ class Kind(Enum):
     VANISHED = 'vanished'
     ADDRESS = 'address'
     READY = 'ready'
-    REPORT = 'report'
 
 
 class Patience(Enum):
@@ -83,9 +82,6 @@ def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], seen: Sighti
         task = task or _living(instance, record, seen)
         if task is not None:
             tasks.append(Task(task[0], instance, task[1]))
-    for instance in seen.guests:
-        if instance not in wishes:
-            tasks.append(Task(Kind.REPORT, instance, 'is here but nobody asks for it: kept, and unmanaged'))
     return tasks
 
 
