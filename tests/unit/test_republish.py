@@ -107,9 +107,9 @@ def test_what_is_left_to_the_plan(state: str, is_here: bool, said: EtcdView) -> 
 def test_what_ended_is_not_built_again(older: object) -> None:
     last = ended(COMPUTE, EtcdView(REQUEST, older), NOW)  # type: ignore[arg-type]
     assert last is not None
-    assert last.record.state == GONE
-    assert last.record.stages['gone'] == NOW
-    assert last.record.fault == 'it had ended before etcd forgot that'
+    assert last.state == GONE
+    assert last.stages['gone'] == NOW
+    assert last.fault == 'it had ended before etcd forgot that'
 
 
 @pytest.mark.parametrize(

@@ -321,13 +321,6 @@ class Publish:
 
 
 @dataclass(frozen=True)
-class End:
-    """The instance ended here, whatever etcd says: its request goes, its record says `gone`."""
-
-    record: Record
-
-
-@dataclass(frozen=True)
 class Drop:
     """Nothing of it is here, and etcd asks for nothing."""
 
@@ -352,14 +345,14 @@ def running(compute: str, remembered: MemoryEntry, is_here: bool, said: EtcdView
     return Publish(asked, record, request if is_here else None)
 
 
-def ended(compute: str, said: EtcdView, now: str) -> End | None:
-    """What to do about an instance that ended here in the last day, and is not here; None: nothing. Pure."""
+def ended(compute: str, said: EtcdView, now: str) -> Record | None:
+    """The last record of an instance that ended here in the last day, whatever etcd says; None: nothing to do. Pure."""
     if not isinstance(said.wish, Request) or said.wish.is_tombstone:
         return None
     if said.record is not None and (said.record.compute != compute or said.record.state in ENDED):
         return None
     record = said.record or records.new_record(compute, said.wish, now)
-    return End(replace(record.at(GONE, now, 'gone'), fault=ENDED_BEFORE))
+    return replace(record.at(GONE, now, 'gone'), fault=ENDED_BEFORE)
 
 
 def republish(
@@ -406,7 +399,7 @@ def _stays_ended(compute: str, store: Store, instance: str, queued: Collection[E
     for _ in range(TRIES):
         at = _Place(compute, store, instance)
         last = ended(compute, at.said(), now)
-        is_ended = last is None or at.end(last.record)
+        is_ended = last is None or at.end(last)
         if is_ended and all(_end_waiting(compute, store, each.key, now) for each in queued):
             break
     else:
