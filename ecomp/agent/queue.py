@@ -486,8 +486,7 @@ class Puller:
         self._moved: set[str] = set()
         # What placement said no to: of a flavor, with so much left here, and until when; of one request, until when.
         self._refused: dict[str, tuple[Provider, float]] = {}
-        self._doubted: dict[str, float] = {}
-        self._asked_for: dict[str, float] = {}
+        self._doubted, self._asked_for = Delays(), Delays()
         self._left: dict[str, Backoff] = {}
         self._claimed_elsewhere: set[str] = set()  # the instances that another compute holds a claim for
         self._takes: dict[str, bool] = {}
@@ -527,7 +526,7 @@ class Puller:
         while self._may_take():
             now = time.monotonic()
             passed_over = self.delays.put_off_now(now)
-            self._doubted = {name: when for name, when in self._doubted.items() if when > now}
+            self._doubted.put_off_now(now)
             self._refused = {query: each for query, each in self._refused.items() if each[1] > now}
             backlog = self._offers.backlog
             if backlog is None:
@@ -598,11 +597,8 @@ class Puller:
             self._look(backlog)
         is_known, self._registered = self._registered is None, None
         found = self._chosen(backlog)
-        if found is None and not is_known:
-            self._look(backlog)
-            found = self._chosen(backlog)
         now = time.monotonic()
-        if found is None and now >= self._look_at:
+        if found is None and (not is_known or now >= self._look_at):
             self._look_at = math.inf
             self._look(backlog)
             found = self._chosen(backlog)
@@ -722,9 +718,8 @@ class Puller:
         if self._take(place, 0, partial(self._still_fits, place, backlog)):
             return True
         flavor, now = place.waiting.flavor.name, time.monotonic()
-        if now - self._asked_for.get(flavor, -math.inf) > LEFT_ALONE:  # mostly it was a race
-            self._asked_for = {name: when for name, when in self._asked_for.items() if now - when <= LEFT_ALONE}
-            self._asked_for[flavor] = now
+        if flavor not in self._asked_for.put_off_now(now):  # mostly it was a race
+            self._asked_for.put_off(flavor, LEFT_ALONE)
             if self._store.get(keys.flavor(flavor)) is None:
                 gone = [each for each in backlog.places.values() if each.waiting.flavor.name == flavor]
                 self._leave(gone, backlog)
@@ -772,8 +767,8 @@ class Puller:
         """
         instance = place.waiting.instance
         self._read = -math.inf
-        if self._doubted.pop(instance, None) is None:
-            self._doubted[instance] = time.monotonic() + EVERY
+        if not self._doubted.forget(instance):
+            self._doubted.put_off(instance, EVERY)
             return
         if self._taker.refuse(place, reason[:REASON_LIMIT]):
             log.error('instance %s is not taken from its queue: %s', instance, reason[:REASON_LIMIT])
