@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -85,9 +84,9 @@ class Answerer:
         self._may_remove = may_remove
         self._locks = InstanceLocks(state)
         self._store = store
-        self._seen: frozenset[str] = frozenset()
+        self._asked: Mapping[str, Entry] = {}  # never changed, only put in place of the one before
+        self._answered: set[str] = set()
         self._leases: dict[str, int] = {}  # of each audit that is being answered
-        self._asked: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._turn = Turn(threads, threads.audits, self._answer_all)
 
     def start(self) -> None:
@@ -101,15 +100,15 @@ class Answerer:
 
     def on_audits(self, state: Mapping[str, Entry]) -> None:
         """Take all audits that are asked for now: a follower's callback, in one thread."""
-        before, self._seen = self._seen, frozenset(state)
-        for key in sorted(self._seen - before):
-            self._asked.put(state[key])
-        if self._seen != before:
+        before, self._asked = self._asked, state
+        if state.keys() != before.keys():
             self._turn.at()
 
     def _answer_all(self) -> float:
-        while not self._asked.empty():
-            entry = self._asked.get()
+        asked = self._asked
+        new, self._answered = asked.keys() - self._answered, set(asked)
+        for key in sorted(new):
+            entry = asked[key]
             try:
                 audit, _, compute = entry.key.removeprefix(keys.AUDIT).partition('/')
                 if compute in ('', self._compute) and self._is_ours():
@@ -122,7 +121,7 @@ class Answerer:
                 log.debug('audit %s is not answered: %s', entry.key, error)
             except Exception:
                 log.exception('unexpected error while answering %s', entry.key)
-        for audit in [each for each in self._leases if not any(each in key for key in self._seen)]:
+        for audit in [each for each in self._leases if not any(each in key for key in self._asked)]:
             quietly_revoke(self._store, self._leases.pop(audit))
         return math.inf
 
