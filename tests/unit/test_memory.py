@@ -140,7 +140,7 @@ def test_what_a_full_disk_kept_from_it_is_written_later(
     assert machine.memory().all()[INSTANCE].request == REQUEST
     memory.remember(REQUEST, RECORD, Failure('disk', 'full', ''))
     memory.put_right(REQUEST, lives)
-    assert memory.failure(INSTANCE) is not None
+    assert memory.all()[INSTANCE].failure is not None
 
 
 def test_what_an_older_copy_lacks_or_has_as_being_built_is_written(machine: Machine) -> None:
@@ -173,12 +173,12 @@ def test_nobody_waits_for_the_disk_of_another_instance(machine: Machine, monkeyp
 
     def ask() -> None:
         memory.remember(replace(REQUEST, instance=OTHER), other)
-        seen.extend((memory.all(), memory.failure(INSTANCE), memory.all_ended()))
+        seen.extend((memory.all(), memory.all_ended()))
 
     at_its_first_write(monkeypatch, ask, seconds=30)
     memory.ended(INSTANCE)
     lives = MemoryEntry(REQUEST, RECORD), MemoryEntry(replace(REQUEST, instance=OTHER), other)
-    assert seen == [dict(zip((INSTANCE, OTHER), lives, strict=True)), None, frozenset()]
+    assert seen == [dict(zip((INSTANCE, OTHER), lives, strict=True)), frozenset()]
     assert (memory.all().keys(), memory.all_ended()) == ({OTHER}, {INSTANCE})
 
 

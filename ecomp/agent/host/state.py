@@ -124,12 +124,6 @@ class Memory:
                 self._ended[instance] = when
         self._sweep()
 
-    def failure(self, instance: str) -> Failure | None:
-        """What the instance was to end with, and has not yet; None where it was not."""
-        with self._changed:
-            known = self._known.get(instance)
-            return known.failure if known else None
-
     def all(self) -> Mapping[str, MemoryEntry]:
         """Everything that has not ended, by instance."""
         with self._changed:

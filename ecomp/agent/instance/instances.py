@@ -16,7 +16,7 @@ from functools import partial
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget, Runner, finish
+from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget, Runner, Step, finish
 from ecomp.agent.instance.plan import GONE_BOTH
 from ecomp.agent.instance.power import ATTEMPTS, Switch
 from ecomp.agent.instance.records import Records, Superseded
@@ -208,7 +208,7 @@ class Instances:
             self.records.lost(instance, revision, is_here=guest is not None)
         before = self.memory.all().get(instance)
         is_begun = known is not None or (before is not None and before.record.state == BUILDING)
-        failing = self.memory.failure(instance)
+        failing = before.failure if before is not None else None
         is_ours = guest is not None and guest.is_built and guest.compute == self.compute
         if guest is not None and (guest.running or (failing is None and (is_ours or not is_begun))):
             # A build of ours is remembered first, so without that this guest is older than what is known; one that runs
@@ -289,7 +289,7 @@ class Instances:
                 record = self.records.write(record.at(DESTROYING, self.now()), revision)
             failpoint('destroying')
         log.info('DESTROY INSTANCE %s', instance)
-        self._remove(instance)
+        self._remove(instance, Destroy(instance, self.compute))
         self.records.end(record.at(GONE, self.now(), 'gone'), revision)
         log.info('instance %s is gone', instance)
 
@@ -333,12 +333,8 @@ class Instances:
                 self.records.write(replace(self._as_it_is(record, guest), fault=deleted), 0)
         elif record is not None:
             self._fail(record, 0, Failure('scheduled', deleted, ''), touched=guest is not None)
-        elif guest is not None:
-            self._remove(instance)
-            self.memory.ended(instance)
         else:
-            self._forget(instance)
-            self._release(instance)
+            self._remove(instance, Destroy(instance, self.compute) if guest is not None else None)
             self.memory.ended(instance)
 
     def clear(self, instance: str, revision: int, reason: str) -> None:
@@ -351,9 +347,7 @@ class Instances:
     def vanished(self, instance: str, revision: int) -> None:
         """End an instance of whom neither domain nor disk is left, though nobody asked: its claim goes, too."""
         record = self.records.known(instance)
-        finish(self.runner, Forget(instance, self.compute))
-        self._forget(instance)
-        self._release(instance)
+        self._remove(instance, Forget(instance, self.compute))
         self.records.end(replace(record.at(GONE, self.now(), 'gone'), fault=GONE_BOTH), revision)
         log.warning('instance %s is gone: its domain and its disk were removed by somebody else', instance)
 
@@ -466,19 +460,17 @@ class Instances:
         """
         self.memory.remember(request, record, failure)
         failpoint('failing')
-        if touched:
-            self._remove(record.instance)
-        else:
-            self._forget(record.instance)
-            self._release(record.instance)
+        self._remove(record.instance, Destroy(record.instance, self.compute) if touched else None)
         cleaned = 'nothing of it is left: no domain, disk or allocation'
         record = replace(record.at(ERROR, self.now(), 'error'), error=replace(failure, cleaned=cleaned), addresses=())
         log.error('instance %s failed at stage %s: %s', record.instance, failure.stage, failure.reason)
         self.records.end(record, revision)
 
-    def _remove(self, instance: str) -> None:
-        finish(self.runner, Destroy(instance, self.compute))
-        failpoint('removed')
+    def _remove(self, instance: str, job: Step | None) -> None:
+        """Take an instance back: what its host has of it, by the job (None: it has nothing), and what it holds."""
+        if job is not None:
+            finish(self.runner, job)
+            failpoint('removed')
         self._forget(instance)
         failpoint('unreserved')
         self._release(instance)
