@@ -34,21 +34,31 @@ class InstanceLocks:
     @contextmanager
     def held(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
         """Hold the instance's lock inside the block. EcompError after a minute of waiting; the checkpoint's errors."""
-        byte = int.from_bytes(hashlib.sha256(instance.encode()).digest()[:7])
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise EcompError(f'another process has been at work on it for {PATIENCE:g} s') from error
-            checkpoint()
-            time.sleep(POLL)
+        byte = _byte(instance)
+        if not within(PATIENCE, lambda: fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte), checkpoint):
+            raise EcompError(f'another process has been at work on it for {PATIENCE:g} s')
         try:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+
+
+def within(seconds: float, lock: Callable[[], object], checkpoint: Callable[[], None] = lambda: None) -> bool:
+    """Try to lock, which does not block, until it is done; False after so many seconds. The checkpoint's errors."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            lock()
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+        checkpoint()
+        time.sleep(POLL)
+
+
+def _byte(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
 
 
 def try_lock(path: Path, name: str, create: bool = True) -> int | None:
@@ -59,10 +69,9 @@ def try_lock(path: Path, name: str, create: bool = True) -> int | None:
     """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, 0o600)
-    byte = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
     try:
         # struct flock: type, whence, start, length, pid.
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack('hhqqi', fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack('hhqqi', fcntl.F_WRLCK, os.SEEK_SET, _byte(name), 1, 0))
     except BlockingIOError:
         os.close(descriptor)
         return None

@@ -24,7 +24,6 @@ import json
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from ecomp.agent.locks import within
 from ecomp.errors import Conflict, EcompError, StrangeEtcd, UsageError
 from ecomp.files import BOOT_ID, boot_id, write_durably
 from ecomp.model import cluster, keys
@@ -232,8 +232,6 @@ PATIENCE = 2.0
 """Seconds in which the lock has to be free. One that was killed as it started a program leaves it to that one for the
 moment until it runs: fork(2) hands it on, execve(2) closes it. So who starts anew at once is not refused. Those of
 ecomp.agent.locks that are a process's are not handed on; this one is an earlier version's, too, which may run here."""
-POLL = 0.02
-"""Seconds between two tries to get it."""
 
 
 class Identity:
@@ -251,7 +249,7 @@ class Identity:
             raise UsageError(
                 f'state directory {directory}: {error.strerror}: run as root, or set `state:` in compute.yaml'
             ) from error
-        if not _take(self._lock):
+        if not within(PATIENCE, lambda: fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)):
             holder = os.pread(self._lock, 64, 0).decode(errors='replace').strip()
             os.close(self._lock)
             raise Conflict(
@@ -307,20 +305,6 @@ class Identity:
         if not keys.is_uuid(text):
             raise UsageError(f'{path}: holds {text[:60]!r}, not a uuid: put the right one there, or remove the file')
         return text
-
-
-def _take(lock: int) -> bool:
-    """Lock an open file; False if somebody else has it for PATIENCE."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                return False
-            time.sleep(POLL)
-        else:
-            return True
 
 
 def _make(directory: Path) -> None:
