@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Set
 from contextlib import ExitStack, suppress
@@ -227,7 +226,6 @@ class Compute:
         self._environment = environment
         self._control = ControlPlane(self.uuid, store, environment.placement, now)
         self._complaints = Complaints()
-        self._closing = threading.Event()
         self._at_exit = at_exit
         self._asked: Entries = {}
         self._generation: int | None = None
@@ -296,7 +294,7 @@ class Compute:
         if config.queues and familiar:
             taker = Taker(self._control, lambda: self._presence.lease)
             has, first_seen = registered(self._inventory), self._environment.first_seen
-            puller = Puller(self._control, taker, offers, self._may_take, has, first_seen, hypervisor.guests)
+            puller = Puller(taker, offers, self._may_take, has, first_seen, hypervisor.guests)
             self.queues = Queues(self.uuid, puller, offers, self._complaints, threads)
         token, audits = hashed(self._token), self._environment.audits
         self.answerer = Answerer(
@@ -328,7 +326,7 @@ class Compute:
         if self.queues is not None:
             at_exit.callback(self.queues.stop)
             self.queues.start()
-        at_exit.callback(self._closing.set)
+        at_exit.callback(self.daemon.stop)
         self.daemon.begin()
 
     def stop(self) -> None:
@@ -422,7 +420,7 @@ class Compute:
         self._presence.say(room=host.said(self._inventory, [given]) if known and given is not None else None)
 
     def _may_take(self) -> bool:
-        return not (self._closing.is_set() or self.daemon.read_only)
+        return not self.daemon.is_ending()
 
     def _may_remove(self, instance: str) -> bool:
         self._store.recognise()  # raises where nothing is to be believed

@@ -115,12 +115,13 @@ class Daemon:
         self._next_minute = 0.0
         self._planner.nudge(reason)
 
-    def _is_ending(self) -> bool:
+    def is_ending(self) -> bool:
+        """Whether nothing more is begun, for good or before become_writable()."""
         return self._stopping or self.read_only
 
     def _look(self) -> float:
         """Plan if there is anything to plan from; when (monotonic) to look again if nothing happens. Never raises."""
-        if self._is_ending():
+        if self.is_ending():
             return math.inf
         again = self._complaints.attempt(PLANNING, self._plan)
         if again is None:
@@ -175,4 +176,4 @@ class Daemon:
             return True
 
         # At the end what it speaks with is closed under it.
-        return self._is_ending() or self._complaints.attempt(doing, work, self._is_ending) is not None
+        return self.is_ending() or self._complaints.attempt(doing, work, self.is_ending) is not None

@@ -459,7 +459,6 @@ class Puller:
 
     def __init__(
         self,
-        control: ControlPlane,
         taker: Taker,
         offers: Offers,
         may_take: Callable[[], bool],
@@ -467,9 +466,7 @@ class Puller:
         first_seen: int,
         guests: Callable[[], Collection[str]],
     ) -> None:
-        self._compute = control.compute
-        self._store = control.store
-        self._placement = control.placement
+        self._compute, self._store, self._placement = taker.compute, taker.store, taker.placement
         self._taker = taker
         self.delays = Delays()
         self._offers = offers

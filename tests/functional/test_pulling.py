@@ -52,7 +52,7 @@ class Compute:
         control = ControlPlane(self.uuid, cloud.store, cloud.placement, lambda: '2026-11-21T09:00:00.000Z')
         self.taker = Taker(control, lambda: lease)
         self.offers = Offers(lambda _: None)
-        self.puller = Puller(control, self.taker, self.offers, lambda: True, None, 0, set)
+        self.puller = Puller(self.taker, self.offers, lambda: True, None, 0, set)
 
     def put(self, project: str = 'p', group: Membership | None = None) -> str:
         """One more waits, as any client may have put it; the instance."""

@@ -167,7 +167,7 @@ class Compute:
         taker = Taker(control, lambda: self.presence.lease)
         self.offers = Offers(lambda _: None)
         guests = self.hypervisor.guests
-        self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, None, self.first_seen, guests)
+        self.puller = Puller(taker, self.offers, lambda: not self.is_dead, None, self.first_seen, guests)
         self.offers.began_at = self.etcd.revision
         self.puller._rng = random.Random(self.uuid)
         self.memory, self.taker = memory, taker
