@@ -47,13 +47,12 @@ class Daemon:
         self._complaints = planner.complaints
         self._here = {'reading records again': planner.recheck, 'plugging guests in': host.hypervisor.plug_in}
         self._here['looking after the metadata server'] = host.look_after
-        self._far = far
         self._on_planned = on_planned
         # Of planning and the two rounds of looks: which has failed.
         self._delays = Delays()
         self._threads = threads
         self._turn = Turn(threads, threads.plans, self._look)
-        self._far_turn = Turn(threads, threads.minutes, self._look_far)
+        self._far_turn = Turn(threads, threads.minutes, partial(self._look_at, FAR, far))
         self._next_minute = time.monotonic() + first
         # Never changed, only put in place of the one before, and then there is a nudge.
         self._state: Mapping[str, Entry] | None = None
@@ -158,9 +157,6 @@ class Daemon:
             pool.submit(partial(self._planner.carry_out, work))
         except RuntimeError as error:
             self._planner.hand_back(work, f'no thread can be started for it: {error}')
-
-    def _look_far(self) -> float:
-        return self._look_at(FAR, self._far)
 
     def _look_at(self, name: str, looks: Mapping[str, Callable[[], None]]) -> float:
         """One look after the other: what fails of them hinders nothing else; when to look again before the minute."""

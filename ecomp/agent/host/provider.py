@@ -226,10 +226,12 @@ class Registration:
     def _is_as_it_should(self) -> bool:
         if not providers.is_as(self.placement, self.compute, self.inventory):
             return False
-        # Of these, most computes have none.
-        kinds = [kind for kind in (TRAITS, AGGREGATES) if kind == TRAITS or self._wanted[kind] or self._ours[kind]]
-        there = {kind: traits.names(self.placement, self.compute, kind) for kind in kinds}
+        there = {kind: traits.names(self.placement, self.compute, kind) for kind in self._kinds()}
         return all(names == self._right(kind, names) for kind, names in there.items())
+
+    def _kinds(self) -> list[str]:
+        # Of aggregates, most computes have none.
+        return [kind for kind in (TRAITS, AGGREGATES) if kind == TRAITS or self._wanted[kind] or self._ours[kind]]
 
     def _right(self, kind: str, there: Names) -> Names:
         if kind == TRAITS:
@@ -241,9 +243,7 @@ class Registration:
         """True if the provider was changed."""
         self._make_known()
         changed = False
-        for kind in (TRAITS, AGGREGATES):
-            if kind == AGGREGATES and not self._wanted[kind] and not self._ours[kind]:
-                continue
+        for kind in self._kinds():
 
             def to(there: Names, kind: str = kind) -> Names:
                 if is_closing():
@@ -265,7 +265,6 @@ class Registration:
         unknown = traits.make_known(self.placement, missing)
         _refuse(self.placement, unknown.intersection(self.configured))
         self._wanted[TRAITS] -= unknown
-
 
     def _remember(self, kind: str, ours: Names) -> None:
         if ours == self._ours[kind]:
