@@ -490,7 +490,7 @@ class Puller:
         self._room = Provider(self._compute)
         self._read, self._look_at, self._looked = -math.inf, math.inf, False
         self._among = 1
-        # What it is about to take, and when.
+        # What it is about to take, and when: until then, of which step() says how long it is, it lets others go first.
         self._next_take: tuple[Place, float] | None = None
         self._tidy = True
 
@@ -505,11 +505,6 @@ class Puller:
             self._here, self._moved = here, self._moved - here
             self._changed_here = self._changed_here or bool(foreign)
         return bool(foreign)
-
-    @property
-    def is_about_to_take(self) -> bool:
-        """Whether it lets others go first at something, and step() said for how long."""
-        return self._next_take is not None
 
     def failed(self) -> None:
         """A step raised something: what was claimed before that may be held still."""

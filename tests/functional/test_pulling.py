@@ -84,7 +84,7 @@ class Compute:
     def step(self) -> None:
         """Take what fits, without letting others go first for more than a moment."""
         wake = self.puller.step()
-        while self.puller.is_about_to_take:
+        while self.puller._next_take:
             threading.Event().wait(wake)
             wake = self.puller.step()
 
@@ -247,7 +247,7 @@ def test_who_finds_that_others_were_faster_chooses_among_more_and_afresh_once_no
         one.hear()
         for _ in range(3):
             assert one.puller.step() < 3
-            assert one.puller.is_about_to_take
+            assert one.puller._next_take
             cloud.etcd.delete(chosen[-1][1].waiting.key)  # another one takes it first
             one.hear()
         one.step()

@@ -236,7 +236,7 @@ class Compute:
         self.offers.on_computes({key: each for key, each in self.etcd.entries.items() if key.startswith(keys.COMPUTES)})
         try:
             wake = self.puller.step()
-            while self.puller.is_about_to_take and not self.is_dead:
+            while self.puller._next_take and not self.is_dead:
                 self.world.sleep(wake)
                 wake = self.puller.step()
         except EcompError:
