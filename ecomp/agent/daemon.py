@@ -48,7 +48,7 @@ class Daemon:
         self._here = {'reading records again': planner.recheck, 'plugging guests in': host.hypervisor.plug_in}
         self._here['looking after the metadata server'] = host.look_after
         self._on_planned = on_planned
-        # Of planning and the two rounds of looks: which has failed.
+        # The back-off of planning and of the two rounds of looks.
         self._delays = Delays()
         self._threads = threads
         self._turn = Turn(threads, threads.plans, self._look)
@@ -110,12 +110,12 @@ class Daemon:
         self._planner.nudge('its requests were read')
 
     def look_soon(self, reason: str) -> None:
-        """Plan, and do what is done once a minute now. From any thread."""
+        """Plan now, and do now what is done once a minute. From any thread."""
         self._next_minute = 0.0
         self._planner.nudge(reason)
 
     def is_ending(self) -> bool:
-        """Whether nothing more is begun, for good or before become_writable()."""
+        """Return whether nothing more is begun: for good, or until become_writable()."""
         return self._stopping or self.read_only
 
     def _look(self) -> float:
@@ -140,7 +140,7 @@ class Daemon:
         for work in self._planner.step(state):
             self._begin(work)
         self._on_planned()
-        self._complaints.settle(PLANNING)  # and what is done beside it may fail
+        self._complaints.settle(PLANNING)  # before the looks below, which may fail
         if is_minute or self._delays.when(HERE) <= time.monotonic():
             self._look_at(HERE, self._here)
         # One that waits for placement still is the next one, too.
@@ -159,7 +159,7 @@ class Daemon:
             self._planner.hand_back(work, f'no thread can be started for it: {error}')
 
     def _look_at(self, name: str, looks: Mapping[str, Callable[[], None]]) -> float:
-        """One look after the other: what fails of them hinders nothing else; when to look again before the minute."""
+        """Take one look after the other: a failed one hinders no other. Return when to look again before the minute."""
         worked = [self._works(doing, look) for doing, look in looks.items()]
         if not all(worked):
             return self._delays.put_off(name)
@@ -171,5 +171,5 @@ class Daemon:
             look()
             return True
 
-        # At the end what it speaks with is closed under it.
+        # A look that is under way at the end fails because its connections are closed.
         return self.is_ending() or self._complaints.attempt(doing, work, self.is_ending) is not None

@@ -34,8 +34,8 @@ class InstanceLocks:
     @contextmanager
     def held(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
         """Hold the instance's lock inside the block. EcompError after a minute of waiting; the checkpoint's errors."""
-        byte = _byte(instance)
-        if not within(PATIENCE, lambda: fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte), checkpoint):
+        byte, exclusive = _byte(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
+        if not wait_for_lock(PATIENCE, lambda: fcntl.lockf(self._file, exclusive, 1, byte), checkpoint):
             raise EcompError(f'another process has been at work on it for {PATIENCE:g} s')
         try:
             yield
@@ -43,8 +43,8 @@ class InstanceLocks:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
 
 
-def within(seconds: float, lock: Callable[[], object], checkpoint: Callable[[], None] = lambda: None) -> bool:
-    """Try to lock, which does not block, until it is done; False after so many seconds. The checkpoint's errors."""
+def wait_for_lock(seconds: float, lock: Callable[[], object], checkpoint: Callable[[], None] = lambda: None) -> bool:
+    """Retry a lock that does not block; return False after so many seconds. Errors: those of the checkpoint."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -98,8 +98,8 @@ LOOKING, NOTING = 'looking at claims', 'noting what runs again since the reboot'
 class Planner:
     """What is asked of one compute, and what of it is in work or put off.
 
-    step(), due() and recheck() are one thread's, or one's after the other; all else is any thread's. Whoever has the
-    work of a step carried out says so with begin() first, and what is worth another step is a nudge.
+    step(), due() and recheck() are one thread's, or one's after the other; all else is any thread's. The caller of
+    step() calls begin() for each work before a thread carries it out. A nudge asks for another step.
     """
 
     def __init__(self, instances: Instances, complaints: Complaints) -> None:
@@ -131,17 +131,17 @@ class Planner:
         self._ends_builds = False
 
     def nudge(self, reason: str) -> None:
-        """Have a step taken: something may have changed."""
+        """Ask for a step: something may have changed."""
         log.debug('nudged: %s', reason)
         self.on_nudge()
 
     def begin(self, work: Work) -> None:
-        """Note that its instance is in work, until carry_out() ends or hand_back()."""
+        """Note that the instance is in work, until carry_out() or hand_back() ends that."""
         with self._changed:
             self._in_work[work.instance] = work
 
     def in_work(self) -> dict[str, Work]:
-        """What is in work now, by instance."""
+        """Return the work in flight, by instance."""
         with self._changed:
             return dict(self._in_work)
 
@@ -157,7 +157,7 @@ class Planner:
         return self._plan(state, self._instances.guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
-        """Nobody comes to carry out what was begun: a step says it again, later."""
+        """Give back work that was begun: no worker thread was available. A later step schedules it again."""
         self._end(work)
         self.complaints.complain(work.instance, EcompError(reason))
         self.delays.put_off(work.instance)

@@ -9,8 +9,8 @@ To take a request is to mark it, claim it against ourselves and move it to our o
 lease, and the move compares it: a compute that was frozen for longer than its lease moves nothing. A claim that a
 dead attempt left on another compute is released by that compute, and by no other (rule 13).
 
-Offers has what waits for all computes of the process, and Taker and Puller take for one of them. It is one module of
-more than 700 lines because a take ends in Offers: who was let go first hears there that it may take.
+Offers knows what waits, for all computes of the process; Taker and Puller take for one of them. They share a module of
+more than 700 lines because they are one protocol: a take that fails tells the other computes by Offers that they may.
 """
 
 from __future__ import annotations
@@ -490,7 +490,7 @@ class Puller:
         self._room = Provider(self._compute)
         self._read, self._look_at, self._looked = -math.inf, math.inf, False
         self._among = 1
-        # What it is about to take, and when: until then, of which step() says how long it is, it lets others go first.
+        # What it is about to take, and when: emptier computes go first until then.
         self._next_take: tuple[Place, float] | None = None
         self._tidy = True
 
@@ -779,7 +779,7 @@ TAKING = 'taking from the queues'
 
 
 class Queues:
-    """Has a puller take for a compute, from start() to stop()."""
+    """Runs the puller of one compute, from start() to stop()."""
 
     def __init__(
         self, compute: str, puller: Puller, offers: Offers, complaints: Complaints, threads: Threads
@@ -796,7 +796,7 @@ class Queues:
         self.nudge('it begins')
 
     def stop(self) -> None:
-        """Return when what is being taken is taken or given back; by now the puller may take nothing more."""
+        """Return when what is being taken is taken or given back. Before this, `may_take` has to be False."""
         self._offers.remove(self._compute)
         self._turn.end()
         self._turn.wait()

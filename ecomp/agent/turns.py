@@ -1,7 +1,7 @@
-"""What is done again and again for many: in which threads, when once more, and what the log says of what fails.
+"""The threads that the computes of a process share, the turns scheduled in them, back-off, and the log of failures.
 
-One thread keeps the time of all, and what is done is done in a few threads of its kind, which all share: a process of a
-thousand computes has no more of them than one of a few.
+One thread keeps the time of all turns. A few threads of each kind do the work of all computes, so a process of a
+thousand computes has no more threads than one of a few.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class _Delay(NamedTuple):
 
 
 class Delays:
-    """What is tried again later, by a name of each, on the monotonic clock. From any thread."""
+    """Back-off: when each name is tried again, on the monotonic clock. From any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Lock()
         self._later: dict[str, _Delay] = {}
 
     def put_off(self, name: str, seconds: float | None = None) -> float:
-        """It is not tried before so many seconds have passed; the time then. None: it failed, longer each time."""
+        """Defer `name` by so many seconds; return when it is due. None: it failed, and waits longer each time."""
         with self._changed:
             backoff = None
             if seconds is None:
@@ -69,7 +69,7 @@ class Delays:
             return delay.until if delay is not None else math.inf
 
     def next(self, besides: Collection[str]) -> float:
-        """When the next thing that was put off, and is none of these, is to be tried; inf if there is none."""
+        """Return when the first deferred name that is none of these is due; inf if there is none."""
         with self._changed:
             times = (each.until for name, each in self._later.items() if name not in besides)
             return min(times, default=math.inf)
@@ -80,7 +80,7 @@ class Delays:
             return self._later.pop(name, None) is not None
 
     def forget_all_but(self, names: Collection[str]) -> list[str]:
-        """Put off no longer what is not among these; return what of that was put off."""
+        """Cancel the deferral of every name that is not among these; return the names."""
         with self._changed:
             gone = [each for each in self._later if each not in names]
             for each in gone:
@@ -88,7 +88,7 @@ class Delays:
             return gone
 
     def clear(self) -> None:
-        """Put nothing off any longer: what failed may work now."""
+        """Cancel every deferral: what failed may work now."""
         with self._changed:
             self._later.clear()
 
@@ -107,7 +107,7 @@ class Complaints:
 
     def __init__(self) -> None:
         self.on_return: Callable[[], None] = lambda: None
-        """Called when something works that did not before: whatever waits for the same may be tried at once."""
+        """Called after something works that failed before: what waits for the same may be tried at once."""
         self._lock = threading.Lock()
         self._open: dict[str, _Loss] = {}
         self._returned: dict[_Loss, float] = {}
@@ -130,7 +130,7 @@ class Complaints:
             log.warning('%s; trying again until it %s', error, 'is back' if backend else 'works')
 
     def settle(self, doing: str) -> bool:
-        """This works; True if it did not before."""
+        """Note that this works; return whether it failed before."""
         with self._lock:
             loss = self._open.pop(doing, None)
             if loss is None:
@@ -146,7 +146,7 @@ class Complaints:
     def attempt(
         self, doing: str, work: Callable[[], Result], is_moot: Callable[[], bool] = lambda: False
     ) -> Result | None:
-        """Do this; None where it fails, which is said, unless by then nobody needs it, and is to be tried again."""
+        """Do `work` and return its result; log a failure, unless it is moot by then, and return None: try it again."""
         began = time.monotonic()
         try:
             result = work()
@@ -324,7 +324,7 @@ class Turn:
 
 
 class Threads:
-    """The threads that the computes of a process share, and the one that begins each turn when it is time.
+    """The threads that the computes of a process share, and the thread that begins each turn when it is due.
 
     `tasks`: how many are carried out at once, beside builds.
     """
@@ -364,7 +364,7 @@ class Threads:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Begin nothing any more, and let them end."""
+        """Begin no further turn, and let the threads end."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()

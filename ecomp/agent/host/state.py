@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from ecomp.agent.locks import within
+from ecomp.agent.locks import wait_for_lock
 from ecomp.errors import Conflict, EcompError, StrangeEtcd, UsageError
 from ecomp.files import BOOT_ID, boot_id, write_durably
 from ecomp.model import cluster, keys
@@ -249,7 +249,7 @@ class Identity:
             raise UsageError(
                 f'state directory {directory}: {error.strerror}: run as root, or set `state:` in compute.yaml'
             ) from error
-        if not within(PATIENCE, lambda: fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)):
+        if not wait_for_lock(PATIENCE, lambda: fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)):
             holder = os.pread(self._lock, 64, 0).decode(errors='replace').strip()
             os.close(self._lock)
             raise Conflict(

@@ -23,7 +23,7 @@ class WorkerDied(EcompError):
 class Runner(Protocol):
     """Where jobs are carried out.
 
-    `waker` ends a tend() at once.
+    `waker` ends a tend() at once, also from a signal handler.
     """
 
     waker: Waker

@@ -467,7 +467,7 @@ class Instances:
         self.records.end(record, revision)
 
     def _remove(self, instance: str, job: Step | None) -> None:
-        """Take an instance back: what its host has of it, by the job (None: it has nothing), and what it holds."""
+        """Remove what this host has of an instance, by the job (None: nothing), its data, addresses and claim."""
         if job is not None:
             finish(self.runner, job)
             failpoint('removed')

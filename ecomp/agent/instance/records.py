@@ -346,7 +346,7 @@ def running(compute: str, remembered: MemoryEntry, is_here: bool, said: EtcdView
 
 
 def ended(compute: str, said: EtcdView, now: str) -> Record | None:
-    """The last record of an instance that ended here in the last day, whatever etcd says; None: nothing to do. Pure."""
+    """Make the last record of an instance that ended here in the last day; None: etcd needs none. Pure."""
     if not isinstance(said.wish, Request) or said.wish.is_tombstone:
         return None
     if said.record is not None and (said.record.compute != compute or said.record.state in ENDED):
