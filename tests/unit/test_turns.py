@@ -1,16 +1,20 @@
-"""Turns: what is done when it is nudged or its time has come, one at a time, in a few threads that many share."""
+"""What is done when it is due, in few threads: turns, what is put off, what is logged of failures, and what wakes."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import select
+import signal
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from ecomp.agent.turns import Threads, Turn, TurnThreads
+from ecomp.agent.turns import FIRST_DELAY, LAST_DELAY, Complaints, Delays, Threads, Turn, TurnThreads, Waker
+from ecomp.errors import EcompError, Unreachable
 from tests.kit.servers import until
 
 
@@ -170,3 +174,239 @@ def test_what_is_refused_for_want_of_a_thread_is_never_done(monkeypatch: pytest.
     assert last.wait(20)
     assert done == ['accepted']
     pool.close()
+
+
+# Back-off, by a clock of the test's own
+
+
+class Clock:
+    """Monotonic seconds, which pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, 'monotonic', made)
+    monkeypatch.setattr('random.uniform', lambda _, high: high)
+    return made
+
+
+def test_what_fails_waits_longer_each_time_and_anew_once_it_worked(clock: Clock) -> None:
+    delays, waits = Delays(), []
+    for _ in range(8):
+        again = delays.put_off('a')
+        assert again == delays.when('a')
+        waits.append(again - clock.now)
+        clock.now = again
+    assert waits == [0.5, 1, 2, 4, 8, LAST_DELAY, LAST_DELAY, LAST_DELAY]
+    assert delays.forget('a')
+    assert not delays.forget('a')
+    delays.put_off('a')
+    assert delays.when('a') - clock.now == FIRST_DELAY
+
+
+def test_what_did_not_fail_is_forgotten_when_its_time_has_come(clock: Clock) -> None:
+    delays = Delays()
+    delays.put_off('race', 0.5)
+    delays.put_off('failed')
+    assert delays.put_off_now(clock.now) == {'race': 100.5, 'failed': 100.5}
+    clock.now += 0.5
+    assert delays.put_off_now(clock.now) == {}
+    assert (delays.when('race'), delays.when('failed')) == (math.inf, 100.5)
+
+
+def test_the_next_is_nothing_that_is_left_out(clock: Clock) -> None:
+    delays = Delays()
+    assert delays.next(()) == math.inf
+    delays.put_off('a', 1)
+    delays.put_off('b', 2)
+    assert delays.next(()) == clock.now + 1
+    assert delays.next({'a'}) == clock.now + 2
+
+
+def test_what_nobody_wants_any_more_is_forgotten() -> None:
+    delays = Delays()
+    for each in 'abc':
+        delays.put_off(each)
+    assert delays.forget_all_but({'b', 'c'}) == ['a']
+    assert delays.when('b') < math.inf
+
+
+def test_from_many_threads_nothing_is_lost() -> None:
+    delays = Delays()
+
+    def work(number: int) -> None:
+        for turn in range(200):
+            name = f'{number} {turn}'
+            delays.put_off(name)
+            assert name in delays.put_off_now(-math.inf)
+            assert delays.forget(name)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert delays.next(()) == math.inf
+
+
+def test_what_is_cleared_waits_for_nothing_any_more() -> None:
+    delays = Delays()
+    delays.put_off('x', 3600)
+    delays.clear()
+    assert delays.when('x') == math.inf
+
+
+# A loss is logged once, and so is its return, whoever meets them and however late
+
+
+LIBVIRT = Unreachable('libvirt is gone while building', 'libvirt')
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged."""
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def test_a_backend_is_lost_once_and_back_once_for_all(said: pytest.LogCaptureFixture) -> None:
+    """Whatever else fails for want of it is the same loss; the first that works again speaks for all."""
+    complaints = Complaints()
+    complaints.complain('one', LIBVIRT)
+    complaints.complain('two', Unreachable('libvirt does not answer', 'libvirt'))
+    assert said.messages == ['libvirt is gone while building; trying again until it is back']
+    assert complaints.settle('two')
+    assert not complaints.settle('one')
+    assert said.messages[1:] == ['libvirt is back']
+
+
+def test_a_file_of_ours_is_another_loss_than_the_backend_it_is_for(said: pytest.LogCaptureFixture) -> None:
+    """Whoever mends placement must not look for ever at a log that calls it unreachable, and keeps the token back."""
+    complaints = Complaints()
+    complaints.complain('one', Unreachable('no connection', 'placement'))
+    complaints.complain('one', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
+    complaints.complain('two', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
+    assert said.messages[1:] == ['token_file /t: must hold one word; trying again until it is back']
+    complaints.settle('one')
+    assert said.messages[2:] == ['placement (token_file /t) is back']
+
+
+def test_what_began_before_the_return_proves_no_new_loss(said: pytest.LogCaptureFixture) -> None:
+    """A worker frozen throughout the outage finds its connection broken; what begins later and fails is a loss."""
+    complaints, began = Complaints(), time.monotonic()
+    complaints.complain('one', LIBVIRT, began)
+    assert complaints.settle('one')
+    said.clear()
+    complaints.complain('frozen', LIBVIRT, began)
+    assert not complaints.settle('frozen')
+    assert said.messages == []
+    complaints.complain('frozen', LIBVIRT, time.monotonic())
+    assert len(said.messages) == 1
+
+
+def test_another_backend_is_another_loss(said: pytest.LogCaptureFixture) -> None:
+    """That libvirt came back says nothing of placement."""
+    complaints, began = Complaints(), time.monotonic()
+    complaints.complain('one', LIBVIRT, began)
+    complaints.settle('one')
+    complaints.complain('two', Unreachable('placement cannot be reached', 'placement'), began)
+    assert said.messages[-1] == 'placement cannot be reached; trying again until it is back'
+
+
+def test_what_is_no_backend_is_said_once_for_its_text(said: pytest.LogCaptureFixture) -> None:
+    """The same failure again is not said again; another is."""
+    complaints = Complaints()
+    for text in ('no', 'no', 'never'):
+        complaints.complain('one', EcompError(text), time.monotonic())
+    assert said.messages == ['no; trying again until it works', 'never; trying again until it works']
+    assert complaints.settle('one')
+    assert said.messages[-1] == 'what failed before works again: never'
+
+
+def test_what_is_attempted_says_whether_it_works(said: pytest.LogCaptureFixture) -> None:
+    """What nobody needs any more when it fails is not said: what it speaks with was closed under it."""
+    complaints, returns = Complaints(), list[str]()
+    complaints.on_return = lambda: returns.append(said.messages[-1])
+
+    def fails(error: Exception) -> float:
+        raise error
+
+    assert complaints.attempt('one', lambda: fails(LIBVIRT), lambda: True) is None
+    assert complaints.attempt('one', lambda: fails(MemoryError('none')), lambda: True) is None
+    assert said.messages == []
+    assert complaints.attempt('looking', lambda: fails(LIBVIRT)) is None
+    assert complaints.attempt('looking', lambda: 5.0) == 5.0
+    assert said.messages[1:] == returns == ['libvirt is back']
+    assert complaints.attempt('looking', lambda: fails(MemoryError('none'))) is None
+    assert said.messages[2:] == ['unexpected error while looking; trying again']
+    assert complaints.attempt('looking', lambda: 6.0) == 6.0
+    assert len(returns) == 1
+
+
+def test_handed_over_to_what_needs_the_same(said: pytest.LogCaptureFixture) -> None:
+    """What is not tried any more leaves its loss to another, which says when the backend is back."""
+    complaints = Complaints()
+    complaints.complain('one', LIBVIRT)
+    complaints.hand_over('one', 'looking')
+    assert not complaints.settle('one')
+    assert complaints.settle('looking')
+    assert said.messages[-1] == 'libvirt is back'
+
+
+# What ends a wait: a wake before, during and after it, from a signal handler, and one that comes too late
+
+
+@pytest.fixture
+def handled() -> Iterator[None]:
+    """SIGUSR1 does what the test says; afterwards what it did before."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def is_woken(waker: Waker) -> bool:
+    return bool(select.select([waker.reader], [], [], 0)[0])
+
+
+def test_woken_and_cleared() -> None:
+    waker = Waker()
+    assert not is_woken(waker)
+    for _ in range(100_000):  # more than the pipe holds
+        waker.wake()
+    assert is_woken(waker)
+    waker.clear()
+    assert not is_woken(waker)
+    waker.close()
+
+
+@pytest.mark.usefixtures('handled')
+def test_a_signal_at_any_moment_of_its_end_is_none_of_its_business() -> None:
+    """A second SIGTERM, while the first one's end has closed the pipe, and its number is another file's."""
+    waker = Waker()
+    signal.signal(signal.SIGUSR1, lambda *_: waker.wake())
+    signal.raise_signal(signal.SIGUSR1)
+    assert is_woken(waker)
+    waker.close()
+    signal.raise_signal(signal.SIGUSR1)
+    reader, writer = os.pipe()  # of the numbers that were the waker's
+    signal.raise_signal(signal.SIGUSR1)
+    assert select.select([reader], [], [], 0)[0] == []
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.usefixtures('handled')
+def test_a_handler_may_wake_while_its_own_thread_does() -> None:
+    waker = Waker()
+    signal.signal(signal.SIGUSR1, lambda *_: waker.wake())
+    with waker._lock:
+        signal.raise_signal(signal.SIGUSR1)
+    assert is_woken(waker)
+    waker.close()
