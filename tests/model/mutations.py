@@ -137,7 +137,7 @@ DELIVERY = {
 }
 SHARED = {
     'a first quota is counted once': bug(
-        'ecomp.scheduler.operating.sharing:recount', asks('new', 'now'), 'first_quota'
+        'ecomp.scheduler.operating.sharing:recount', asks('False', 'now'), 'first_quota'
     ),
     'an end leaves its place in the group': bug(
         'ecomp.store.sharing:ended', drops('put_group'), 'built_and_destroyed'
