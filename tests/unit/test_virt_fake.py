@@ -74,7 +74,7 @@ def test_libvirt_is_not_needed() -> None:
     script = """
 import sys
 sys.modules['libvirt'] = None
-import ecomp.virt, ecomp.virt.fake, ecomp.virt.xml, ecomp.virt.image, ecomp.virt.connection
+import ecomp.virt, ecomp.virt.fake, ecomp.virt.xml, ecomp.virt.image
 from ecomp.errors import UsageError
 try:
     import ecomp.virt.libvirt_host
