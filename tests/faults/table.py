@@ -2,7 +2,7 @@
 
     python -m tests.faults.table > tests/faults/README.md
 
-A test of a row says so in its docstring: "F8: etcd frozen for 20 s … (fake)". tests/unit/test_fault_table.py holds the
+A test of a row says so in its docstring: "F8: etcd frozen for 20 s … (fake)". tests/faults/test_table.py holds the
 file against this, so neither can be forgotten.
 """
 
