@@ -26,6 +26,9 @@ REQUIRES = [
     'psutil>=5.9',
     'PyYAML>=6.0.1',
     'os-traits>=3.9',  # the names of traits, which placement takes from there too
+    # Images come by them: ecompute loads them with --fake, too. 2.6 closes CVE-2025-66418; certifi has the authorities.
+    'urllib3>=2.6',
+    'certifi',
     # mdserver's.
     'bottle>=0.13',
     'waitress>=3.0.1',
@@ -35,9 +38,6 @@ HYPERVISOR = [
     'libvirt-python>=9.0',  # from source: needs libvirt-dev, pkg-config and gcc
     'oslo.utils[image-inspection]>=8.0',
     'pycdlib>=1.14',
-    # Images come by it. 2.6 closes CVE-2025-66418; the authorities of https are certifi's.
-    'certifi',
-    'urllib3>=2.6',
     'watchdog>=4.0',
 ]
 

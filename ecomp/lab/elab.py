@@ -22,7 +22,7 @@ from pathlib import Path
 from ecomp import __version__, log, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.lab import certs, control, foreground, guest, machine, state
+from ecomp.lab import control, foreground, guest, machine, roles, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, check_name
 from ecomp.lab.state import Lab
@@ -254,7 +254,7 @@ def _up(options: argparse.Namespace) -> int:
         with _step('ecompute on ' + ', '.join(lab.hosts)):
             # A lab that an earlier elab began stays without roles.
             if all(host.takes_role() for host in hosts):
-                certs.enable(lab.certs, datetime.now(UTC), lambda _: None)
+                roles.enable(lab.certs, datetime.now(UTC), lambda _: None)
             for host in hosts:
                 host.start_ecompute()
             for host in hosts:
@@ -422,9 +422,9 @@ def _certs(options: argparse.Namespace) -> int:
     if not options.disable:
         certs.make(options.directory, cluster, now, _say, others=not named)
     if options.enable:
-        certs.enable(options.directory, now, _say)
+        roles.enable(options.directory, now, _say)
     elif options.disable:
-        certs.disable(options.directory, _say)
+        roles.disable(options.directory, _say)
     return 0
 
 
