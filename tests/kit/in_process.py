@@ -51,6 +51,8 @@ def start() -> InProcess:
     settings = cfg.ConfigOpts()
     conf.register_opts(settings)
     settings.set_default('connection', 'sqlite://', group='placement_database')
+    # A connection is the whole database: one that is opened anew, after an hour by default, has no tables.
+    settings.set_default('connection_recycle_time', -1, group='placement_database')
     settings.set_default('sync_on_startup', True, group='placement_database')
     settings.set_default('auth_strategy', 'noauth2', group='api')
     settings([], project='placement', default_config_files=[])

@@ -187,7 +187,7 @@ def test_for_others_behind_certificates(engine: Engine, run: Run, tmp_path: Path
     own = tmp_path / 'certs/operator-ann'
     hosts = (sys.executable, '-m', 'ecomp.schedule', '--config')
     succeeded(run(*hosts, own / 'schedule.yaml', 'hosts'))
-    curl = ('curl', '-s', '-o', '/dev/null', '-m', '30', '-w', '%{http_code}', '--cacert', own / 'ca.crt')
+    curl = ('curl', '-s', '-o', '/dev/null', '-m', '120', '-w', '%{http_code}', '--cacert', own / 'ca.crt')
     url = f'https://{address}:8080/resource_providers'
     assert run(*curl, '-H', 'X-Auth-Token: admin', url).stdout == '000'
     assert run(*curl, f'https://{address}:2379/version').stdout == '000'
