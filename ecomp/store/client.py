@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -446,15 +445,20 @@ def until_committed(attempt: Callable[[], Result | None], lost: EcompError, trie
     without one, one can lose each time.
 
     Raises:
+        UnknownOutcome: the last of so many tries had no answer.
         EcompError: `lost` after so many tries, and whatever else `attempt` raises.
     """
     import random  # here: most commands write nothing that others change
 
     for left in reversed(range(tries)):
-        with suppress(GenerationConflict, UnknownOutcome):
-            answer = attempt()
-            if answer is not None:
+        try:
+            if (answer := attempt()) is not None:
                 return answer
+        except GenerationConflict:
+            pass
+        except UnknownOutcome:
+            if not left:
+                raise
         if pause and left:
             time.sleep(random.uniform(0, pause))
     raise lost

@@ -20,7 +20,7 @@ from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget, Runner
 from ecomp.agent.instance.plan import GONE_BOTH
 from ecomp.agent.instance.power import ATTEMPTS, Switch
 from ecomp.agent.instance.records import Records, Superseded
-from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
+from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import difference, to_wire, total
@@ -55,7 +55,7 @@ from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer
 from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Put, Store
+from ecomp.store.client import Delete, Put, Store, until_committed
 from ecomp.virt import Hypervisor
 
 
@@ -488,11 +488,8 @@ class Instances:
         def elsewhere(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
             return [each for each, held in holding.items() if self.compute not in held.allocations]
 
-        for left in reversed(range(RELEASES)):
-            try:
-                if release(self.placement, [instance], elsewhere)[instance] is not False:
-                    return
-            except UnknownOutcome:
-                if not left:
-                    raise  # else: read what became of it
-        raise Unreachable(f'the claim of {instance} is changed by somebody else all the time')
+        def attempt() -> bool | None:
+            return release(self.placement, [instance], elsewhere)[instance] is not False or None
+
+        lost = Unreachable(f'the claim of {instance} is changed by somebody else all the time')
+        until_committed(attempt, lost, RELEASES)

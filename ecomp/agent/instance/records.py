@@ -27,7 +27,7 @@ from ecomp.model.queue import QueueEntry, parse_waiting
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record, from_json, is_newer, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged, until_committed
 from ecomp.store.sharing import (
     Change,
     commit_with,
@@ -396,15 +396,16 @@ def republish(
 
 def _stays_ended(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
     """End it once more where an older etcd asks for it, of this compute or, by its `queued` keys, of any."""
-    for _ in range(TRIES):
+
+    def attempt() -> bool | None:
         at = _Place(compute, store, instance)
         last = ended(compute, at.said(), now)
         is_ended = last is None or at.end(last)
-        if is_ended and all(_end_waiting(compute, store, each.key, now) for each in queued):
-            break
-    else:
-        raise _restless(instance)
-    if last is not None or queued:
+        is_ended = is_ended and all(_end_waiting(compute, store, each.key, now) for each in queued)
+        return last is not None if is_ended else None
+
+    was_asked_for = until_committed(attempt, _restless(instance), TRIES)
+    if was_asked_for or queued:
         log.info('instance %s had ended: it is not built again', instance)
 
 
@@ -487,7 +488,7 @@ def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection
     record = step.record
     if step.claim is not None:
         fault = _claimed(placement, step.claim)
-        if fault is not None and fault != record.fault:
+        if fault and fault != record.fault:
             log.error('instance %s: %s', record.instance, fault)
             record = replace(record, fault=fault)
     change = given_back(at.store, record.name, record.instance)
@@ -528,7 +529,7 @@ def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection
     if not at.commit(operations, mine, shared):
         return False
     # Who asked for it meanwhile found nothing of it in etcd, and has released what it held.
-    if step.claim is not None and (fault := _claimed(placement, step.claim)) is not None:
+    if step.claim is not None and (fault := _claimed(placement, step.claim)):
         log.error('instance %s: %s', record.instance, fault)
     return True
 
@@ -539,23 +540,24 @@ def _find_other_home(placement: Placement, compute: str, instance: str) -> str:
     return on if on != compute else ''
 
 
-def _claimed(placement: Placement, request: Request) -> str | None:
-    """Claim what the request asks for if nothing is held; what is wrong with it otherwise, in words."""
-    for _ in range(TRIES):
+def _claimed(placement: Placement, request: Request) -> str:
+    """Claim what the request asks for if nothing is held; what is wrong with it otherwise, in words, '' for nothing."""
+
+    def attempt() -> str:
         held = allocations.consumer(placement, request.instance)
         if held.allocations:
-            return difference(request.allocations, held.allocations)
+            return difference(request.allocations, held.allocations) or ''
         who = request.user_id, request.project_id
         try:
             allocations.claim(placement, request.instance, request.allocations, *who, held.generation)
-            return None
-        except (GenerationConflict, UnknownOutcome):
-            continue
-        except Unreachable:
+        except (GenerationConflict, Unreachable):
             raise
         except EcompError as error:
             return f'it is here without a claim: {error}'
-    raise Unreachable(f'the claim of {request.instance} is changed by somebody else all the time')
+        return ''
+
+    lost = Unreachable(f'the claim of {request.instance} is changed by somebody else all the time')
+    return until_committed(attempt, lost, TRIES)
 
 
 def _restless(instance: str) -> Unreachable:
