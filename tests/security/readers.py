@@ -235,7 +235,7 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
 
 def cases(few: int) -> Any:
     """So many always, and 20,000 with --all."""
-    return pytest.mark.parametrize('number', [few, pytest.param(20_000, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize('number', [few, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 
 
 @contextmanager
