@@ -235,7 +235,8 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
 
 def cases(few: int) -> Any:
     """So many always, and 20,000 with --all."""
-    return pytest.mark.parametrize('number', [few, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
+    many = pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
+    return pytest.mark.parametrize('number', [few, many])
 
 
 @contextmanager
