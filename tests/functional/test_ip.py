@@ -16,7 +16,7 @@ pytestmark = pytest.mark.fast
 PREPARED = """
 import json, subprocess, sys
 from ecomp.errors import EcompError
-from ecomp.virt import ip
+from ecomp.virt import networks as ip
 
 def do(*words):
     subprocess.run(('ip', *words), check=True)

@@ -23,15 +23,15 @@ exec "$@"
 ENSURE = """\
 from ipaddress import IPv4Network
 from ecomp.errors import Conflict
-from ecomp.lab import machine, namespaces
+from ecomp.lab import machine
 from ecomp.lab.network import Layout
 
 def ensured(*_):
     raise SystemExit('nothing is in the way')
 
-namespaces._ensure_namespace = ensured
+machine._ensure_namespace = ensured
 try:
-    namespaces.ensure_control(Layout('one', IPv4Network('10.200.0.0/16')))
+    machine.ensure_control(Layout('one', IPv4Network('10.200.0.0/16')))
 except Conflict as error:
     print(error)
 """
