@@ -159,7 +159,7 @@ class Offers:
         self.accepted = accepted_in(state.values())
 
     def silent(self, placement: Placement) -> list[str]:
-        """List the computes that placement knows and that are not proven to live: see computes.unproven().
+        """List the computes that placement knows and that are not proven to live: see unproven().
 
         That requests are left alone because of them is logged whenever there are others.
 
