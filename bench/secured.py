@@ -86,7 +86,7 @@ def secured(computes: int) -> Iterator[Secured]:
             compute = str(uuid.uuid4())
             providers.ensure(placement, compute)
             providers.set_inventory(placement, compute, LARGE)
-            says = {'version': '1.0.0', 'hostname': 'pretended', 'room': host.said(LARGE, [])}
+            says = {'version': '1.0.0', 'hostname': 'pretended', 'room': host.room_hint(LARGE, [])}
             store.commit([], [Put(keys.compute(compute), dump(says), lease)])
         shown = ['--cacert', str(certs / 'ca.crt'), '--cert', str(client[0]), '--key', str(client[1])]
         yield Secured(etcd.endpoint, url, config, store, shown, (certs / 'token').read_text())

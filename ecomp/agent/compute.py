@@ -417,7 +417,7 @@ class Compute:
         """Say what is left here, as far as this compute knows: a hint for who seeks a place, see ecomp.model.host."""
         given = self._planner.given
         known = given is not None and not self._provider.is_disabled and self._may_take()
-        self._presence.say(room=host.said(self._inventory, [given]) if known and given is not None else None)
+        self._presence.say(room=host.room_hint(self._inventory, [given]) if known and given is not None else None)
 
     def _may_take(self) -> bool:
         return not self.daemon.is_ending()

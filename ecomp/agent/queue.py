@@ -212,11 +212,11 @@ class Offers:
             if self.backlog is not None and any(key in self.backlog.places and key not in self._open for key in left):
                 told += nudges
             for key, (_, since, numbers) in list(self._open.items()):
-                if queue.among(now - since, len(numbers)) >= len(numbers):
+                if queue.takers_allowed(now - since, len(numbers)) >= len(numbers):
                     del self._open[key]
                     told += nudges  # also those that nobody sees alive
                     continue
-                told += (each for each in nudges if since + queue.opens(numbers.get(each, len(numbers))) <= now)
+                told += (each for each in nudges if since + queue.opens_after(numbers.get(each, len(numbers))) <= now)
                 again = min(again, now + queue.WIDER)
         for compute in dict.fromkeys(told):
             nudges[compute]('more may take what waits')
@@ -230,7 +230,7 @@ class Offers:
         if offer is None or offer.place is not place:
             return True
         number = offer.order.get(compute, len(offer.order))
-        return offer.since + queue.opens(number) <= time.monotonic()
+        return offer.since + queue.opens_after(number) <= time.monotonic()
 
     def begin(self, place: Place) -> bool:
         """Try to take it, until end(); False: another compute here is at it."""
@@ -252,7 +252,7 @@ class Offers:
         """How many computes may take it by now."""
         takers, offer = self._takers, self._open.get(place.waiting.key)
         if offer is not None:
-            return queue.among(time.monotonic() - offer.since, len(offer.order))
+            return queue.takers_allowed(time.monotonic() - offer.since, len(offer.order))
         if takers is None:
             return 1
         return max(takers.with_room(place.waiting.flavor.resources), 1)
@@ -263,7 +263,7 @@ class Offers:
         if len(numbers) > queue.FIRST:
             self._open[key] = _Offer(place, now, numbers)
             self._later(now + queue.WIDER)
-            return [each for each in self._nudges if queue.opens(numbers.get(each, len(numbers))) == 0.0]
+            return [each for each in self._nudges if queue.opens_after(numbers.get(each, len(numbers))) == 0.0]
         return list(self._nudges)
 
 

@@ -171,7 +171,7 @@ Hint = Mapping[str, Left]
 """{class: Left}"""
 
 
-def said(inventory: Mapping[str, Mapping[str, float]], given: Iterable[Resources]) -> dict[str, list[int]]:
+def room_hint(inventory: Mapping[str, Mapping[str, float]], given: Iterable[Resources]) -> dict[str, list[int]]:
     """What a compute says that has this inventory, of which so much is `given`: {class: [capacity, hundredths]}."""
     used = summed(given)
     found = {}
@@ -183,7 +183,7 @@ def said(inventory: Mapping[str, Mapping[str, float]], given: Iterable[Resources
     return found
 
 
-def read(value: Any) -> Hint | None:
+def parse_room_hint(value: Any) -> Hint | None:
     """The hint in what a compute says; None for what is none."""
     if not isinstance(value, dict) or not 0 < len(value) <= CLASSES:
         return None
@@ -393,7 +393,7 @@ def living_in(value: bytes) -> Living:
         version = None
     queues = said.get('queues')
     taking = queues if isinstance(queues, bool) else None
-    return Living(_hostname(said), version, kind, taking, read(said.get('room')))
+    return Living(_hostname(said), version, kind, taking, parse_room_hint(said.get('room')))
 
 
 def _hostname(said: Mapping[str, Any]) -> str | None:

@@ -201,7 +201,7 @@ def takers_of(state: Mapping[str, keys.StoredValue], before: Takers) -> Takers:
         compute, said = keys.last(key), load_if_object(state[key].value)
         if said.get('queues') is True and state[key].lease:
             points[compute] = before.points.get(compute) or point(compute)
-            hinted = host.read(said.get('room'))
+            hinted = host.parse_room_hint(said.get('room'))
             if hinted is not None:
                 left[compute] = hinted
     return Takers(points, left, dict(state))
@@ -218,12 +218,12 @@ def order(instance: str, resources: Resources, takers: Takers) -> dict[str, int]
     return {compute: number for number, (*_, compute) in enumerate(scored)}
 
 
-def opens(number: int) -> float:
+def opens_after(number: int) -> float:
     """Seconds after a request was heard of from which the compute with this place in the order may take it."""
     return WIDER * (number // FIRST).bit_length()
 
 
-def among(seconds: float, takers: int) -> int:
+def takers_allowed(seconds: float, takers: int) -> int:
     """How many of so many takers may take a request that was heard of so many seconds ago."""
     widened = min(int(seconds / WIDER + 1e-6), 64)
     return max(min(FIRST << widened, takers), 1)

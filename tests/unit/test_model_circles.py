@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ecomp.model import keys, queue
 from ecomp.model.host import Left
-from ecomp.model.queue import FIRST, WIDER, Takers, among, opens, order, takers_of
+from ecomp.model.queue import FIRST, WIDER, Takers, opens_after, order, takers_allowed, takers_of
 from ecomp.store.client import Entry
 
 ONE = {'VCPU': 1, 'MEMORY_MB': 64}
@@ -91,17 +91,19 @@ def test_what_did_not_change_is_not_read_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_circles_grow_until_they_are_all() -> None:
-    assert [opens(each) for each in (0, FIRST - 1, FIRST, 2 * FIRST, 4 * FIRST)] == [0, 0, WIDER, 2 * WIDER, 3 * WIDER]
-    assert opens(999) <= 2.0
-    assert opens(9_999) <= 3.0
-    assert [among(seconds, 100) for seconds in (0.0, WIDER, 2 * WIDER, 3600.0)] == [FIRST, 2 * FIRST, 4 * FIRST, 100]
-    assert among(0.0, 0) == 1
+    opened = [opens_after(each) for each in (0, FIRST - 1, FIRST, 2 * FIRST, 4 * FIRST)]
+    assert opened == [0, 0, WIDER, 2 * WIDER, 3 * WIDER]
+    assert opens_after(999) <= 2.0
+    assert opens_after(9_999) <= 3.0
+    allowed = [takers_allowed(seconds, 100) for seconds in (0.0, WIDER, 2 * WIDER, 3600.0)]
+    assert allowed == [FIRST, 2 * FIRST, 4 * FIRST, 100]
+    assert takers_allowed(0.0, 0) == 1
 
 
 @given(st.integers(1, 5000), st.integers(0, 20))
 def test_how_many_may_take_it_and_which_is_one_rule(takers: int, widened: int) -> None:
     seconds = widened * WIDER
-    assert sum(opens(number) <= seconds for number in range(takers)) == among(seconds, takers)
+    assert sum(opens_after(number) <= seconds for number in range(takers)) == takers_allowed(seconds, takers)
 
 
 def test_so_many_have_room_and_who_says_nothing_counts() -> None:
