@@ -10,10 +10,10 @@ from ecomp.addresses import addresses, is_own
 from ecomp.errors import Unreachable
 from ecomp.files import search_path
 from ecomp.model.image import Address
-from ecomp.virt import filter_xml
+from ecomp.virt import xml
 from ecomp.virt.connection import Connection, is_broken, libvirt, reason
-from ecomp.virt.filter_xml import Service
 from ecomp.virt.networks import own_addresses
+from ecomp.virt.xml import Service
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Filters:
 
 
 def _define_all(connection: libvirt.virConnect) -> None:
-    for name, definition in filter_xml.FILTERS.items():
+    for name, definition in xml.FILTERS.items():
         _define(connection, name, definition)
 
 

@@ -18,9 +18,9 @@ from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-from ecomp.virt import filter_xml  # noqa: E402
-from ecomp.virt.filter_xml import Service  # noqa: E402
+from ecomp.virt import xml
 from ecomp.virt.libvirt_host import NO_FILTERS, Libvirt  # noqa: E402
+from ecomp.virt.xml import Service
 
 MAC, NEIGHBOUR = '52:54:00:00:00:0a', '52:54:00:00:00:0b'
 IP = '10.88.0.66'
@@ -130,7 +130,7 @@ def let_through(
     ET.SubElement(owner, 'uuid').text = 'f2a3b0ce-4d2b-4a3e-8f25-6b1d2b1f3c11'
     ET.SubElement(interface, 'portdev', name='evf1')
     ET.SubElement(interface, 'mac', address=MAC)
-    filter_xml.reference(interface, address, [CONTROL], MAC if ipv6 else None, by_dhcp)
+    xml.reference(interface, address, [CONTROL], MAC if ipv6 else None, by_dhcp)
     connection = libvirt.open(link.uri)
     try:
         binding = connection.nwfilterBindingCreateXML(ET.tostring(interface, 'unicode'))
@@ -218,7 +218,7 @@ def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost
         build(real, replace(spec, networks=BRIDGED, reserved=('10.77.0.50', None)))
         for _ in range(2):
             bindings = {each.portDev(): each.filterName() for each in connection.listAllNWFilterBindings()}
-            assert sorted(bindings.values()) == [filter_xml.GUEST_ADDRESS, filter_xml.GUEST_MAC]
+            assert sorted(bindings.values()) == [xml.GUEST_ADDRESS, xml.GUEST_MAC]
             known, bridged = sorted(bindings, key=bindings.__getitem__)
             first, second = replace(spec, networks=BRIDGED).macs
             chains = {text.split(',')[0]: text.splitlines()[1:] for text in rules(host).split('Bridge chain: ')}
@@ -240,7 +240,7 @@ def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost
             real.switch_off(spec.instance, COMPUTE)
             assert 'libvirt-I' not in rules(host)
             # Nobody has them now, so somebody can remove them; and they are there again when they are needed.
-            for name in filter_xml.FILTERS:
+            for name in xml.FILTERS:
                 connection.nwfilterLookupByName(name).undefine()
             real.resume(spec.instance, COMPUTE)
     finally:
@@ -250,7 +250,7 @@ def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost
 
 
 def test_filters_that_are_there_stay(real: Libvirt, connection: object) -> None:
-    before = {name: connection.nwfilterLookupByName(name).UUIDString() for name in filter_xml.FILTERS}
+    before = {name: connection.nwfilterLookupByName(name).UUIDString() for name in xml.FILTERS}
     for name, number in before.items():
         theirs = connection.nwfilterLookupByName(name)
         theirs.undefine()
@@ -260,7 +260,7 @@ def test_filters_that_are_there_stay(real: Libvirt, connection: object) -> None:
         assert connection.nwfilterLookupByName(name).UUIDString() == own != number
         connection.nwfilterLookupByName(name).undefine()
     real.prepare()
-    assert {name: connection.nwfilterLookupByName(name).UUIDString() for name in filter_xml.FILTERS} == before
+    assert {name: connection.nwfilterLookupByName(name).UUIDString() for name in xml.FILTERS} == before
 
 
 def unfiltered(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -115,7 +115,7 @@ PLACES: dict[str, set[str]] = {
 
 # These take time, uuids and randomness as arguments, and touch nothing.
 PURE = {
-    *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml', 'ecomp.virt.filter_xml'),
+    *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml', 'ecomp.virt.xml'),
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
     *('ecomp.cli.options', 'ecomp.cli.reading', 'ecomp.cli.tables', 'ecomp.cli.completion'),
     *('ecomp.lab.network', 'ecomp.virt.dhcp'),

@@ -11,7 +11,7 @@ import pytest
 
 from ecomp.model.guest import Attachment, BaseImage, GuestSpec
 from ecomp.virt import image, xml
-from ecomp.virt.filter_xml import Service
+from ecomp.virt.xml import Service
 
 GOLDEN = Path(__file__).parent / 'golden'
 IMAGES = '/var/lib/ecompute/images'
