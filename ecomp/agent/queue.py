@@ -68,8 +68,7 @@ from ecomp.model.record import to_json as record_to_json
 from ecomp.model.status import DISABLED
 from ecomp.model.text import some
 from ecomp.placement import allocations, providers, traits
-from ecomp.placement.allocations import Consumer, consumer
-from ecomp.placement.claiming import claim, release
+from ecomp.placement.allocations import Consumer, claim, consumer, release
 from ecomp.placement.client import Placement
 from ecomp.placement.room import look
 from ecomp.store.client import Delete, Exists, Put, Unchanged, in_requests, withdraw

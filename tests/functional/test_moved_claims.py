@@ -19,8 +19,8 @@ from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, NotFound, Place
 from ecomp.model import keys
 from ecomp.model.order import Request, to_json
 from ecomp.model.queue import mark_to_json
-from ecomp.placement import allocations, claiming
-from ecomp.placement.claiming import claim
+from ecomp.placement import allocations
+from ecomp.placement.allocations import claim
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.wait import Deadline
 from ecomp.scheduler.looking.find import FRESH
@@ -239,13 +239,13 @@ def test_what_is_not_noted_is_not_released(cloud: Cloud) -> None:
         raise Unreachable('etcd cannot be reached', 'etcd')
 
     with pytest.raises(Unreachable):
-        claiming.release(cloud.placement, [instance], lambda _: (), note)
+        allocations.release(cloud.placement, [instance], lambda _: (), note)
     assert cloud.server.consumers(compute).keys() == {instance}
 
 
 def test_many_are_released_in_portions(cloud: Cloud) -> None:
     compute, asked = cloud.compute(VCPU=50, MEMORY_MB=5000, DISK_GB=50), list[int]()
-    instances = [new() for _ in range(2 * claiming.TOGETHER + 1)]
+    instances = [new() for _ in range(2 * allocations.TOGETHER + 1)]
     allocations.claim_set(cloud.placement, {each: {compute: SMALL} for each in instances}, 'a-user', 'a-project', {})
     kept = instances[0]
 
@@ -253,8 +253,8 @@ def test_many_are_released_in_portions(cloud: Cloud) -> None:
         asked.append(len(holding))
         return {kept} & holding.keys()
 
-    done = claiming.release(cloud.placement, [*instances, new()], wanted, partial(note_released, cloud.store))
-    assert asked == [claiming.TOGETHER, claiming.TOGETHER, 1]
+    done = allocations.release(cloud.placement, [*instances, new()], wanted, partial(note_released, cloud.store))
+    assert asked == [allocations.TOGETHER, allocations.TOGETHER, 1]
     assert [each for each, gone in done.items() if not gone] == [kept]
     assert cloud.server.consumers(compute).keys() == {kept}
 

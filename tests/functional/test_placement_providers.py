@@ -8,7 +8,7 @@ import pytest
 
 from ecomp.errors import Conflict, UnknownOutcome
 from ecomp.model.allocation import Room
-from ecomp.placement import claiming, providers, traits
+from ecomp.placement import allocations, providers, traits
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import claim, connected, new
 from tests.kit.proxy import Proxy
@@ -131,7 +131,7 @@ def test_what_a_generation_counts(client: Placement, placement: PlacementServer)
     does('traits', lambda: traits.change(client, provider, traits.TRAITS, lambda _: frozenset({'COMPUTE_NODE'})))
     does('aggregates', lambda: traits.change(client, provider, traits.AGGREGATES, lambda _: frozenset({new()})))
     does('nothing', lambda: providers.inventories(client, provider))
-    does('released', lambda: claiming.release(client, [one], lambda _: (), lambda *_: None))
+    does('released', lambda: allocations.release(client, [one], lambda _: (), lambda *_: None))
     does('deleted', lambda: placement.call('DELETE', f'/allocations/{two}'))
     counts = {'claim', 'another', 'moved here', 'inventory', 'traits', 'aggregates', 'released'}
     assert {what for what, is_counted in counted.items() if is_counted} >= counts

@@ -13,7 +13,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
 from ecomp.placement import allocations
-from ecomp.placement.claiming import claim
+from ecomp.placement.allocations import claim
 from ecomp.store import sharing
 from ecomp.store.client import Delete, Exists, Put, Snapshot, Store, Unchanged
 from ecomp.store.sharing import highest_released, note_released, released_to_json

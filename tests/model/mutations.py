@@ -46,7 +46,7 @@ CLAIM = {
         'ecomp.scheduler.placing.claim:abandon', without('taken'), 'overtaken_by_a_queue'
     ),
     'a claim is released with a generation read later': bug(
-        'ecomp.placement.claiming:release',
+        'ecomp.placement.allocations:release',
         passes('release', 2, 'allocations.consumer(placement, each)'),
         *('release_beside_resume', 'claim_keeper'),
     ),
@@ -59,16 +59,16 @@ CLAIM = {
         'fix_and_create',
     ),
     'an equal claim is taken for ours': bug(
-        'ecomp.placement.claiming:_is_ours', assigns('moved', 'bool(held.allocations)'), 'overtaken_by_a_queue'
+        'ecomp.placement.allocations:_is_ours', assigns('moved', 'bool(held.allocations)'), 'overtaken_by_a_queue'
     ),
     'a claim does not exceed the generations released': bug(
         'ecomp.scheduler.placing.create:Attempt.released', returns(0), 'late_release_keeper_and_resume'
     ),
     'a release is not noted': bug(
-        'ecomp.placement.claiming:release', drops('note'), 'late_release_keeper_and_resume', 'forget_and_taker'
+        'ecomp.placement.allocations:release', drops('note'), 'late_release_keeper_and_resume', 'forget_and_taker'
     ),
     'a release is noted after it': bug(
-        'ecomp.placement.claiming:release', moves_last('note'), 'late_release_keeper_and_resume', 'late_releases'
+        'ecomp.placement.allocations:release', moves_last('note'), 'late_release_keeper_and_resume', 'late_releases'
     ),
     'a taker does not exceed the generations released': bug(
         'ecomp.agent.queue:Taker._claim', assigns('above', 'lambda: 0'), 'late_let_go'
@@ -77,13 +77,13 @@ CLAIM = {
         'ecomp.agent.queue:Taker.let_go', without_argument('release', 'note_released'), 'late_let_go'
     ),
     'an empty consumer is a conflict': bug(
-        'ecomp.placement.claiming:claim', never('ConsumerConflict', 'found', 'generations'), 'orphan_consumer'
+        'ecomp.placement.allocations:claim', never('ConsumerConflict', 'found', 'generations'), 'orphan_consumer'
     ),
     'a consumer in the making is taken for empty': bug(
-        'ecomp.placement.claiming:EMPTY_SECONDS', Constant(0.0), 'orphan_consumer_taken_over'
+        'ecomp.placement.allocations:EMPTY_SECONDS', Constant(0.0), 'orphan_consumer_taken_over'
     ),
     'a claim is moved without a check': bug(
-        'ecomp.placement.claiming:claim', drops('check'), 'one_uuid_of_two_sizes', 'cleared_and_asked_for_more'
+        'ecomp.placement.allocations:claim', drops('check'), 'one_uuid_of_two_sizes', 'cleared_and_asked_for_more'
     ),
     'a taker that gives up does not ask for attempts': bug(
         'ecomp.agent.queue:Taker.let_go', never('in_requests'), 'waiting_removed'

@@ -89,7 +89,7 @@ TOLD = {
     ),
     # Claims of another attempt, and what may run on a silent compute (rule 13)
     'the claim of another attempt is moved to another compute': bug(
-        'ecomp.placement.claiming:claim', never('elsewhere'), 'queued_after_a_restore'
+        'ecomp.placement.allocations:claim', never('elsewhere'), 'queued_after_a_restore'
     ),
     'an attempt takes all claims for its own': bug(
         'ecomp.scheduler.placing.create:create',
@@ -127,7 +127,7 @@ TOLD = {
         'ecomp.agent.host.claims:ClaimKeeper._wanted', results('set()'), 'claim_keeper'
     ),
     'a release does not keep what is wanted': bug(
-        'ecomp.placement.claiming:release', assigns('kept', '()'), 'fix_and_create'
+        'ecomp.placement.allocations:release', assigns('kept', '()'), 'fix_and_create'
     ),
     'a destroy out of a queue does not compare the entry': bug(
         'ecomp.scheduler.changing.change:_out_of_queue', without('entry', 'Unchanged'), 'taken_and_destroyed'
@@ -157,17 +157,17 @@ PAIRS = {
     ),
     'a mark read back compares neither its lease nor its compute, and a claim is moved to another compute': pair(
         bug('ecomp.agent.queue:Taker._mark', assigns('ours', 'entry is not None')),
-        bug('ecomp.placement.claiming:claim', never('elsewhere')),
+        bug('ecomp.placement.allocations:claim', never('elsewhere')),
         *('mark_removed', 'two_takers'),
     ),
     'a taker neither leaves alone what may run elsewhere nor another compute\'s claim': pair(
         bug('ecomp.agent.queue:Puller._may_run_elsewhere', returns(False)),
-        bug('ecomp.placement.claiming:claim', never('elsewhere')),
+        bug('ecomp.placement.allocations:claim', never('elsewhere')),
         *('new_compute_after_a_restore', 'new_compute_beside_a_living_one'),
     ),
     'a create neither reads earlier claims nor leaves them where they are': pair(
         bug('ecomp.scheduler.placing.create:earlier_claims', returns(({}, {}))),
-        bug('ecomp.placement.claiming:claim', never('elsewhere')),
+        bug('ecomp.placement.allocations:claim', never('elsewhere')),
         'resumed_after_a_restore',
     ),
     'neither a create nor its delivery looks for an earlier record': pair(

@@ -40,11 +40,11 @@ def _code(plant: Plant) -> object:
 @pytest.mark.parametrize(
     ('where', 'change'),
     [
-        ('ecomp.placement.claiming:no_such_function', returns(None)),
-        ('ecomp.placement.claiming:release', drops('no_such_name')),
-        ('ecomp.placement.claiming:release', never('no_such_name')),
-        ('ecomp.placement.claiming:release', without('no_such_name')),
-        ('ecomp.placement.claiming:claim', becomes('consumer_of', 'None')),
+        ('ecomp.placement.allocations:no_such_function', returns(None)),
+        ('ecomp.placement.allocations:release', drops('no_such_name')),
+        ('ecomp.placement.allocations:release', never('no_such_name')),
+        ('ecomp.placement.allocations:release', without('no_such_name')),
+        ('ecomp.placement.allocations:claim', becomes('consumer_of', 'None')),
         ('ecomp.scheduler.operating.decommission:drained', without('placing')),
     ],
 )

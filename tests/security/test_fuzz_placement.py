@@ -20,7 +20,7 @@ from ecomp.model.explain import miss, nearest
 from ecomp.model.host import Computes, InEtcd, InPlacement, Living, hosts
 from ecomp.model.planes import KeyValue, Planes, ProviderState
 from ecomp.model.query import parse
-from ecomp.placement import allocations, claiming, providers, room, traits
+from ecomp.placement import allocations, providers, room, traits
 from ecomp.placement.by_http import Answer, AnswerLimits
 from ecomp.placement.client import Placement
 from tests.kit.forms import texts
@@ -88,7 +88,7 @@ def take_plane(client: Placement) -> None:
 
 def take_claim(client: Placement) -> None:
     held = allocations.consumer(client, INSTANCE)
-    claiming.claim(client, {INSTANCE: {COMPUTE: {'VCPU': 1}}}, 'u', 'p', lambda: None)
+    allocations.claim(client, {INSTANCE: {COMPUTE: {'VCPU': 1}}}, 'u', 'p', lambda: None)
     difference({COMPUTE: {'VCPU': 1}}, held.allocations)
     allocations.release(client, INSTANCE, held)
 
@@ -133,8 +133,8 @@ CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
 @cases(35)
 @pytest.mark.parametrize('name', CALLS)
 def test_an_answer_is_placement_s_or_is_none(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.placement.claiming.EMPTY_PAUSE', 0.0)
-    monkeypatch.setattr('ecomp.placement.claiming.EMPTY_SECONDS', 0.0)
+    monkeypatch.setattr('ecomp.placement.allocations.EMPTY_PAUSE', 0.0)
+    monkeypatch.setattr('ecomp.placement.allocations.EMPTY_SECONDS', 0.0)
     take, good = CALLS[name]
     client = Canned('http://nowhere.invalid')
     error = {'errors': [{'detail': 'x', 'code': 'placement.concurrent_update'}]}

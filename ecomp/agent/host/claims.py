@@ -17,7 +17,7 @@ from functools import partial
 from ecomp.errors import NotFound
 from ecomp.model import keys
 from ecomp.placement import allocations, providers
-from ecomp.placement.claiming import release
+from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store, at_it, in_requests, wanted
 from ecomp.store.sharing import note_released

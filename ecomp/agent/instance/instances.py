@@ -52,8 +52,7 @@ from ecomp.model.record import (
 )
 from ecomp.model.text import printable
 from ecomp.placement import allocations
-from ecomp.placement.allocations import Consumer
-from ecomp.placement.claiming import release
+from ecomp.placement.allocations import Consumer, release
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store, until_committed
 from ecomp.virt import Hypervisor

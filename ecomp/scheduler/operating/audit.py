@@ -41,7 +41,7 @@ from ecomp.model.planes import (
 from ecomp.model.quota import INSTANCES, Quota
 from ecomp.model.record import KEPT
 from ecomp.placement import allocations, providers
-from ecomp.placement.claiming import release
+from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.sharing import recount

@@ -24,7 +24,7 @@ from ecomp.model.order import Request
 from ecomp.model.record import GONE, SCHEDULED, Record, new_record
 from ecomp.model.text import some
 from ecomp.placement import allocations, providers, traits
-from ecomp.placement.claiming import release
+from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import FRESH
 from ecomp.scheduler.looking.hosts import Survey, look

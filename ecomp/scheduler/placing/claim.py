@@ -38,7 +38,7 @@ from ecomp.model.order import Request, announced, to_json
 from ecomp.model.quota import Quota, charge, refusal, times
 from ecomp.model.text import did_you_mean
 from ecomp.placement import allocations, providers
-from ecomp.placement.claiming import claim, in_short, release
+from ecomp.placement.allocations import claim, in_short, release
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store, Unchanged, being_taken, withdraw
 from ecomp.store.sharing import Change, commit_with, group, note_released, quota
