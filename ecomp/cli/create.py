@@ -101,7 +101,7 @@ def _place(do: Context, order: Order) -> int:
     try:
         delivered = create(do.store, backend, wanted, who(order), resume, random.Random(), now, large, sized)
     except NoCapacity as error:
-        from ecomp.scheduler.placing.few import VAIN
+        from ecomp.scheduler.placing.place import VAIN
 
         return _no_capacity(do, error, backend, query, spent=0 if large is None else VAIN)
     except KeyboardInterrupt:

@@ -24,8 +24,7 @@ from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing import create as attempts
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.few import ASKED, VAIN, plain
-from ecomp.scheduler.placing.place import NAMED
+from ecomp.scheduler.placing.place import ASKED, NAMED, VAIN, plain
 from ecomp.store.client import Put
 from tests.functional.cloud import IMAGE, RESOURCES, SMALL, WHO, CountingStore, new
 from tests.kit.in_process import InProcess, put

@@ -130,7 +130,7 @@ DELIVERY = {
         'refused_by_placement',
     ),
     'disabled computes are sampled': bug(
-        'ecomp.scheduler.placing.few:Few._offered',
+        'ecomp.scheduler.placing.place:Few._offered',
         passes('candidates', 1, "f'{self.wanted.query}&in_tree={compute}&root_required=COMPUTE_STATUS_DISABLED'"),
         'few_and_disable',
     ),

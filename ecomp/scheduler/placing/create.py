@@ -315,7 +315,7 @@ class Attempt:
         """Claim on one of a few computes; None where all are to be asked about."""
         if self.large is None or self.resume:
             return None
-        from ecomp.scheduler.placing.few import Few  # for large clusters
+        from ecomp.scheduler.placing.place import Few
 
         few = Few(self.claimer, self.wanted, self.rng, self.tried)
         placed = few.place(self.store, terms, self.large)
