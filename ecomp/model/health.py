@@ -369,7 +369,7 @@ def _no_placement(facts: Backends) -> Iterator[Found]:
 
 
 def _right(section: str, why: str, facts: Backends) -> str:
-    # The words of ecomp/store/reasons.py and ecomp/tls.py: it is there, and found.
+    # The words of ecomp/store/connection.py and ecomp/tls.py: it is there, and found.
     if 'is the clock right?' in why:
         return 'timedatectl set-ntp true, here and on the control host'
     if 'its certificate has expired' in why:

@@ -16,7 +16,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import announced
-from ecomp.store.connection import Connection, TooLong, pages
+from ecomp.store.connection import NOT_FOUND, CallFailure, Connection, TooLong, pages
 from ecomp.store.messages import (
     EQUAL,
     GREATER,
@@ -32,7 +32,6 @@ from ecomp.store.messages import (
     WatchCreate,
     Write,
 )
-from ecomp.store.reasons import NOT_FOUND, CallFailure
 
 Result = TypeVar('Result')
 

@@ -1,4 +1,9 @@
-"""One connection to etcd: to one of its members, and after any failure to the next; a long list comes in pages."""
+"""One connection to etcd: to one of its members, and after any failure to the next; a long list comes in pages.
+
+What a failed call to etcd means: whether it may work elsewhere, whether it was sent, and why, in plain words.
+
+A CallFailure has one of gRPC's codes (https://grpc.io/docs/guides/status-codes/) by its name.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,109 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, Unreachable, UsageError
-from ecomp.store import reasons
+from ecomp.model.text import printable
 from ecomp.store.messages import Range, Request, WatchCreate
-from ecomp.store.reasons import CallFailure
+
+UNAVAILABLE, DEADLINE_EXCEEDED, NOT_FOUND = 'UNAVAILABLE', 'DEADLINE_EXCEEDED', 'NOT_FOUND'
+INVALID_ARGUMENT, FAILED_PRECONDITION = 'INVALID_ARGUMENT', 'FAILED_PRECONDITION'
+RESOURCE_EXHAUSTED, PERMISSION_DENIED = 'RESOURCE_EXHAUSTED', 'PERMISSION_DENIED'
+_REFUSED = {
+    *('UNAUTHENTICATED', PERMISSION_DENIED, INVALID_ARGUMENT, FAILED_PRECONDITION, 'UNIMPLEMENTED', NOT_FOUND),
+    'OUT_OF_RANGE',
+}
+
+NAMED = 3
+"""Keys that are named in one line."""
+
+_NOBODY = 'etcdserver: user name not found'
+_NO_LEASE = 'etcdserver: requested lease not found'
+_LEARNER = 'etcdserver: rpc not supported for learner'
+_ROLES_CHANGED = 'etcdserver: revision of auth store is old'
+
+
+class CallFailure(Exception):
+    """A call that failed: the code, and etcd's words or ours in one line.
+
+    `unsent`: it certainly never left. Where that is False the code and the words may say so all the same.
+    """
+
+    def __init__(self, code: str, details: str | None, unsent: bool = False) -> None:
+        super().__init__(code, details)
+        self.code = code
+        self.details = ' '.join((details or '').split())
+        self.unsent = unsent
+
+
+def is_full(error: CallFailure) -> bool:
+    """Whether etcd is out of space. https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota"""
+    return error.code == RESOURCE_EXHAUSTED and 'space exceeded' in error.details
+
+
+def is_too_long(error: CallFailure) -> bool:
+    """Whether it is our own side that takes no message as long as the answer."""
+    exhausted = error.code == RESOURCE_EXHAUSTED
+    return exhausted and 'Received message larger than max' in error.details
+
+
+def is_refusal(error: CallFailure) -> bool:
+    """Whether etcd understood the call and says no."""
+    too_large = error.code == RESOURCE_EXHAUSTED and 'larger than max' in error.details
+    return too_large or error.code in _REFUSED
+
+
+def advice(error: CallFailure) -> str:
+    """Say what to do about a refusal that the same command does not meet again; '' for any other."""
+    if error.details != _NO_LEASE:
+        return ''
+    return ': its lease has ended (was this suspended?), and this is not written. Try: the same command again'
+
+
+def is_denied(error: CallFailure) -> bool:
+    """Whether it is etcd's roles that say no. https://etcd.io/docs/v3.4/op-guide/authentication/"""
+    nobody = error.code == FAILED_PRECONDITION and error.details == _NOBODY
+    return nobody or error.code == PERMISSION_DENIED
+
+
+def denied(certificate: Path | None, about: Sequence[str], read: bool) -> str:
+    """Whom it does not let do what, and why. Of several keys etcd does not say which."""
+    who = str(certificate) if certificate else 'whoever has no certificate (cert_cert)'
+    named = [printable(each, 200) for each in about[:NAMED]]
+    more = [f'{len(about) - NAMED} more'] if len(about) > NAMED else []
+    what = f'{"read" if read else "write"} {", ".join([*named, *more])}' if about else 'do that'
+    return f'{who} {what}: it is for another certificate, or `elab certs DIR --enable` has to run again'
+
+
+def is_passing(error: CallFailure) -> bool:
+    """Whether etcd did nothing, and soon will: it has no leader just now, or its roles were changed meanwhile."""
+    electing = error.code == UNAVAILABLE and error.details == 'etcdserver: no leader'
+    changed = error.code == INVALID_ARGUMENT and error.details == _ROLES_CHANGED
+    return electing or changed
+
+
+def is_learner(error: CallFailure) -> bool:
+    """Whether the member has no vote yet, and did nothing for it. The code differs between versions of etcd.
+
+    https://etcd.io/docs/v3.4/learning/design-learner/
+    """
+    return error.details == _LEARNER
+
+
+def was_not_sent(error: CallFailure) -> bool:
+    """Whether the call never left, or was not passed on, so that nothing was changed."""
+    return error.unsent or is_passing(error) or is_learner(error)
+
+
+def may_work_elsewhere(error: CallFailure, repeatable: bool) -> bool:
+    """Whether to try the next endpoint. What is not `repeatable` is tried again only if it never left."""
+    if not repeatable:
+        return was_not_sent(error)
+    return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)
+
 
 MOST, FEWEST = 500, 10
 """Keys of a page. FEWEST fit into a message, whatever they are."""
@@ -126,14 +227,14 @@ class Connection:
             except CallFailure as error:
                 # A connection that is being made slowly is not begun anew for ever, unless there are others to try.
                 young = time.monotonic() - self._since < 2 * self.config.timeout
-                if several or not young or error.code != reasons.DEADLINE_EXCEEDED:
+                if several or not young or error.code != DEADLINE_EXCEEDED:
                     self.move_on(client)
                 late = time.monotonic() > deadline - SHORTEST
-                if reasons.is_passing(error) and not late:
+                if is_passing(error) and not late:
                     left = max(left, 1)
                     time.sleep(SHORTEST)
-                elif left <= 0 or late or not reasons.may_work_elsewhere(error, repeatable):
-                    sent = unanswered if not reasons.was_not_sent(error) else Unreachable
+                elif left <= 0 or late or not may_work_elsewhere(error, repeatable):
+                    sent = unanswered if not was_not_sent(error) else Unreachable
                     raise self.translated(error, sent, about, repeatable) from error
 
     def ask_once(self, request: Request) -> Any:
@@ -146,7 +247,7 @@ class Connection:
             return client.call(request, self.config.timeout)
         except CallFailure as error:
             self.move_on(client)
-            if error.code == reasons.DEADLINE_EXCEEDED or not reasons.was_not_sent(error):
+            if error.code == DEADLINE_EXCEEDED or not was_not_sent(error):
                 raise
         client = self.client
         try:
@@ -191,19 +292,19 @@ class Connection:
     ) -> EcompError:
         """What a failure means, in our words; `unanswered` is it where no answer came."""
         name = f'etcd at {self.where}'
-        if reasons.is_full(error):
+        if is_full(error):
             cure = 'compact and defragment it, and disarm its alarm'
             return NoSpace(f'{name} takes no writes ({error.details}): {cure}')
-        if reasons.is_too_long(error) and unanswered is Unreachable:
+        if is_too_long(error) and unanswered is Unreachable:
             return TooLong(f'{name}: {error.details}')
-        if reasons.is_denied(error):
-            return Denied(f'{name} does not let {reasons.denied(self.config.cert_cert, about, read)}')
-        if reasons.is_refusal(error) and not reasons.is_too_long(error):
-            return EcompError(f'{name} refuses: {error.details}{reasons.advice(error)}')
-        if self._unreadable and reasons.was_not_sent(error) and not reasons.is_passing(error):
+        if is_denied(error):
+            return Denied(f'{name} does not let {denied(self.config.cert_cert, about, read)}')
+        if is_refusal(error) and not is_too_long(error):
+            return EcompError(f'{name} refuses: {error.details}{advice(error)}')
+        if self._unreadable and was_not_sent(error) and not is_passing(error):
             # A loss of its own: who has logged that etcd is away would never say what it is now.
             return unanswered(f'{name} cannot be reached: {self._unreadable}', f'{name} ({self._unreadable})')
-        why = 'no answer in time' if error.code == reasons.DEADLINE_EXCEEDED else error.details
+        why = 'no answer in time' if error.code == DEADLINE_EXCEEDED else error.details
         return unanswered(f'{name} cannot be reached: {why}', name)
 
 

@@ -19,10 +19,9 @@ import ecomp.conf
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
-from ecomp.store import reasons
 from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.connection import FAILED_PRECONDITION, UNAVAILABLE, CallFailure, may_work_elsewhere, was_not_sent
 from ecomp.store.messages import WatchCreate
-from ecomp.store.reasons import CallFailure
 from ecomp.tls import ETCD_SENTENCES, TlsFailure
 from tests.kit.certificates import Authority
 from tests.kit.etcd_member import Member, Tls
@@ -185,12 +184,12 @@ def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str
     assert asked(lambda store: store.keep_alive(lease)) == 0
 
 
-@pytest.mark.parametrize('code', [reasons.UNAVAILABLE, reasons.FAILED_PRECONDITION])
+@pytest.mark.parametrize('code', [UNAVAILABLE, FAILED_PRECONDITION])
 def test_whatever_code_a_learner_says_it_with(code: str) -> None:
     error = CallFailure(code, 'etcdserver: rpc not supported for learner')
-    assert reasons.was_not_sent(error)
-    assert reasons.may_work_elsewhere(error, repeatable=True)
-    assert reasons.may_work_elsewhere(error, repeatable=False)
+    assert was_not_sent(error)
+    assert may_work_elsewhere(error, repeatable=True)
+    assert may_work_elsewhere(error, repeatable=False)
 
 
 class Secured:
