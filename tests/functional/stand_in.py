@@ -21,8 +21,8 @@ from urllib.parse import parse_qs, urlsplit
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.instance.pool import WorkerSettings, prepare, work
-from ecomp.agent.locks import InstanceLocks
 from ecomp.errors import BuildFailed
+from ecomp.files import InstanceLocks
 from ecomp.model.guest import BaseImage
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor

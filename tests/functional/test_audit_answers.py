@@ -13,10 +13,10 @@ import pytest
 from ecomp.agent.host.digest import Answerer, look, parts
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.images.cache import LOCK
-from ecomp.agent.locks import try_lock
 from ecomp.agent.turns import Threads
 from ecomp.conf import EtcdConfig
 from ecomp.errors import StrangeEtcd, Unreachable
+from ecomp.files import try_lock
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
 from ecomp.model.order import Request

@@ -23,8 +23,8 @@ import pytest
 
 from ecomp.agent.instance.build import Build, Cancelled, Destroy, WorkerDied
 from ecomp.agent.instance.pool import FakeImages, Inline, News
-from ecomp.agent.locks import InstanceLocks
 from ecomp.errors import BuildFailed, EcompError
+from ecomp.files import InstanceLocks
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional import stand_in
 from tests.functional.tended import ALL, COMPUTE, Tended, job

@@ -25,7 +25,7 @@ from tests.kit.servers import environment, until
 HOLDER = """
 import sys, time
 from pathlib import Path
-from ecomp.agent.locks import InstanceLocks
+from ecomp.files import InstanceLocks
 
 with InstanceLocks(Path(sys.argv[1])).held(sys.argv[2], lambda: None):
     print('held', flush=True)

@@ -15,8 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ecomp.agent.locks import InstanceLocks
-from ecomp.files import search_path
+from ecomp.files import InstanceLocks, search_path
 from ecomp.lab import machine, state
 from ecomp.lab.hosts import LabHost
 from tests.kit.boot_sectors import boot_disk

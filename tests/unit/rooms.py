@@ -40,18 +40,18 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.tls'},
     'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.tls'},
     'ecomp.virt': {'ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
-    'ecomp.agent.locks': {'ecomp.errors'},
+    'ecomp.files': {'ecomp.errors'},
     'ecomp.agent.turns': {'ecomp.errors', 'ecomp.model'},
-    'ecomp.agent.images': {*AGENT, 'ecomp.agent.locks'},
-    'ecomp.agent.host': {*AGENT, 'ecomp.agent.locks', 'ecomp.agent.turns', 'ecomp.agent.images'},
+    'ecomp.agent.images': {*AGENT, 'ecomp.files'},
+    'ecomp.agent.host': {*AGENT, 'ecomp.files', 'ecomp.agent.turns', 'ecomp.agent.images'},
     'ecomp.agent.instance': {
-        *(*AGENT, 'ecomp.agent.locks', 'ecomp.agent.turns', 'ecomp.agent.images', 'ecomp.agent.host'),
+        *(*AGENT, 'ecomp.files', 'ecomp.agent.turns', 'ecomp.agent.images', 'ecomp.agent.host'),
     },
     'ecomp.agent.queue': {
         *(*AGENT, 'ecomp.agent.instance', 'ecomp.agent.turns'),
     },
     'ecomp.agent': {
-        *(*AGENT, 'ecomp.agent.locks', 'ecomp.agent.images', 'ecomp.agent.turns', 'ecomp.agent.host'),
+        *(*AGENT, 'ecomp.files', 'ecomp.agent.images', 'ecomp.agent.turns', 'ecomp.agent.host'),
         *('ecomp.agent.instance', 'ecomp.agent.queue'),
     },
     'ecomp.scheduler.looking': SCHEDULER,

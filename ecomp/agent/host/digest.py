@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.images.cache import bad, idle
-from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.turns import Threads, Turn
 from ecomp.errors import EcompError
+from ecomp.files import InstanceLocks
 from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.planes import Digest, Leftover, clearance_from_json, failed, to_pages

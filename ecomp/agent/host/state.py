@@ -31,9 +31,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from ecomp.agent.locks import wait_for_lock
 from ecomp.errors import Conflict, EcompError, StrangeEtcd, UsageError
-from ecomp.files import BOOT_ID, boot_id, write_durably
+from ecomp.files import BOOT_ID, boot_id, wait_for_lock, write_durably
 from ecomp.model import cluster, keys
 from ecomp.model import order as requests
 from ecomp.model import record as records
@@ -231,7 +230,7 @@ def _to_json(each: MemoryEntry) -> str:
 PATIENCE = 2.0
 """Seconds in which the lock has to be free. One that was killed as it started a program leaves it to that one for the
 moment until it runs: fork(2) hands it on, execve(2) closes it. So who starts anew at once is not refused. Those of
-ecomp.agent.locks that are a process's are not handed on; this one is an earlier version's, too, which may run here."""
+ecomp.files that are a process's are not handed on; this one is an earlier version's, too, which may run here."""
 
 
 class Identity:

@@ -33,10 +33,9 @@ from pathlib import Path
 
 from ecomp.agent.images.connections import Reach
 from ecomp.agent.images.download import Away, Download, Tell, Transfer, Version, source
-from ecomp.agent.locks import try_lock
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
-from ecomp.files import boot_id, sync, write_durably
+from ecomp.files import boot_id, sync, try_lock, write_durably
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.guest import BaseImage
 from ecomp.model.image import check_image, pinned

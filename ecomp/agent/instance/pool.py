@@ -36,9 +36,9 @@ from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache
 from ecomp.agent.images.connections import Reach
 from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Images, Job, News, WorkerDied, carry_out
-from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.turns import Waker
 from ecomp.errors import BuildFailed, EcompError
+from ecomp.files import InstanceLocks
 from ecomp.model.backoff import Backoff
 from ecomp.model.guest import BaseImage
 from ecomp.model.record import Progress
