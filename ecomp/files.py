@@ -1,8 +1,7 @@
 """Files: those that somebody else writes, seen as they are written; our own, written whole or not at all.
 
-One worker an instance, and one download an image: locks that the kernel drops with their holder, however it ends.
-
-A killed ecompute's worker dies with it, but not before the next ecompute may have started its own.
+And locks, which the kernel drops with their holder, however it ends: of one worker for each instance, and one download
+for each image. A killed ecompute's worker dies with it, but not before the next ecompute may have started its own.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ def check_service(asked: Endpoints, program: Path) -> None:
 
 def _servers(asked: Endpoints, data: Path) -> list[LabServer]:
     if asked.certs is None:
-        placement = control.placement(data, asked.bind, asked.placement_port)
-        return [control.etcd(data, [asked.bind], asked.etcd_port), placement]
+        etcd = control.etcd(data, [asked.bind], asked.etcd_port)
+        return [etcd, control.placement(data, asked.bind, asked.placement_port)]
     certs = asked.certs.resolve()
     behind = control.placement_behind(data, asked.bind, asked.placement_port, certs / 'placement')
     return [control.etcd(data, [asked.bind], asked.etcd_port, certs / 'etcd'), *behind]

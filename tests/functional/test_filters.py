@@ -18,9 +18,9 @@ from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-from ecomp.virt import xml
+from ecomp.virt import xml  # noqa: E402
 from ecomp.virt.libvirt_host import NO_FILTERS, Libvirt  # noqa: E402
-from ecomp.virt.xml import Service
+from ecomp.virt.xml import Service  # noqa: E402
 
 MAC, NEIGHBOUR = '52:54:00:00:00:0a', '52:54:00:00:00:0b'
 IP = '10.88.0.66'
