@@ -22,7 +22,7 @@ from pathlib import Path
 from ecomp import __version__, log, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.lab import control, foreground, guest, machine, roles, state
+from ecomp.lab import control, guest, machine, roles, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, check_name
 from ecomp.lab.state import Lab
@@ -388,15 +388,15 @@ def _control(options: argparse.Namespace) -> int:
         where = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'
         print(where, flush=True)
 
-    asked = foreground.Endpoints(*_ports(options), options.data, options.bind, options.certs)
+    asked = control.Endpoints(*_ports(options), options.data, options.bind, options.certs)
     if options.unit:
         program = systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab')
-        told = foreground.words(asked)
-        foreground.check_service(asked, Path(program[0]))
+        told = control.words(asked)
+        control.check_service(asked, Path(program[0]))
         log.print_utf_8()
         print(systemd.unit('ecomp-control.service', [*program, *told]), end='')
     else:
-        foreground.run(asked, systemd.Service.of(os.environ), _say, ready)
+        control.run(asked, systemd.Service.of(os.environ), _say, ready)
     return 0
 
 

@@ -25,7 +25,7 @@ import pytest
 
 from ecomp.lab import certs, elab, machine
 from ecomp.lab.control import LOCALHOST
-from ecomp.lab.control import etcd as etcd_server
+from ecomp.lab.control import etcd_server as etcd_server
 from tests.kit.servers import PLACEMENT_HEADERS, environment, free_port, until
 
 pytestmark = [

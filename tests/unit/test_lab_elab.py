@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.errors import EcompError
-from ecomp.lab import control, foreground, guest, machine, state
+from ecomp.lab import control, guest, machine, state
 from ecomp.lab.elab import main, parser
 from ecomp.lab.hosts import COMPUTE_YAML
 from ecomp.lab.machine import Process
@@ -111,7 +111,7 @@ def test_an_interrupt_says_what_goes_on_where_something_does(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for where, name in ((machine, 'require_root'), (machine, 'require'), (guest, 'make'), (foreground, 'run')):
+    for where, name in ((machine, 'require_root'), (machine, 'require'), (guest, 'make'), (control, 'run')):
         monkeypatch.setattr(where, name, interrupted)
     monkeypatch.setattr(state, 'all_labs', interrupted)
     assert main(words) == 1
