@@ -67,10 +67,10 @@ from ecomp.model.record import ERROR, GONE, KEPT, Failure, new_record
 from ecomp.model.record import to_json as record_to_json
 from ecomp.model.status import DISABLED
 from ecomp.model.text import some
-from ecomp.placement import allocations, providers, traits
+from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import Consumer, claim, consumer, release
 from ecomp.placement.client import Placement
-from ecomp.placement.room import look
+from ecomp.placement.providers import look
 from ecomp.store.client import Delete, Exists, Put, Unchanged, in_requests, withdraw
 from ecomp.store.presence import LATE, SECONDS
 from ecomp.store.sharing import (
@@ -611,7 +611,7 @@ class Puller:
 
     def _is_open(self) -> bool:
         """Whether this compute is not disabled, by its traits as they are now, which are remembered."""
-        there = traits.names(self._placement, self._compute, traits.TRAITS)
+        there = providers.names(self._placement, self._compute, providers.TRAITS)
         if there != self._room.traits:
             self._room, self._takes = replace(self._room, traits=there), {}
         return DISABLED not in there

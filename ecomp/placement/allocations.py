@@ -53,7 +53,7 @@ def candidates(placement: Placement, query: str) -> Offer:
     try:
         data = placement.get('/allocation_candidates?' + enabled_only(query).replace('#', '%23'))
     except PlacementRefusal as error:
-        from ecomp.placement.traits import unknown_names
+        from ecomp.placement.providers import unknown_names
 
         strange = '; '.join(filter(None, unknown_names(placement, named(query))))
         raise PlacementRefusal(strange or str(error)) from error

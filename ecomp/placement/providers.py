@@ -1,6 +1,8 @@
-"""A compute's resource provider: named by its uuid, its inventory, its usages.
+"""Resource providers: names, inventories and usages; their traits and aggregates; which traits and classes there are.
 
-https://docs.openstack.org/api-ref/placement/#resource-providers
+A provider is a compute, under the compute's uuid, or something that is part of one or shared by several.
+https://docs.openstack.org/api-ref/placement/#resource-providers, #resource-provider-traits,
+#resource-provider-aggregates, #resource-classes and #traits
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, UnknownOutcome
+from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome
 from ecomp.model.allocation import Inventory, Room
+from ecomp.model.explain import Provider
+from ecomp.model.json_object import is_text
+from ecomp.model.query import Amount, Constraint, Has, Named, unknown_words, words
+from ecomp.model.status import CUSTOM
 from ecomp.placement.allocations import rooms
 from ecomp.placement.client import MOST, WRONG, Placement, number, text, whole
 
@@ -249,3 +255,188 @@ def _checked(each: Mapping[str, Any]) -> dict[str, Any]:
     if each.get('step_size', 1) < 1:
         raise ValueError('nothing is a multiple of less than 1')
     return dict(each)
+
+
+TRAITS, AGGREGATES = 'traits', 'aggregates'
+
+Names = frozenset[str]
+
+
+def names_of(placement: Placement, provider: str, kind: str) -> Names:
+    """The provider's TRAITS or AGGREGATES. NotFound if there is no such provider."""
+    return _read(placement, provider, kind)[0]
+
+
+def change_names(placement: Placement, provider: str, kind: str, to: Callable[[Names], Names]) -> bool:
+    """Make the provider's TRAITS or AGGREGATES what `to` makes of them; False if they are so already.
+
+    `to` is asked again whenever somebody else changed the provider meanwhile; nothing is written that it has not seen.
+    Errors: NotFound, PlacementRefusal (a trait placement does not know), GenerationConflict after many lost races.
+    """
+
+    def write() -> bool:
+        there, generation = _read(placement, provider, kind)
+        wanted = to(there)
+        if wanted == there:
+            return False
+        body = {'resource_provider_generation': generation, kind: sorted(wanted)}
+        placement.write('PUT', f'/resource_providers/{provider}/{kind}', body)
+        return True
+
+    return raced(write)
+
+
+def make_known(placement: Placement, wanted: Collection[str]) -> Names:
+    """Create the CUSTOM_ traits among these that placement lacks; return those it still does not know."""
+    if not wanted:
+        return frozenset()
+    missing = frozenset(wanted) - _known(placement, wanted)
+    for name in sorted(missing):
+        if name.startswith(CUSTOM):
+            placement.write('PUT', f'/traits/{name}', None)  # made by somebody else meanwhile: as good
+    return _not_to_be_made(missing)
+
+
+def unknown(placement: Placement, wanted: Collection[str]) -> Names:
+    """Those among these traits, of which there must be one, that placement neither knows nor would create."""
+    return _not_to_be_made(frozenset(wanted) - _known(placement, wanted))
+
+
+def having(placement: Placement, trait: str) -> Names:
+    """The providers that have a trait; none if placement does not even know it."""
+    try:
+        return matching(placement, f'required={trait}')
+    except PlacementRefusal:
+        return frozenset()
+
+
+def _not_to_be_made(missing: Names) -> Names:
+    return frozenset(name for name in missing if not name.startswith(CUSTOM))
+
+
+def _known(placement: Placement, wanted: Collection[str]) -> Names:
+    return _names(placement, placement.get(f'/traits?name=in:{",".join(sorted(wanted))}'), TRAITS)
+
+
+def _read(placement: Placement, provider: str, kind: str) -> tuple[Names, int]:
+    data = placement.get(f'/resource_providers/{provider}/{kind}')
+    try:
+        return _names(placement, data, kind), whole(data.get('resource_provider_generation'))
+    except ValueError as error:
+        raise placement.foreign() from error
+
+
+def _names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
+    found = data.get(kind)
+    if not isinstance(found, list) or not all(map(is_text, found)):
+        raise placement.foreign()
+    return frozenset(found)
+
+
+class Unknown(NamedTuple):
+    """What placement does not know, a sentence of each kind, '' for nothing.
+
+    `never` are names it will not know either; `yet` are CUSTOM_… ones, which come with a compute that has them.
+    """
+
+    never: str
+    yet: str
+
+
+def unknown_names(placement: Placement, wanted: Named, more: Collection[str] = ()) -> Unknown:
+    """What placement does not know of these names, with what was probably meant by each: `more` may have been, too."""
+    classes = _classes(placement) if wanted.classes else frozenset()
+    traits = _traits(placement) if wanted.traits else frozenset()
+    kinds = ('resource class', wanted.classes, classes), ('trait', wanted.traits, traits)
+    parts: list[list[str]] = [[], []]
+    for what, names_of, known in kinds:
+        strange = names_of - known
+        custom = frozenset(each for each in strange if each.startswith(CUSTOM))
+        for part, each in zip(parts, (strange - custom, custom), strict=True):
+            part += [unknown_words(what, each, known.union(more))] if each else []
+    return Unknown(*map('; '.join, parts))
+
+
+def _classes(placement: Placement) -> frozenset[str]:
+    data = placement.get('/resource_classes')
+    try:
+        return frozenset(text(each['name']) for each in data['resource_classes'])
+    except WRONG as error:
+        raise placement.foreign() from error
+
+
+def _traits(placement: Placement) -> frozenset[str]:
+    data = placement.get('/traits')
+    try:
+        return frozenset(text(each) for each in data['traits'])
+    except WRONG as error:
+        raise placement.foreign() from error
+
+
+SHARES = 'MISC_SHARES_VIA_AGGREGATE'
+
+
+class ProviderListing(NamedTuple):
+    """A provider as a list names it. `alone`: it has no parent and no children."""
+
+    uuid: str
+    name: str
+    alone: bool
+
+
+def everyone(placement: Placement) -> dict[str, ProviderListing]:
+    """List every provider: {uuid: ProviderListing}."""
+    found = listed(placement, lambda each: (text(each['name']), text(each['root_provider_uuid'])))
+    trees = Counter(root for _, root in found.values())
+    return {uuid: ProviderListing(uuid, name, trees[root] == 1) for uuid, (name, root) in found.items()}
+
+
+def with_free(placement: Placement, name: str) -> dict[str, Provider]:
+    """Every provider that has any of a class free, and what else is in its tree: one call, however many there are.
+
+    Of each class an inventory has what can be given and what is given, and no limits of one amount; `aggregates` and
+    `alone` are not known.
+    """
+    data = placement.get(f'/allocation_candidates?resources={name}:1')
+    try:
+        return {text(uuid): _summed_up(uuid, each) for uuid, each in data['provider_summaries'].items()}
+    except WRONG as error:
+        raise placement.foreign() from error
+
+
+def holding(placement: Placement, constraint: Constraint) -> frozenset[str]:
+    """The providers on which one constraint of a query holds, by itself."""
+    if not isinstance(constraint, Amount) and constraint.key == 'root_required':
+        constraint = constraint._replace(key='required')
+    if isinstance(constraint, Has) and constraint.key == 'in_tree':
+        return frozenset(constraint.any_of)
+    return matching(placement, words([constraint]))
+
+
+def look(
+    placement: Placement,
+    uuid: str,
+    alone: bool,
+    *,
+    traits: bool,
+    aggregates: bool,
+    used: Mapping[str, int] | None = None,
+) -> Provider | None:
+    """One provider, with its traits and aggregates if they matter; None if it is not there (any more).
+
+    `used` is how much of it is used, if that is known.
+    """
+    try:
+        have = inventories(placement, uuid, used)
+        there = names_of(placement, uuid, TRAITS) if traits else frozenset()
+        near = names_of(placement, uuid, AGGREGATES) if aggregates else frozenset()
+        return Provider(uuid, have, there, near, alone)
+    except NotFound:
+        return None
+
+
+def _summed_up(uuid: str, summary: Mapping[str, Any]) -> Provider:
+    have = {name: Inventory(each.capacity, used=each.used) for name, each in rooms(summary['resources']).items()}
+    if not isinstance(summary['traits'], list):
+        raise ValueError('not a list of traits')
+    return Provider(uuid, have, frozenset(map(text, summary['traits'])))

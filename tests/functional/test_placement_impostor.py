@@ -21,7 +21,7 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.placement import allocations, providers, room
+from ecomp.placement import allocations, providers
 from ecomp.placement.by_http import HEADERS
 from tests.functional.placement_client import claim, connected, new
 
@@ -203,7 +203,7 @@ def test_other_json_than_an_inventory(inventories: Any) -> None:
     answer = (200, 'application/json', json.dumps({'inventories': inventories, 'usages': {}}).encode())
     with impostor(answer) as server, connected(server.url) as client:
         with pytest.raises(Unreachable, match='not as placement does'):
-            room.look(client, new(), True, traits=False, aggregates=False)
+            providers.look(client, new(), True, traits=False, aggregates=False)
         with pytest.raises(Unreachable, match='not as placement does'):
             providers.shares(client, [new()])
 
@@ -214,7 +214,7 @@ def test_other_json_than_usages(usages: Any) -> None:
     with impostor(answer) as server, connected(server.url) as client:
         for ask in (
             lambda: providers.usages(client, new()),
-            lambda: room.look(client, new(), True, traits=False, aggregates=False),
+            lambda: providers.look(client, new(), True, traits=False, aggregates=False),
         ):
             with pytest.raises(Unreachable, match='not as placement does'):
                 ask()
@@ -226,7 +226,7 @@ def test_other_json_than_traits(traits: Any) -> None:
     answer = (200, 'application/json', json.dumps(body).encode())
     wrong = pytest.raises(Unreachable, match='not as placement does')
     with impostor(answer) as server, connected(server.url) as client, wrong:
-        room.look(client, new(), True, traits=True, aggregates=False)
+        providers.look(client, new(), True, traits=True, aggregates=False)
 
 
 ERRORS = [

@@ -8,7 +8,7 @@ import pytest
 
 from ecomp.errors import Conflict, UnknownOutcome
 from ecomp.model.allocation import Room
-from ecomp.placement import allocations, providers, traits
+from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import claim, connected, new
 from tests.kit.proxy import Proxy
@@ -128,8 +128,8 @@ def test_what_a_generation_counts(client: Placement, placement: PlacementServer)
     does('another', lambda: claim(client, two, provider))
     does('moved here', lambda: (claim(client, three, other), claim(client, three, provider, 1)))
     does('inventory', lambda: providers.set_inventory(client, provider, {'VCPU': {'total': 8}} | ROOM))
-    does('traits', lambda: traits.change(client, provider, traits.TRAITS, lambda _: frozenset({'COMPUTE_NODE'})))
-    does('aggregates', lambda: traits.change(client, provider, traits.AGGREGATES, lambda _: frozenset({new()})))
+    does('traits', lambda: providers.change(client, provider, providers.TRAITS, lambda _: frozenset({'COMPUTE_NODE'})))
+    does('aggregates', lambda: providers.change(client, provider, providers.AGGREGATES, lambda _: frozenset({new()})))
     does('nothing', lambda: providers.inventories(client, provider))
     does('released', lambda: allocations.release(client, [one], lambda _: (), lambda *_: None))
     does('deleted', lambda: placement.call('DELETE', f'/allocations/{two}'))

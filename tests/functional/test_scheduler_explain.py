@@ -14,7 +14,7 @@ from ecomp.model import keys
 from ecomp.model.choose import Candidate
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.placement.allocations import candidates
-from ecomp.placement.room import SHARES
+from ecomp.placement.providers import SHARES
 from ecomp.scheduler.placing import explain
 from ecomp.scheduler.placing.explain import Refusal, reasons
 from ecomp.store.client import Store

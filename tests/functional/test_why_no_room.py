@@ -14,7 +14,7 @@ from ecomp.model.allocation import Allocations
 from ecomp.model.explain import Cure, Provider, changed, miss, smallest, unexplained
 from ecomp.model.host import Living
 from ecomp.model.query import Amount, Unexplained, enabled_only, parse, words
-from ecomp.placement import room
+from ecomp.placement import providers
 from ecomp.placement.allocations import candidates
 from ecomp.scheduler.placing.explain import CALLS, Facts
 from tests.kit.in_process import InProcess, empty, put
@@ -52,22 +52,22 @@ def ask(placement: InProcess, seeds: range, requests: int) -> Counter[str]:
 def cluster_and_requests(placement: InProcess, rng: random.Random, count: int) -> Counter[str]:
     """Ask a random cluster so many random requests; what came up, and how often."""
     made = make_cluster(placement, rng)
-    listed = room.everyone(placement)
+    listed = providers.everyone(placement)
     assert listed.keys() == set(made)
-    found = (room.look(placement, each, listed[each].alone, traits=True, aggregates=True) for each in listed)
-    providers = [each for each in found if each is not None]
-    sharing = [each for each in providers if room.SHARES in each.traits]
+    found = (providers.look(placement, each, listed[each].alone, traits=True, aggregates=True) for each in listed)
+    known = [each for each in found if each is not None]
+    sharing = [each for each in known if providers.SHARES in each.traits]
     seen: Counter[str] = Counter()
     while seen['requests'] < count:
-        query = make_query(rng, providers)
+        query = make_query(rng, known)
         try:
             named = candidates(placement, query).candidates
         except PlacementRefusal:
             continue  # it contradicts itself
         seen['requests'] += 1
-        seen += judged(placement, query, providers, sharing, named)
-        seen += in_few_calls(placement, query, providers, sharing)
-    holds_by_itself(placement, make_query(rng, providers), providers, sharing)
+        seen += judged(placement, query, known, sharing, named)
+        seen += in_few_calls(placement, query, known, sharing)
+    holds_by_itself(placement, make_query(rng, known), known, sharing)
     empty(placement)
     return seen
 
@@ -139,7 +139,7 @@ def holds_by_itself(placement: InProcess, query: str, providers: list[Provider],
     """Asked for each constraint alone, placement names those providers on which that one does not fail."""
     asked = parse(enabled_only(query))
     for constraint in asked:
-        holding = room.holding(placement, constraint)
+        holding = providers.holding(placement, constraint)
         for each in providers:
             if unexplained(asked, each, sharing) is None:
                 failing = {failure.constraint for failure in miss(asked, each).failures}
@@ -183,7 +183,7 @@ def make_cluster(placement: InProcess, rng: random.Random) -> list[str]:
         put(placement, f'{path}/inventories', inventories=inventories)
         traits = [name for name in TRAITS if rng.random() < 0.5]
         if shares and number == 1:
-            traits.append(room.SHARES)
+            traits.append(providers.SHARES)
         put(placement, f'{path}/traits', traits=traits)
         put(placement, f'{path}/aggregates', aggregates=[name for name in AGGREGATES[:-1] if rng.random() < 0.4])
     return made

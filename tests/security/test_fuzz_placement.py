@@ -20,7 +20,7 @@ from ecomp.model.explain import miss, nearest
 from ecomp.model.host import Computes, InEtcd, InPlacement, Living, hosts
 from ecomp.model.planes import KeyValue, Planes, ProviderState
 from ecomp.model.query import parse
-from ecomp.placement import allocations, providers, room, traits
+from ecomp.placement import allocations, providers
 from ecomp.placement.by_http import Answer, AnswerLimits
 from ecomp.placement.client import Placement
 from tests.kit.forms import texts
@@ -64,7 +64,7 @@ def take_shares(client: Placement) -> None:
 
 
 def take_look(client: Placement) -> None:
-    found = room.look(client, COMPUTE, True, traits=True, aggregates=True)
+    found = providers.look(client, COMPUTE, True, traits=True, aggregates=True)
     if found is None:
         return
     for query in (QUERY, 'resources=VCPU:1', f'resources=VCPU:{10**4000}'):
@@ -73,7 +73,7 @@ def take_look(client: Placement) -> None:
 
 
 def take_free(client: Placement) -> None:
-    found = room.with_free(client, 'VCPU')
+    found = providers.with_free(client, 'VCPU')
     for query in (QUERY, 'resources=VCPU:1'):
         for each in nearest([miss(parse(query), provider) for provider in found.values()]):
             assert all(failure.why for failure in each.failures)
@@ -107,7 +107,9 @@ CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
     'project': (
         lambda client: providers.project_usages(client, 'p'), {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': 1}}}
     ),
-    'names': (lambda client: (providers.names(client), room.everyone(client)), {'resource_providers': [WHOSE, WHOSE]}),
+    'names': (
+        *(lambda client: (providers.names(client), providers.everyone(client)), {'resource_providers': [WHOSE, WHOSE]}),
+    ),
     'name': (lambda client: (providers.name(client, COMPUTE), providers.ensure(client, COMPUTE)), WHOSE),
     'shares': (
         take_shares, {'provider_summaries': {COMPUTE: ROOMS}, 'usages': {'VCPU': 1}, 'inventories': {'VCPU': STOCK}}
@@ -121,7 +123,7 @@ CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
     ),
     'free': (take_free, {'provider_summaries': {COMPUTE: {**ROOMS, 'traits': ['T']}}}),
     'traits': (
-        lambda client: traits.change(client, COMPUTE, traits.TRAITS, lambda names: names | {'T'}),
+        lambda client: providers.change(client, COMPUTE, providers.TRAITS, lambda names: names | {'T'}),
         {'traits': ['U'], 'resource_provider_generation': 1},
     ),
     'audit': (

@@ -20,7 +20,7 @@ from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.model.choose import SPREAD, choose
 from ecomp.model.explain import miss
 from ecomp.model.query import Amount
-from ecomp.placement import allocations, providers, room, traits
+from ecomp.placement import allocations, providers
 from ecomp.placement.by_http import AnswerLimits
 from ecomp.placement.client import Placement, parse
 from tests.security.wire import Wire, said, whole, wire
@@ -225,7 +225,7 @@ def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
             yield 'candidates', lambda client: allocations.candidates(client, 'resources=VCPU:1'), offer
             yield 'shares', lambda client: providers.shares(client, [NAME]), offer
             free = {'provider_summaries': {NAME: {'resources': {'VCPU': share}, 'traits': []}}}
-            yield 'free', lambda client: room.with_free(client, 'VCPU'), free
+            yield 'free', lambda client: providers.with_free(client, 'VCPU'), free
         held = {NAME: {'resources': {'VCPU': wrong}}}
         yield 'held', lambda client: allocations.of_provider(client, NAME), {'allocations': held}
         one = {'allocations': held, 'consumer_generation': 1}
@@ -241,18 +241,18 @@ def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
         used = {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': wrong}}}
         yield 'project', lambda client: providers.project_usages(client, 'p'), used
         names = {'traits': [], 'resource_provider_generation': wrong}
-        yield 'traits', lambda client: traits.names(client, NAME, traits.TRAITS), names
+        yield 'traits', lambda client: providers.names(client, NAME, providers.TRAITS), names
         yield 'set', lambda client: providers.set_inventory(client, NAME, {'VCPU': {'total': 1}}), {'generation': wrong}
     for wrong in TEXTS:
         whose = {'uuid': NAME, 'name': NAME, 'root_provider_uuid': NAME}
         for name in whose:
             listed = {'resource_providers': [{**whose, name: wrong}]}
-            yield 'everyone', room.everyone, listed
+            yield 'everyone', providers.everyone, listed
         yield 'names', providers.names, {'resource_providers': [{**whose, 'uuid': wrong}]}
         yield 'matching', lambda client: providers.matching(client, 'x'), {'resource_providers': [{'uuid': wrong}]}
         yield 'name', lambda client: providers.name(client, NAME), {'name': wrong}
         had = {'resources': {'VCPU': {'capacity': 4, 'used': 1}}, 'traits': [wrong]}
-        yield 'had', lambda client: room.with_free(client, 'VCPU'), {'provider_summaries': {NAME: had}}
+        yield 'had', lambda client: providers.with_free(client, 'VCPU'), {'provider_summaries': {NAME: had}}
         owned = {'allocations': {NAME: {'resources': {'VCPU': 1}}}, 'consumer_generation': 1, 'user_id': wrong}
         yield 'owner', lambda client: allocations.consumer(client, NAME), owned
     for shape in ([], 'ab', 7, {NAME: 7}, {NAME: 'ab'}, {NAME: {'resources': 'ab'}}, {NAME: {'resources': ['ab']}}):
@@ -321,11 +321,12 @@ def test_the_largest_numbers_are_reckoned_with() -> None:
         with wire(lambda answer=answer: [said(answer)]) as server, client(server) as placement:  # type: ignore[misc]
             offer = allocations.candidates(placement, 'resources=VCPU:1')
             assert choose(offer, [NAME], SPREAD, random.Random(0)).tries
-            found = room.look(placement, NAME, True, traits=False, aggregates=False)
+            found = providers.look(placement, NAME, True, traits=False, aggregates=False)
             assert found is not None
             assert found.inventories['VCPU'].free >= 0
             assert providers.shares(placement, [NAME])
-            assert miss([Amount('VCPU', most)], room.with_free(placement, 'VCPU')[NAME]).failures or capacity == most
+            free = providers.with_free(placement, 'VCPU')[NAME]
+            assert miss([Amount('VCPU', most)], free).failures or capacity == most
 
 
 def test_no_library_logs_a_traceback(caplog: pytest.LogCaptureFixture) -> None:

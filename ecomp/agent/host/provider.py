@@ -27,9 +27,9 @@ from ecomp.model import status
 from ecomp.model.allocation import GIB, MIB, NEEDED, capacity
 from ecomp.model.json_object import load_object
 from ecomp.model.query import Named
-from ecomp.placement import providers, traits
+from ecomp.placement import providers
 from ecomp.placement.client import Placement
-from ecomp.placement.traits import AGGREGATES, TRAITS
+from ecomp.placement.providers import AGGREGATES, TRAITS
 
 Inventory = dict[str, dict[str, float]]
 """As placement has it: {class: {'total', 'reserved', 'allocation_ratio'}}."""
@@ -212,7 +212,7 @@ class Registration:
         """Reserve all VCPU, and say that it is stopped: nothing is scheduled here until the next start."""
         providers.set_inventory(self.placement, self.compute, closed(self.inventory))
         failpoint('closed')
-        traits.change(self.placement, self.compute, TRAITS, status.stopped)
+        providers.change(self.placement, self.compute, TRAITS, status.stopped)
 
     def _report(self) -> None:
         used = providers.usages(self.placement, self.compute)
@@ -226,7 +226,7 @@ class Registration:
     def _is_as_it_should(self) -> bool:
         if not providers.is_as(self.placement, self.compute, self.inventory):
             return False
-        there = {kind: traits.names(self.placement, self.compute, kind) for kind in self._kinds()}
+        there = {kind: providers.names(self.placement, self.compute, kind) for kind in self._kinds()}
         return all(names == self._right(kind, names) for kind, names in there.items())
 
     def _kinds(self) -> list[str]:
@@ -252,7 +252,7 @@ class Registration:
                 self._remember(kind, self._ours[kind] | then)
                 return self._right(kind, there)
 
-            changed = traits.change(self.placement, self.compute, kind, to) or changed
+            changed = providers.change(self.placement, self.compute, kind, to) or changed
             if not is_closing():
                 self._remember(kind, self._ours[kind] & self._wanted[kind])
         return changed
@@ -261,8 +261,8 @@ class Registration:
         """See that placement knows the traits. What was found out and is unknown to an older one is left out."""
         if not self._wanted[TRAITS]:
             return
-        missing = self._wanted[TRAITS] - traits.names(self.placement, self.compute, TRAITS)
-        unknown = traits.make_known(self.placement, missing)
+        missing = self._wanted[TRAITS] - providers.names(self.placement, self.compute, TRAITS)
+        unknown = providers.make_known(self.placement, missing)
         _refuse(self.placement, unknown.intersection(self.configured))
         self._wanted[TRAITS] -= unknown
 
@@ -286,12 +286,12 @@ def check_names(placement: Placement, configured: Collection[str], classes: Coll
     compute.yaml is wrong.
     """
     if strange := frozenset(classes).difference(NEEDED):
-        from ecomp.placement.traits import unknown_names as unknown_names
+        from ecomp.placement.providers import unknown_names as unknown_names
 
         never, yet = unknown_names(placement, Named(strange, frozenset()))
         if never or yet:
             raise UsageError(f'inventory: {"; ".join(filter(None, (never, yet)))}')
-    unknown = traits.unknown(placement, [*configured, status.DISABLED])
+    unknown = providers.unknown(placement, [*configured, status.DISABLED])
     _refuse(placement, unknown.intersection(configured))
 
 

@@ -39,13 +39,13 @@ def all_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[Eco
     """Every compute, and what is wrong with records that cannot be read (their instances are not counted)."""
     from ecomp.model import status  # here and below: most ask etcd alone, and for names
     from ecomp.model.host import InPlacement, hosts
-    from ecomp.placement import providers, traits
+    from ecomp.placement import providers
 
     seen = look(store)
     names = providers.names(placement)
     known = {*seen.etcd.alive, *seen.etcd.requests, *(uuid for uuid, name in names.items() if uuid == name)}
     shares = providers.shares(placement, known & names.keys())
-    having = {trait: traits.having(placement, trait) for trait in status.STATUS}
+    having = {trait: providers.having(placement, trait) for trait in status.STATUS}
     found = {
         uuid: InPlacement(uuid, names[uuid], each, frozenset(trait for trait in having if uuid in having[trait]))
         for uuid, each in shares.items()

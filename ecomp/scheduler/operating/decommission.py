@@ -23,7 +23,7 @@ from ecomp.model.host import QUOTED, InPlacement, Leftovers, leftovers, refusal,
 from ecomp.model.order import Request
 from ecomp.model.record import GONE, SCHEDULED, Record, new_record
 from ecomp.model.text import some
-from ecomp.placement import allocations, providers, traits
+from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import FRESH
@@ -44,8 +44,8 @@ def disable(placement: Placement, compute: str, called: str) -> str:
     `called` is what a person calls it, as below.
     """
     _check(placement, compute, called)
-    traits.make_known(placement, status.STATUS)
-    done = traits.change(placement, compute, traits.TRAITS, status.disabled)
+    providers.make_known(placement, status.STATUS)
+    done = providers.change(placement, compute, providers.TRAITS, status.disabled)
     failpoint('host-disabled')
     if not done:
         return f'{called}: is disabled already'
@@ -56,7 +56,7 @@ def enable(store: Store, placement: Placement, compute: str, called: str) -> str
     """Have it placed on again; what was done, in one line. NotFound if it is none of ours."""
     _check(placement, compute, called)
     alive = is_alive(store, compute)
-    done = traits.change(placement, compute, traits.TRAITS, lambda names: status.enabled(names, alive))
+    done = providers.change(placement, compute, providers.TRAITS, lambda names: status.enabled(names, alive))
     failpoint('host-enabled')
     if not done:
         return f'{called}: is enabled already' + ('' if alive else ', but not up')

@@ -65,7 +65,7 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
     UsageError, also for classes and traits that placement does not know.
     """
     from ecomp.model.query import Named
-    from ecomp.placement.traits import unknown_names
+    from ecomp.placement.providers import unknown_names
 
     try:
         flavor = parse_flavor(name, text)
@@ -150,7 +150,7 @@ def check_limits(placement: Placement, words: Sequence[str]) -> str:
     What is no limit any more is not looked at.
     """
     from ecomp.model.query import Named
-    from ecomp.placement.traits import unknown_names
+    from ecomp.placement.providers import unknown_names
 
     try:
         classes = {name for name, most in parse_limits(words).items() if most is not None} - {INSTANCES}

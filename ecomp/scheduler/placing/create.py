@@ -24,7 +24,7 @@ from ecomp.model.group import Group
 from ecomp.model.order import Order, Request, SetOrder, check_order_size, difference, member
 from ecomp.model.query import Amount, Unexplained, enabled_only, parse
 from ecomp.model.record import ERROR, GONE
-from ecomp.placement import allocations, room
+from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import FRESH, take_names
 from ecomp.scheduler.placing.claim import (
@@ -107,7 +107,7 @@ def earlier_claims(
         return {}, on
     amounts = {each.name: each.amount for each in asked if isinstance(each, Amount)}
     rest = [each for each in asked if not isinstance(each, Amount)]
-    fitting = set(alive).intersection(*(room.holding(placement, each) for each in rest))
+    fitting = set(alive).intersection(*(providers.holding(placement, each) for each in rest))
     found = {
         instance: Candidate(compute, held[instance], None)
         for instance, compute in on.items()

@@ -23,11 +23,10 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.host import Computes, Hint, Living
 from ecomp.model.query import ENABLED, Amount, Constraint, Has, Unexplained, enabled_only, limit, parse, words
 from ecomp.model.status import DISABLED
-from ecomp.placement import room, traits
+from ecomp.placement import providers
 from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
-from ecomp.placement.providers import inventory, matching
-from ecomp.placement.traits import AGGREGATES
+from ecomp.placement.providers import AGGREGATES, inventory, matching
 from ecomp.scheduler.looking import hosts
 from ecomp.scheduler.placing.claim import settled
 from ecomp.store.client import Store
@@ -59,7 +58,7 @@ class Facts:
     ) -> None:
         self._placement, self._asked, self._named = placement, asked, named
         self._left = calls - 1
-        self.listed = room.everyone(placement)
+        self.listed = providers.everyone(placement)
         self.sharing: list[Provider] = []
         self._seen: dict[str, Provider] = {}
         self._none_of: set[str] = set()
@@ -107,7 +106,7 @@ class Facts:
         for name in dict.fromkeys(aggregates):
             if name not in self._near:
                 self._spend(1)
-                self._near[name] = room.holding(self._placement, Has('member_of', (name,)))
+                self._near[name] = providers.holding(self._placement, Has('member_of', (name,)))
 
     def _look_for_free(self, there: Collection[str], hints: Mapping[str, Hint | None]) -> None:
         classes = list(dict.fromkeys([*FIRST, *(each.name for each in self._amounts)]))
@@ -124,28 +123,28 @@ class Facts:
             classes.remove(name)
             self._left -= 1
             # A moment has passed: what has been seen counts as it was.
-            self._seen = {**room.with_free(self._placement, name), **self._seen}
+            self._seen = {**providers.with_free(self._placement, name), **self._seen}
             self._none_of.add(name)
             sharing = self._sharing(hints) if sharing is None else sharing
         sharing = self._sharing(hints) if sharing is None else sharing
-        self._look_at_sharing(sharing | {uuid for uuid, each in self._seen.items() if room.SHARES in each.traits})
+        self._look_at_sharing(sharing | {uuid for uuid, each in self._seen.items() if providers.SHARES in each.traits})
 
     def _sharing(self, hints: Mapping[str, Hint | None]) -> frozenset[str]:
         """Those of which nothing is known yet that share with others: what hints is a compute, and none of these."""
         if not self._left or all(uuid in self._seen or hints.get(uuid) for uuid in self.listed):
             return frozenset()
         self._left -= 1
-        return matching(self._placement, f'required={room.SHARES}')
+        return matching(self._placement, f'required={providers.SHARES}')
 
     def _look_at_sharing(self, uuids: Iterable[str]) -> None:
         for uuid in sorted(uuids):
             found = self._seen.get(uuid)
             if found is None:
                 self._spend(2)
-                found = room.look(self._placement, uuid, True, traits=False, aggregates=False)
+                found = providers.look(self._placement, uuid, True, traits=False, aggregates=False)
             if found is not None:
                 self._spend(1)
-                near = traits.names(self._placement, uuid, AGGREGATES)
+                near = providers.names(self._placement, uuid, AGGREGATES)
                 self._look_into(sorted(near))
                 self.sharing.append(replace(found, aggregates=near))
 
@@ -168,7 +167,7 @@ class Facts:
         }  # fmt: skip
         if full and self._traits and self._left > self._kept([*found.values(), *full.values()]):
             self._left -= 1
-            disabled = traits.having(self._placement, DISABLED)
+            disabled = providers.having(self._placement, DISABLED)
             full |= {uuid: replace(full[uuid], traits=[DISABLED]) for uuid in disabled.intersection(full)}
         return full
 
@@ -185,7 +184,7 @@ class Facts:
             if spare < self._each:
                 break
             spare, self._left = spare - self._each, self._left - self._each
-            each = room.look(self._placement, uuid, True, traits=bool(self._traits), aggregates=False)
+            each = providers.look(self._placement, uuid, True, traits=bool(self._traits), aggregates=False)
             more |= {uuid: self._whole(each)} if each is not None else {}
         return more
 

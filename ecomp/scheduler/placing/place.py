@@ -240,7 +240,7 @@ def why_none(offer: Offer, choice: Choice, alive: Collection[str], group: Group 
     if not alive:
         return 'no compute is alive: is ecompute running anywhere?'
     if any(sum(provider in alive for provider in each) > 1 for each in offer.candidates):
-        from ecomp.placement.room import SHARES  # seldom needed
+        from ecomp.placement.providers import SHARES
 
         told = 'placement names only places that are parts of two computes, of which one shares with the other'
         return f'{told}, and a guest has one: take the trait {SHARES} off that one'
