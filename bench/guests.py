@@ -102,7 +102,7 @@ class Bench:
         """So many instances asked for in one transaction, and the seconds until the last one's domain runs."""
         instances = [str(uuid.uuid4()) for _ in range(count)]
         for each in instances:
-            allocations.claim(self._placement, each, {self.compute: SHARE}, 'bench', 'bench')
+            allocations.claim_once(self._placement, each, {self.compute: SHARE}, 'bench', 'bench')
         puts = [self._put(each, SHARE) for each in instances]
         began = time.monotonic()
         self._store.commit([], puts)

@@ -1,9 +1,6 @@
-"""ecompute's front door: arguments, configuration, signals, exit codes.
+"""ecompute's front door: arguments, configuration, signals, exit codes, and `--check`, which changes nothing.
 
-Imports of h2 and libvirt are inside the functions that need them, for every spawned worker imports this
-module anew.
-
-`ecompute --check`: look at this machine and at what it needs, change nothing, and say what mends it.
+Imports of h2 and libvirt are inside the functions that need them, for every spawned worker imports this module anew.
 """
 
 from __future__ import annotations

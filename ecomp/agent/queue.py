@@ -611,7 +611,7 @@ class Puller:
 
     def _is_open(self) -> bool:
         """Whether this compute is not disabled, by its traits as they are now, which are remembered."""
-        there = providers.names(self._placement, self._compute, providers.TRAITS)
+        there = providers.names_of(self._placement, self._compute, providers.TRAITS)
         if there != self._room.traits:
             self._room, self._takes = replace(self._room, traits=there), {}
         return DISABLED not in there

@@ -1,8 +1,7 @@
 """Candidates, claims and releases. A consumer is an instance, under the same uuid.
 
-https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocations
-
-Claim for instances, and release, knowing at each step what placement holds (rules 1, 3 and 11).
+claim() and release() know at each step what placement holds (rules 1, 3 and 11); claim_once() and release_once() are
+one call. https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocations
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ def claim(
 
     Raises:
         ClaimedElsewhere: another attempt's claim is on another compute; nothing is claimed.
-        NoCapacity, Unreachable, Conflict: as allocations.claim() and `check` raise them.
+        NoCapacity, Unreachable, Conflict: as allocations.claim_once() and `check` raise them.
         GenerationConflict: after several tries. A ConsumerConflict of a set may be about one instance whose consumer
             was left empty; claimed by itself, that instance can be claimed.
     """

@@ -1,8 +1,7 @@
 """One connection to etcd: to one of its members, and after any failure to the next; a long list comes in pages.
 
-What a failed call to etcd means: whether it may work elsewhere, whether it was sent, and why, in plain words.
-
-A CallFailure has one of gRPC's codes (https://grpc.io/docs/guides/status-codes/) by its name.
+And what a failed call means: whether it may work elsewhere, whether it was sent, and why, in plain words. A
+CallFailure has one of gRPC's codes (https://grpc.io/docs/guides/status-codes/) by its name.
 """
 
 from __future__ import annotations

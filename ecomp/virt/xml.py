@@ -1,12 +1,10 @@
-"""PURE: the XML libvirt is given for our domains, volumes and pool, and what is read from libvirt's own.
+"""PURE: the XML libvirt is given for our domains, volumes, pool and network filters, and what is read from its own.
 
 Everything is built with ElementTree, so a value can never become markup. Formats: libvirt.org/formatdomain.html,
-formatstorage.html, formatcaps.html.
+formatstorage.html, formatcaps.html, formatnwfilter.html.
 
-PURE: what a guest may send, as libvirt's network filters. https://libvirt.org/formatnwfilter.html
-
-Few rules: each is a program that libvirt runs at every start, some 20 ms. Other rules need another name: what is
-defined under a name is taken as it is.
+The filters have few rules: each is a program that libvirt runs at every start, some 20 ms. Other rules need another
+name: what is defined under a name is taken as it is.
 """
 
 from __future__ import annotations

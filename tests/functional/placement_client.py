@@ -27,4 +27,4 @@ def new() -> str:
 
 
 def claim(client: Placement, instance: str, provider: str, generation: int | None = None, **amounts: int) -> None:
-    allocations.claim(client, instance, {provider: amounts or SMALL}, USER, PROJECT, generation)
+    allocations.claim_once(client, instance, {provider: amounts or SMALL}, USER, PROJECT, generation)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 
 def orphan(cloud: Cloud, compute: str) -> str:
     instance = new()
-    allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     return instance
 
 
@@ -80,7 +80,7 @@ def test_a_claim_on_another_compute_is_not_released(cloud: Cloud) -> None:
     keeper = ClaimKeeper(here, cloud.store, cloud.placement)
     keeper.look([], 0.0)
     held = allocations.consumer(cloud.placement, instance)
-    allocations.claim(cloud.placement, instance, {there: SMALL}, 'a-user', 'a-project', held.generation)
+    allocations.claim_once(cloud.placement, instance, {there: SMALL}, 'a-user', 'a-project', held.generation)
     keeper.look([], APART)
     keeper.look([], 2 * APART)
     assert cloud.server.allocations(instance) == {there: SMALL}

@@ -83,7 +83,7 @@ def test_what_ended_while_its_host_was_down_does_not_come_back(cloud: Cloud, tmp
         assert compute.record(instance).state == BUILDING
         key = keys.record(compute.compute, instance)
         # As host forget does, and clear.
-        allocations.release(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
+        allocations.release_once(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
         cloud.store.commit([], [Delete(key), Delete(keys.request(compute.compute, instance))])
         if restarts:
             compute.restart()
@@ -100,7 +100,7 @@ def test_nothing_is_left_of_what_placement_does_not_confirm(cloud: Cloud, tmp_pa
     with toy(cloud, tmp_path) as compute:
         instance = compute.place()
         client = cloud.placement
-        allocations.release(client, instance, allocations.consumer(client, instance))
+        allocations.release_once(client, instance, allocations.consumer(client, instance))
         compute.step()
         compute.instances.records.forget(instance)
         failed = compute.record(instance)

@@ -230,7 +230,8 @@ def test_what_leaves_its_queue_while_it_is_published_is_counted(
             if places[0] in {each.key for each in operations}:
                 monkeypatch.undo()
                 # In an etcd and a placement of before it was taken nobody holds a claim for it.
-                assert allocations.release(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
+                held = allocations.consumer(cloud.placement, instance)
+                assert allocations.release_once(cloud.placement, instance, held)
                 assert other.refuse(place, 'it asks for too much')
                 assert used() == 0
             return commit(conditions, operations)
@@ -401,7 +402,7 @@ def test_republish_writes_nothing_of_what_another_compute_claims(
         other = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
         held = allocations.consumer(cloud.placement, instance)
         there = {other: request.allocations[compute.compute]}
-        allocations.claim(cloud.placement, instance, there, 'a-user', 'a-project', held.generation)
+        allocations.claim_once(cloud.placement, instance, there, 'a-user', 'a-project', held.generation)
         here = () if state == BUILDING else (instance,)
         republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
         assert cloud.store.read(places) == {}

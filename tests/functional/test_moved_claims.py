@@ -72,7 +72,7 @@ def between(cloud: Cloud) -> Between:
 def left_empty(cloud: Cloud, instance: str) -> None:
     """Placement makes the consumer, and then finds that there is no such provider."""
     with pytest.raises(PlacementRefusal):
-        allocations.claim(cloud.placement, instance, {new(): SMALL}, 'a-user', 'a-project')
+        allocations.claim_once(cloud.placement, instance, {new(): SMALL}, 'a-user', 'a-project')
 
 
 def delivered_meanwhile(cloud: Cloud, compute: str, instance: str, lease: int) -> None:
@@ -115,7 +115,7 @@ def test_one_that_is_changed_all_the_time_is_not_said_to_find_no_room(cloud: Clo
 
     def meddle() -> None:
         held = allocations.consumer(cloud.placement, instance)
-        allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', held.generation)
+        allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', held.generation)
         between.then('PUT', f'/allocations/{instance}', meddle)
 
     meddle()
@@ -137,10 +137,10 @@ def test_a_late_release_of_the_first_one_meets_another_generation(cloud: Cloud) 
     """A2: all the room there is, is what the first one claimed and left"""
     compute = cloud.compute(**ROOM_FOR_ONE)
     wanted = cloud.wanted(compute)
-    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     held = allocations.consumer(cloud.placement, wanted.instance)
     assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
-    assert not allocations.release(cloud.placement, wanted.instance, held)
+    assert not allocations.release_once(cloud.placement, wanted.instance, held)
     cloud.is_whole(compute, wanted)
 
 
@@ -148,11 +148,11 @@ def test_a_late_release_meets_another_generation_also_after_somebody_else_s_rele
     """A2, with a third one between"""
     compute = cloud.compute(**ROOM_FOR_ONE)
     wanted = cloud.wanted(compute)
-    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     held = allocations.consumer(cloud.placement, wanted.instance)
     assert abandon(cloud.store, cloud.placement, [wanted.instance], wanted.instance, -1)
     assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
-    assert not allocations.release(cloud.placement, wanted.instance, held)
+    assert not allocations.release_once(cloud.placement, wanted.instance, held)
     cloud.is_whole(compute, wanted)
 
 
@@ -160,7 +160,7 @@ def test_a_late_release_meets_another_generation_also_after_somebody_else_s_rele
 def test_what_was_claimed_for_another_query_is_not_taken_for_this_one_s(cloud: Cloud, query: str) -> None:
     compute = cloud.compute(**ROOM_FOR_ONE)
     wanted = cloud.wanted(compute, resources=query)
-    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     with pytest.raises(ClaimedElsewhere):
         cloud.create(wanted, resume=True)
     # The compute that it is on releases it, if nobody stands behind it.
@@ -171,11 +171,11 @@ def test_what_was_claimed_for_another_query_is_not_taken_for_this_one_s(cloud: C
 def test_a_lost_claim_beside_an_equal_one_moves_it(cloud: Cloud, between: Between) -> None:
     """A3"""
     compute, instance = cloud.compute(), new()
-    allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     held = allocations.consumer(cloud.placement, instance)
     between.then('PUT', f'/allocations/{instance}', lost=True)
     claim(between, {instance: {compute: SMALL}}, 'a-user', 'a-project', lambda: None)
-    assert not allocations.release(cloud.placement, instance, held)
+    assert not allocations.release_once(cloud.placement, instance, held)
     assert cloud.server.consumers(compute).keys() == {instance}
 
 
@@ -189,7 +189,7 @@ def test_no_room_beside_another_eschedule_of_the_same_uuid_is_not_called_so(clou
         ours = cloud.store.get(key)
         assert ours is not None
         assert cloud.store.commit([Unchanged(key, ours.revision)], [Put(key, text, ours.lease)])
-        allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+        allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
 
     store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
     store.do = other
@@ -201,10 +201,11 @@ def test_no_room_beside_another_eschedule_of_the_same_uuid_is_not_called_so(clou
 def test_what_an_earlier_one_releases_once_placement_was_asked_is_room(cloud: Cloud) -> None:
     compute = cloud.compute(**ROOM_FOR_ONE)
     wanted = cloud.wanted(compute)
-    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     offer = allocations.candidates(cloud.placement, wanted.query)
     assert offer.candidates == []
-    assert allocations.release(cloud.placement, wanted.instance, allocations.consumer(cloud.placement, wanted.instance))
+    held = allocations.consumer(cloud.placement, wanted.instance)
+    assert allocations.release_once(cloud.placement, wanted.instance, held)
     assert cloud.create(wanted, resume=True, offer=offer) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
 
@@ -225,14 +226,14 @@ def test_a_release_that_is_sent_late_meets_no_claim_made_since(cloud: Cloud, cou
         assert abandon(cloud.store, cloud.placement, instances, instances[0], -1)
         reads.append(claim_all())
         for read in reads[:-1]:
-            assert [allocations.release(cloud.placement, *each) for each in read.items()] == [False] * count
+            assert [allocations.release_once(cloud.placement, *each) for each in read.items()] == [False] * count
         assert cloud.server.consumers(compute).keys() == set(instances)
     assert {read[each].generation for read in reads for each in instances} == {1, 2, 3, 4}
 
 
 def test_what_is_not_noted_is_not_released(cloud: Cloud) -> None:
     compute, instance = cloud.compute(), new()
-    allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
 
     def note(generations: Mapping[str, int]) -> None:
         assert generations == {instance: 1}
@@ -246,7 +247,8 @@ def test_what_is_not_noted_is_not_released(cloud: Cloud) -> None:
 def test_many_are_released_in_portions(cloud: Cloud) -> None:
     compute, asked = cloud.compute(VCPU=50, MEMORY_MB=5000, DISK_GB=50), list[int]()
     instances = [new() for _ in range(2 * allocations.TOGETHER + 1)]
-    allocations.claim_set(cloud.placement, {each: {compute: SMALL} for each in instances}, 'a-user', 'a-project', {})
+    claimed = {each: {compute: SMALL} for each in instances}
+    allocations.claim_set_once(cloud.placement, claimed, 'a-user', 'a-project', {})
     kept = instances[0]
 
     def wanted(holding: Mapping[str, allocations.Consumer]) -> set[str]:
@@ -263,7 +265,7 @@ def test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked(cloud: Clou
     """A4"""
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
-    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     keeper = ClaimKeeper(compute, cloud.store, between)
     keeper.look([], 0.0)
     between.then('GET', f'/allocations/{wanted.instance}', lambda: cloud.create(wanted, resume=True))
@@ -330,7 +332,7 @@ def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     wanted = cloud.wanted(compute)
     lease = cloud.store.grant(60)
     at_it(cloud, wanted, lease)
-    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
     store.do = lambda: delivered_meanwhile(cloud, compute, wanted.instance, lease)
     with pytest.raises(Exception, match=f'compute {compute} is not forgotten') as refused:
@@ -343,7 +345,7 @@ def test_a_dead_taker_is_forgotten_with_its_claim_for_what_still_waits(cloud: Cl
     compute = cloud.compute(alive=False)
     wanted = cloud.wanted(compute)
     cloud.etcd.put(f'{keys.QUEUES}small/{wanted.instance}', '{}')
-    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     with pytest.raises(Conflict, match='--fenced'):
         forget(cloud.store, cloud.placement, compute, compute, lambda: 'now', lambda _: None)
     forget(cloud.store, cloud.placement, compute, compute, lambda: 'now', lambda _: None, fenced=True)
@@ -357,7 +359,7 @@ def test_a_repair_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     wanted = cloud.wanted(compute)
     lease = cloud.store.grant(60)
     at_it(cloud, wanted, lease)
-    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
     store.do = lambda: delivered_meanwhile(cloud, compute, wanted.instance, lease)
     assert 'it has changed' in repaired(store, cloud.placement, wanted.instance)

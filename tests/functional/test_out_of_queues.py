@@ -107,7 +107,8 @@ def test_a_claim_that_stays_unknown_is_released_by_its_own_compute_alone(
     assert cloud.etcd.get(keys.taker(found.waiting.key)) is None
     assert taker(cloud, here).let_go(found.waiting.instance)
     assert taker(cloud, there).take(found)
-    assert not allocations.release(cloud.placement, found.waiting.instance, held), 'a late release releases nothing'
+    is_released = allocations.release_once(cloud.placement, found.waiting.instance, held)
+    assert not is_released, 'a late release releases nothing'
     is_taken(cloud, there, found.waiting)
 
 
@@ -230,7 +231,7 @@ class Interrupted(Placement):
 
 def test_who_takes_what_a_dead_attempt_claimed_keeps_it(cloud: Cloud, flavor: Flavor) -> None:
     here, found = cloud.compute(), queued(cloud, flavor)
-    allocations.claim(cloud.placement, found.waiting.instance, {here: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, found.waiting.instance, {here: SMALL}, 'a-user', 'a-project')
     taken: list[bool] = []
     slow = Interrupted(cloud.server.url, lambda: taken.append(taker(cloud, here).take(found)))
     assert not taker(cloud, here, placement=slow).let_go(found.waiting.instance)

@@ -195,10 +195,10 @@ def test_a_reserved_provider_is_no_candidate(client: Placement, provider: str) -
 def test_a_claim_is_whole_or_not_at_all(client: Placement, placement: PlacementServer, provider: str) -> None:
     other = placement.make_provider(DISK_GB=1)
     with pytest.raises(NoCapacity):
-        allocations.claim(client, new(), {provider: {'VCPU': 1}, other: {'DISK_GB': 2}}, USER, PROJECT)
+        allocations.claim_once(client, new(), {provider: {'VCPU': 1}, other: {'DISK_GB': 2}}, USER, PROJECT)
     assert placement.consumers(provider) == placement.consumers(other) == {}
     instance = new()
-    allocations.claim(client, instance, {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}, USER, PROJECT)
+    allocations.claim_once(client, instance, {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}, USER, PROJECT)
     held = allocations.consumer(client, instance)
     assert held.allocations == {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}
     assert (held.user_id, held.project_id) == (USER, PROJECT)
@@ -214,7 +214,7 @@ def test_a_second_claim_without_the_generation_is_refused(client: Placement, pro
 
 def test_a_consumer_nobody_knows_holds_nothing(client: Placement) -> None:
     assert allocations.consumer(client, new()) == allocations.Consumer()
-    assert allocations.release(client, new(), allocations.Consumer())
+    assert allocations.release_once(client, new(), allocations.Consumer())
 
 
 def test_taking_over_moves_the_claim_and_makes_the_late_release_fail(
@@ -226,9 +226,9 @@ def test_taking_over_moves_the_claim_and_makes_the_late_release_fail(
     before = allocations.consumer(client, instance)
     claim(client, instance, there, before.generation)
     assert placement.allocations(instance) == {there: SMALL}
-    assert not allocations.release(client, instance, before)
+    assert not allocations.release_once(client, instance, before)
     assert placement.allocations(instance) == {there: SMALL}
-    assert allocations.release(client, instance, allocations.consumer(client, instance))
+    assert allocations.release_once(client, instance, allocations.consumer(client, instance))
     assert placement.allocations(instance) == {}
     assert placement.consumers(there) == {}
 
@@ -237,12 +237,12 @@ def test_a_release_that_was_done_already_releases_nothing_new(client: Placement,
     instance = new()
     claim(client, instance, provider)
     first = allocations.consumer(client, instance)
-    assert allocations.release(client, instance, first)
+    assert allocations.release_once(client, instance, first)
     # The same instance claims again; the first release, sent once more, must not hit it.
     claim(client, instance, provider)
     again = allocations.consumer(client, instance)
     if again.generation != first.generation:
-        assert not allocations.release(client, instance, first)
+        assert not allocations.release_once(client, instance, first)
         assert allocations.consumer(client, instance) == again
 
 

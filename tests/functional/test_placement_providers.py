@@ -10,6 +10,7 @@ from ecomp.errors import Conflict, UnknownOutcome
 from ecomp.model.allocation import Room
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
+from ecomp.placement.providers import AGGREGATES, TRAITS, change_names
 from tests.functional.placement_client import claim, connected, new
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PlacementServer
@@ -128,8 +129,8 @@ def test_what_a_generation_counts(client: Placement, placement: PlacementServer)
     does('another', lambda: claim(client, two, provider))
     does('moved here', lambda: (claim(client, three, other), claim(client, three, provider, 1)))
     does('inventory', lambda: providers.set_inventory(client, provider, {'VCPU': {'total': 8}} | ROOM))
-    does('traits', lambda: providers.change(client, provider, providers.TRAITS, lambda _: frozenset({'COMPUTE_NODE'})))
-    does('aggregates', lambda: providers.change(client, provider, providers.AGGREGATES, lambda _: frozenset({new()})))
+    does('traits', lambda: change_names(client, provider, TRAITS, lambda _: frozenset({'COMPUTE_NODE'})))
+    does('aggregates', lambda: change_names(client, provider, AGGREGATES, lambda _: frozenset({new()})))
     does('nothing', lambda: providers.inventories(client, provider))
     does('released', lambda: allocations.release(client, [one], lambda _: (), lambda *_: None))
     does('deleted', lambda: placement.call('DELETE', f'/allocations/{two}'))

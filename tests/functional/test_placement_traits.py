@@ -55,14 +55,14 @@ def make(client: Placement, compute: str, tmp_path: Path) -> Make:
 
 
 def has(client: Placement, compute: str, kind: str = TRAITS) -> set[str]:
-    return set(providers.names(client, compute, kind))
+    return set(providers.names_of(client, compute, kind))
 
 
 def by_hand(client: Placement, compute: str, *names: str, kind: str = TRAITS) -> None:
     """Somebody else adds these."""
     if kind == TRAITS:
         providers.make_known(client, names)
-    providers.change(client, compute, kind, lambda there: there | set(names))
+    providers.change_names(client, compute, kind, lambda there: there | set(names))
 
 
 def open_() -> bool:
@@ -208,10 +208,10 @@ def test_what_was_changed_by_hand_or_restored_is_put_right(client: Placement, co
     provider = make(SSD, RACK, aggregates=(group,), inventory=with_ratios(TOTALS, {'VCPU': 4}))
     provider.register()
     for spoil in (
-        lambda: providers.change(client, compute, TRAITS, lambda _: frozenset({FAST, SSD})),
-        lambda: providers.change(client, compute, AGGREGATES, lambda _: frozenset({stranger})),
+        lambda: providers.change_names(client, compute, TRAITS, lambda _: frozenset({FAST, SSD})),
+        lambda: providers.change_names(client, compute, AGGREGATES, lambda _: frozenset({stranger})),
         lambda: providers.set_inventory(client, compute, TOTALS),
-        lambda: providers.change(client, compute, TRAITS, lambda there: there | {DISABLED}),
+        lambda: providers.change_names(client, compute, TRAITS, lambda there: there | {DISABLED}),
     ):
         by_hand(client, compute, FAST)
         spoil()
@@ -251,7 +251,7 @@ def test_closed_and_opened_and_disabled(client: Placement, compute: str, make: M
     provider.register()
     assert has(client, compute) == {RACK, DISABLED, BY_OPERATOR}
     assert not offered()
-    providers.change(client, compute, TRAITS, lambda there: there - {BY_OPERATOR})
+    providers.change_names(client, compute, TRAITS, lambda there: there - {BY_OPERATOR})
     provider.keep(open_)
     assert offered()
 
@@ -318,7 +318,7 @@ def test_others_change_the_provider_all_the_time(
         done = 0
         with connected(placement.url) as mine:
             while not stop.wait(0.02):
-                done += providers.change(mine, compute, TRAITS, lambda there: there ^ {AVX2})
+                done += providers.change_names(mine, compute, TRAITS, lambda there: there ^ {AVX2})
         return done
 
     with ThreadPoolExecutor(1) as pool:
@@ -335,7 +335,7 @@ def test_others_change_the_provider_all_the_time(
 
 def test_no_such_provider(client: Placement) -> None:
     with pytest.raises(NotFound):
-        providers.names(client, new(), TRAITS)
+        providers.names_of(client, new(), TRAITS)
     assert providers.having(client, 'CUSTOM_NOBODY_HAS_MADE_THIS') == frozenset()
 
 

@@ -124,7 +124,7 @@ def test_a_dead_attempt_s_claim_is_released_although_it_heard_of_other_things_fi
     """Killed with its claim and started again, with other instances here, before its queues are listed."""
     one = Compute(cloud, flavor, **ONE)
     instance = one.put()
-    allocations.claim(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
+    allocations.claim_once(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
     other = keys.request(one.uuid, new())
     cloud.etcd.put(other, '{}')
     assert one.puller.on_hosts(cloud.store.snapshot(keys.request_prefix(one.uuid)).entries)
@@ -139,7 +139,7 @@ def test_a_dead_attempt_s_claim_is_released_although_another_compute_was_at_it(c
     """That one gave it back before it claimed anything."""
     one = Compute(cloud, flavor, **ONE)
     instance = one.put()
-    allocations.claim(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
+    allocations.claim_once(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
     mark = keys.taker(keys.queue(flavor.name, instance))
     cloud.etcd.put(mark, mark_to_json(new()))
     one.hear()
@@ -352,7 +352,7 @@ def test_one_that_another_compute_claimed_is_marked_once_and_then_only_looked_at
         claim(waiting, mark)
 
     monkeypatch.setattr(one.taker, '_claim', claim_once_the_mark_was_heard_of)
-    allocations.claim(cloud.placement, instance, {other: SMALL}, 'u', 'p')
+    allocations.claim_once(cloud.placement, instance, {other: SMALL}, 'u', 'p')
     one.hear()
     one.goes_on()
     before = cloud.store.snapshot('/').revision
@@ -361,7 +361,7 @@ def test_one_that_another_compute_claimed_is_marked_once_and_then_only_looked_at
     assert cloud.store.snapshot('/').revision == before
     assert one.waiting == {instance}
     assert cloud.server.allocations(instance) == {other: SMALL}
-    assert allocations.release(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
+    assert allocations.release_once(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
     one.goes_on()
     assert one.taken == {instance}
 
@@ -370,7 +370,7 @@ def test_the_claim_of_a_guest_that_is_here_is_not_released(cloud: Cloud, flavor:
     """A compute that lost its state directory finds its own guest's claim for what a restored queue has waiting."""
     one = Compute(cloud, flavor)
     instance = one.put()
-    allocations.claim(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
+    allocations.claim_once(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
     one.hear()
     one.puller._guests = lambda: {instance}
     one.puller._look(one.offers.backlog or Backlog())

@@ -115,7 +115,7 @@ def test_a_flavor_that_was_changed_since_it_was_read(cloud: Cloud, flavor: Flavo
 def test_a_mark_and_what_waits_stand_behind_a_claim(cloud: Cloud, flavor: Flavor) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
     instance, mark = found.waiting.instance, keys.taker(found.waiting.key)
-    allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     lease = cloud.store.grant(60)
     cloud.store.commit([Unchanged(mark, 0)], [Put(mark, mark_to_json(compute), lease)])
     assert instance in at_it(cloud.store)
@@ -153,6 +153,6 @@ def test_who_undoes_a_claim_leaves_that_of_a_taker_of_the_same_uuid(cloud: Cloud
 def test_who_undoes_a_claim_releases_it_though_its_uuid_waits(cloud: Cloud, flavor: Flavor) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
     instance = found.waiting.instance
-    allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     assert abandon(cloud.store, cloud.placement, [instance], instance, 1)
     waits(cloud, found.waiting)

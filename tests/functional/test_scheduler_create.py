@@ -267,7 +267,7 @@ def test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothi
     assert cloud.create(wanted, resume=True) == DeliveryOutcome(first)
     cloud.is_whole(first, wanted)
     assert not claims.abandon(cloud.store, cloud.placement, [wanted.instance], wanted.instance, revision)
-    assert not allocations.release(cloud.placement, wanted.instance, held)
+    assert not allocations.release_once(cloud.placement, wanted.instance, held)
     cloud.store.revoke(lease)
     cloud.is_whole(first, wanted)
     assert cloud.server.consumers(second) == {}
@@ -278,7 +278,7 @@ def test_a_claim_of_another_attempt_is_neither_moved_nor_released(cloud: Cloud) 
     first, second, silent = cloud.compute(), cloud.compute(), cloud.compute(alive=False)
     for compute in (first, silent):
         wanted = cloud.wanted(second)
-        allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+        allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
         with pytest.raises(ClaimedElsewhere, match=f'claimed on {compute}'):
             cloud.create(wanted, resume=True)
         assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
@@ -291,13 +291,13 @@ def test_of_a_set_the_rest_is_placed_where_one_is_claimed_on_a_silent_compute(
     compute, silent = cloud.compute(VCPU=4, MEMORY_MB=512, DISK_GB=10), cloud.compute(alive=False)
     wanted = replace(cloud.wanted(compute), count=3, minimum=2)
     blocked, *others = wanted.instances
-    allocations.claim(cloud.placement, blocked, {silent: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, blocked, {silent: SMALL}, 'a-user', 'a-project')
     placed = cloud.create_all(wanted, resume=True)
     assert list(placed) == others
     assert f'{blocked} is claimed on {silent}, which is silent' in caplog.text
     assert cloud.server.allocations(blocked) == {silent: SMALL}
     whole = replace(cloud.wanted(compute), count=2, minimum=2)
-    allocations.claim(cloud.placement, next(iter(whole.instances)), {silent: SMALL}, 'a-user', 'a-project')
+    allocations.claim_once(cloud.placement, next(iter(whole.instances)), {silent: SMALL}, 'a-user', 'a-project')
     with pytest.raises(ClaimedElsewhere):
         cloud.create_all(whole, resume=True)
     assert cloud.server.consumers(compute).keys() == set(others)

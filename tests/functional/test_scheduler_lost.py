@@ -68,7 +68,7 @@ def test_anothers_delivery_is_not_taken_for_the_one_that_was_lost(
 
     def meanwhile() -> str:
         # This one is so slow that its compute has released its claim.
-        assert allocations.release(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
+        assert allocations.release_once(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
         assert cloud.create(cloud.wanted(there, instance), resume=True) == DeliveryOutcome(there)
         record = new_record(there, cloud.delivered(there, instance), 'now')
         cloud.etcd.put_record(to_json(record))
@@ -188,4 +188,4 @@ def test_a_claim_found_there_is_moved_and_not_believed(cloud: Cloud) -> None:
     before = allocations.consumer(cloud.placement, instance)
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({instance: {compute: SMALL}})
     assert allocations.consumer(cloud.placement, instance).generation != before.generation
-    assert not allocations.release(cloud.placement, instance, before)
+    assert not allocations.release_once(cloud.placement, instance, before)

@@ -127,7 +127,7 @@ class Cloud:
 
     def claimed(self, instance: str, compute: str) -> None:
         """A claim."""
-        allocations.claim(self.placement, instance, {compute: SIZE}, 'u', 'p')
+        allocations.claim_once(self.placement, instance, {compute: SIZE}, 'u', 'p')
 
     def limited(self, instances: int) -> None:
         """The project has a quota."""

@@ -94,7 +94,7 @@ def unconfirmed(cloud: Cloud) -> Check:
     """A request without a claim, as somebody may write one: it is not built."""
     host = cloud.host(A)
     cloud.delivered(U, A)
-    allocations.release(cloud.placement, U, allocations.consumer(cloud.placement, U))
+    allocations.release_once(cloud.placement, U, allocations.consumer(cloud.placement, U))
     cloud.may_fail.add(U)
     cloud.works(A, '', host.rounds(2, host.plan))
 

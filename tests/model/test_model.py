@@ -58,11 +58,11 @@ def test_every_scenario_has_a_title() -> None:
 
 
 def _claim(cloud: Cloud) -> None:
-    allocations.claim(cloud.placement, V, {A: SIZE}, 'u', 'p')
+    allocations.claim_once(cloud.placement, V, {A: SIZE}, 'u', 'p')
 
 
 def _claim_gone(cloud: Cloud) -> None:
-    allocations.release(cloud.placement, U, allocations.consumer(cloud.placement, U))
+    allocations.release_once(cloud.placement, U, allocations.consumer(cloud.placement, U))
 
 
 def _put(key: str, value: str) -> object:

@@ -90,7 +90,7 @@ def take_claim(client: Placement) -> None:
     held = allocations.consumer(client, INSTANCE)
     allocations.claim(client, {INSTANCE: {COMPUTE: {'VCPU': 1}}}, 'u', 'p', lambda: None)
     difference({COMPUTE: {'VCPU': 1}}, held.allocations)
-    allocations.release(client, INSTANCE, held)
+    allocations.release_once(client, INSTANCE, held)
 
 
 CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
@@ -123,7 +123,7 @@ CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
     ),
     'free': (take_free, {'provider_summaries': {COMPUTE: {**ROOMS, 'traits': ['T']}}}),
     'traits': (
-        lambda client: providers.change(client, COMPUTE, providers.TRAITS, lambda names: names | {'T'}),
+        lambda client: providers.change_names(client, COMPUTE, providers.TRAITS, lambda names: names | {'T'}),
         {'traits': ['U'], 'resource_provider_generation': 1},
     ),
     'audit': (

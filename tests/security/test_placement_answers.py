@@ -241,7 +241,7 @@ def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
         used = {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': wrong}}}
         yield 'project', lambda client: providers.project_usages(client, 'p'), used
         names = {'traits': [], 'resource_provider_generation': wrong}
-        yield 'traits', lambda client: providers.names(client, NAME, providers.TRAITS), names
+        yield 'traits', lambda client: providers.names_of(client, NAME, providers.TRAITS), names
         yield 'set', lambda client: providers.set_inventory(client, NAME, {'VCPU': {'total': 1}}), {'generation': wrong}
     for wrong in TEXTS:
         whose = {'uuid': NAME, 'name': NAME, 'root_provider_uuid': NAME}

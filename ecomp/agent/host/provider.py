@@ -212,7 +212,7 @@ class Registration:
         """Reserve all VCPU, and say that it is stopped: nothing is scheduled here until the next start."""
         providers.set_inventory(self.placement, self.compute, closed(self.inventory))
         failpoint('closed')
-        providers.change(self.placement, self.compute, TRAITS, status.stopped)
+        providers.change_names(self.placement, self.compute, TRAITS, status.stopped)
 
     def _report(self) -> None:
         used = providers.usages(self.placement, self.compute)
@@ -226,7 +226,7 @@ class Registration:
     def _is_as_it_should(self) -> bool:
         if not providers.is_as(self.placement, self.compute, self.inventory):
             return False
-        there = {kind: providers.names(self.placement, self.compute, kind) for kind in self._kinds()}
+        there = {kind: providers.names_of(self.placement, self.compute, kind) for kind in self._kinds()}
         return all(names == self._right(kind, names) for kind, names in there.items())
 
     def _kinds(self) -> list[str]:
@@ -252,7 +252,7 @@ class Registration:
                 self._remember(kind, self._ours[kind] | then)
                 return self._right(kind, there)
 
-            changed = providers.change(self.placement, self.compute, kind, to) or changed
+            changed = providers.change_names(self.placement, self.compute, kind, to) or changed
             if not is_closing():
                 self._remember(kind, self._ours[kind] & self._wanted[kind])
         return changed
@@ -261,7 +261,7 @@ class Registration:
         """See that placement knows the traits. What was found out and is unknown to an older one is left out."""
         if not self._wanted[TRAITS]:
             return
-        missing = self._wanted[TRAITS] - providers.names(self.placement, self.compute, TRAITS)
+        missing = self._wanted[TRAITS] - providers.names_of(self.placement, self.compute, TRAITS)
         unknown = providers.make_known(self.placement, missing)
         _refuse(self.placement, unknown.intersection(self.configured))
         self._wanted[TRAITS] -= unknown

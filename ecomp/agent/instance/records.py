@@ -549,7 +549,7 @@ def _claimed(placement: Placement, request: Request) -> str:
             return difference(request.allocations, held.allocations) or ''
         who = request.user_id, request.project_id
         try:
-            allocations.claim(placement, request.instance, request.allocations, *who, held.generation)
+            allocations.claim_once(placement, request.instance, request.allocations, *who, held.generation)
         except (GenerationConflict, Unreachable):
             raise
         except EcompError as error:

@@ -286,7 +286,8 @@ class _Repairs:
             return NOT_ANY_MORE
         if entry is None or entry.revision != self.world.revision(key):
             return NOT_ANY_MORE
-        allocations.claim(self.placement, instance, wish.allocations, wish.user_id, wish.project_id, held.generation)
+        who = wish.user_id, wish.project_id
+        allocations.claim_once(self.placement, instance, wish.allocations, *who, held.generation)
         return f'claimed again on {", ".join(sorted(wish.allocations))}'
 
     def _restore_name(self, finding: Finding) -> str:

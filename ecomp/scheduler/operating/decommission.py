@@ -45,7 +45,7 @@ def disable(placement: Placement, compute: str, called: str) -> str:
     """
     _check(placement, compute, called)
     providers.make_known(placement, status.STATUS)
-    done = providers.change(placement, compute, providers.TRAITS, status.disabled)
+    done = providers.change_names(placement, compute, providers.TRAITS, status.disabled)
     failpoint('host-disabled')
     if not done:
         return f'{called}: is disabled already'
@@ -56,7 +56,7 @@ def enable(store: Store, placement: Placement, compute: str, called: str) -> str
     """Have it placed on again; what was done, in one line. NotFound if it is none of ours."""
     _check(placement, compute, called)
     alive = is_alive(store, compute)
-    done = providers.change(placement, compute, providers.TRAITS, lambda names: status.enabled(names, alive))
+    done = providers.change_names(placement, compute, providers.TRAITS, lambda names: status.enabled(names, alive))
     failpoint('host-enabled')
     if not done:
         return f'{called}: is enabled already' + ('' if alive else ', but not up')

@@ -94,7 +94,8 @@ AT_ONCE = 2
 class Claimer:
     """Claims for one attempt. `still_ours` is False once somebody else took it over.
 
-    `above`: the generations that its claims get are higher, see claiming.claim(); 0 where nobody else can have claimed.
+    `above`: the generations that its claims get are higher, see allocations.claim(); 0 where nobody else can have
+    claimed.
     `called` says what a compute is called. `movable` are the instances whose claim the attempt made itself, so that it
     may move it to another compute. `foreign` are those whose claim another attempt made: claiming on that claim once
     more does not make them movable.
@@ -154,7 +155,7 @@ class Claimer:
         return set(wanted)
 
     def claim(self, wanted: Mapping[str, Allocations]) -> None:
-        """Each instance holds exactly what is wanted for it when this returns: see claiming.claim()."""
+        """Each instance holds exactly what is wanted for it when this returns: see allocations.claim()."""
 
         def check() -> None:
             self.check(in_short(wanted))

@@ -144,7 +144,7 @@ class Facts:
                 found = providers.look(self._placement, uuid, True, traits=False, aggregates=False)
             if found is not None:
                 self._spend(1)
-                near = providers.names(self._placement, uuid, AGGREGATES)
+                near = providers.names_of(self._placement, uuid, AGGREGATES)
                 self._look_into(sorted(near))
                 self.sharing.append(replace(found, aggregates=near))
 

@@ -5,15 +5,12 @@ etcd is asked for the attempts in flight, and placement only after that, so ever
 finished and placement does not offer what it holds. An attempt that is counted, and claims before placement answers,
 is allowed for twice: one place stays free that could have been used.
 
-One plain instance in a large cluster: a few living computes are looked at in place of all.
-
-Placement's answer about everybody takes as long as there are computes; that about one is as short anywhere. So a
-handful of the living is read, from a random one on, and placement asked about the one that says it suits best, and then
-about the next ones if it is not as it said. A hint decides who is asked about, and placement who has room: who is
-disabled, or was full all the time, is not offered. What no few have is sought among all.
-
-Who follows a gap between two uuids is read more often than others, and is then fuller than these, so it is not the best
-of those that are read with it.
+In a large cluster Few looks at a few living computes for one plain instance, in place of all: placement's answer
+about everybody takes as long as there are computes, and that about one is as short anywhere. A handful of the living
+is read, from a random one on, and placement is asked about the one that says it suits best, then about the next ones.
+So a hint decides who is asked about, and placement who has room; what no few have is sought among all. Who follows a
+gap between two uuids is read more often than others, and is fuller than these, so it is rarely the best of those read
+with it.
 """
 
 from __future__ import annotations
