@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ecomp import backends, compute
+from ecomp import backends
+from ecomp.agent import checking
 from ecomp.compute_conf import load_compute
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.model import health
@@ -248,7 +249,7 @@ def test_what_a_start_would_refuse(etcd: Etcd, placement: PlacementServer, tmp_p
     def found(**changed: object) -> list[str]:
         (tmp_path / 'compute.yaml').write_text(yaml.safe_dump(settings | changed))
         config = load_compute(tmp_path / 'compute.yaml')
-        return [str(each) for each in (*compute.refused(config, True), compute.no_images(config)) if each]
+        return [str(each) for each in (*checking.refused(config, True), checking.no_images(config)) if each]
 
     assert found() == [
         'allocation_ratios: there is no VPCU here, only DISK_GB, MEMORY, MEMORY_MB, VCPU, VGPU',
@@ -261,7 +262,7 @@ def test_what_a_start_would_refuse(etcd: Etcd, placement: PlacementServer, tmp_p
     assert found(traits=['HW_CPU_X86_AVX2'], inventory={'VGPU': 1}, allocation_ratios={'VGPU': 1}) == []
     # What placement is not asked for is all the same looked at where it is away.
     (tmp_path / 'compute.yaml').write_text(yaml.safe_dump(settings))
-    (ratio,) = compute.refused(load_compute(tmp_path / 'compute.yaml'), False)
+    (ratio,) = checking.refused(load_compute(tmp_path / 'compute.yaml'), False)
     assert ratio.startswith('allocation_ratios: ')
 
 

@@ -40,7 +40,7 @@ def test_ctrl_c_while_modules_load_is_one_line(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize('number', ['SIGINT', 'SIGTERM'])
 def test_a_check_that_is_interrupted_says_not_that_all_is_well(number: str, tmp_path: Path) -> None:
-    words = {'name': 'ecomp.compute', 'words': ['--check'], 'number': number, 'run': CHECK}
+    words = {'name': 'ecomp.agent.checking', 'words': ['--check'], 'number': number, 'run': CHECK}
     done = subprocess.run(
         [sys.executable, '-c', INTERRUPTED.format(**words)],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=60,
