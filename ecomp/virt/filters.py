@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from ecomp.addresses import addresses, is_own
 from ecomp.errors import Unreachable
 from ecomp.files import search_path
-from ecomp.model.image import Address
+from ecomp.model.image import Address as IpAddress
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, is_broken, libvirt, reason
 from ecomp.virt.networks import own_addresses
@@ -24,7 +24,7 @@ class Filters:
     def __init__(self, connection: Connection, control: Sequence[tuple[str, int]]) -> None:
         self._connection = connection
         self._control = control
-        self._found: dict[str, list[Address]] = {}
+        self._found: dict[str, list[IpAddress]] = {}
 
     def prepare(self) -> str:
         """Define our filters where libvirt does not have them; '', or in words why this host can have none."""
@@ -63,7 +63,7 @@ class Filters:
             found |= {Service(address, port): None for address in there}
         return list(found)
 
-    def _addresses(self, host: str) -> list[Address]:
+    def _addresses(self, host: str) -> list[IpAddress]:
         try:
             self._found[host] = addresses(host)
         except (OSError, ValueError) as error:
