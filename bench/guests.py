@@ -27,7 +27,7 @@ from ecomp.store.client import Delete, Entry, Put, Store
 from ecomp.store.watch import Follower
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection
-from ecomp.virt.filters import Filters
+from ecomp.virt.libvirt_host import Filters
 
 SHARE = {'VCPU': 1, 'MEMORY_MB': 32, 'DISK_GB': 1}
 SECONDS = 120.0

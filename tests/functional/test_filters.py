@@ -275,7 +275,7 @@ def test_without_ebtables(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr('ecomp.virt.filters.search_path', lambda: '/nowhere')
+    monkeypatch.setattr('ecomp.virt.libvirt_host.search_path', lambda: '/nowhere')
     real.prepare()
     build(real, replace(spec, reserved=('10.77.0.50',)))
     assert unfiltered(caplog) == [NO_FILTERS.format(why='ebtables is not installed')]

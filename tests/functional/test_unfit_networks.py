@@ -13,8 +13,7 @@ from ecomp.model.guest import DEFAULT_NETWORKS, Attachment, GuestSpec
 from tests.functional.libvirt_host import LibvirtHost
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-from ecomp.virt.filters import Filters
-from ecomp.virt.libvirt_host import Libvirt, look
+from ecomp.virt.libvirt_host import Filters, Libvirt, look
 
 MACVTAP = "<network><name>odd</name><forward mode='bridge'><interface dev='lo'/></forward></network>"
 OPEN_VSWITCH = """<network><name>odd</name><forward mode='bridge'/><bridge name='ovsbr0'/>

@@ -86,7 +86,7 @@ def test_no_guest_is_made_without_filters_where_there_were_some(
     assert real.filters
     worker, spec = Libvirt(host.root / 'state', uri=host.uri, filters=real.filters), make_spec()
     with monkeypatch.context() as patch:
-        patch.setattr('ecomp.virt.filters.search_path', lambda: '/nowhere')
+        patch.setattr('ecomp.virt.libvirt_host.search_path', lambda: '/nowhere')
         with pytest.raises(Unreachable, match='ebtables is not installed.*no guest is made'):
             build(worker, spec)
     assert not real.runs(spec.instance)
