@@ -41,8 +41,7 @@ from ecomp.model.guest import ReservedAddress
 from ecomp.model.host import hostname_in, is_hostname, to_json
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, from_json, timestamp
 from ecomp.placement.client import Placement
-from ecomp.store.client import Entry, Put, Store, Unchanged, is_alive
-from ecomp.store.guard import Guard
+from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
 from ecomp.store.presence import Lease, Presence, hashed
 from ecomp.store.watch import State as Entries
 from ecomp.virt import Hypervisor

@@ -28,8 +28,7 @@ from ecomp.model.host import changed_hosts
 from ecomp.model.order import SIZE_LIMIT
 from ecomp.placement.by_http import POOL
 from ecomp.placement.client import Placement
-from ecomp.store.client import Store
-from ecomp.store.guard import Guard
+from ecomp.store.client import Guard, Store
 from ecomp.store.presence import SECONDS, Lease
 from ecomp.store.watch import Follower, Subscription
 from ecomp.store.watch import State as Entries

@@ -19,9 +19,8 @@ from ecomp.errors import EcompError, StrangeEtcd
 from ecomp.model.backoff import Backoff
 from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.model.text import printable
-from ecomp.store.client import Entry, Store, after, entry_of, header_of
+from ecomp.store.client import Entry, Guard, Store, after, entry_of, header_of
 from ecomp.store.connection import DEADLINE_EXCEEDED, CallFailure
-from ecomp.store.guard import Guard
 from ecomp.store.messages import DELETED, WatchCreate
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from ecomp.errors import EcompError, StrangeEtcd, UsageError
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import KnownCluster
 from ecomp.model.record import ERROR, Failure, Record
-from ecomp.store.client import Entry, Put, Store, Unchanged
-from ecomp.store.guard import Guard
+from ecomp.store.client import Entry, Guard, Put, Store, Unchanged
 from ecomp.store.presence import Presence
 from ecomp.store.sharing import write_end
 from ecomp.store.watch import Follower

@@ -40,8 +40,7 @@ from ecomp.model.cluster import KnownCluster
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import Invalid, Request
 from ecomp.model.record import BUILDING, Failure, Record
-from ecomp.store.client import Store
-from ecomp.store.guard import Guard
+from ecomp.store.client import Guard, Store
 
 log = logging.getLogger(__name__)
 
