@@ -3,10 +3,9 @@
 Every call has a time limit and asks for a member that has a leader: without, a member cut off from the others answers
 for ever.
 
-Rule 10: nothing is taken from, or written to, an etcd that is not the one we knew.
-
-Shared by all connections of a process to one etcd. Every linearizable reply is compared with what had been seen before
-its request was sent; a strange one raises StrangeEtcd, and so does every call from then on.
+Guard is rule 10: nothing is taken from, or written to, an etcd that is not the one we knew. All connections of a
+process to one etcd share it. Every linearizable reply is compared with what had been seen before its request was
+sent; a strange one raises StrangeEtcd, and so does every call from then on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The Hypervisor that is real: this host's libvirt. Each process makes its own; threads may share one.
 
-What libvirt and the networks of this host are like, for `ecompute --check`: nothing is made, started or defined.
-
-The network filters that say what a guest may send, as libvirt has them; and what it is kept from.
+Beside it are what libvirt and the networks of this host are like, for `ecompute --check` (nothing is made, started or
+defined), and the network filters that say what a guest may send, and what it is kept from.
 """
 
 from __future__ import annotations
