@@ -25,8 +25,7 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.arguments': {'ecomp.errors'},
     'ecomp.log': {'ecomp.model'},
     'ecomp.failpoints': {'ecomp.errors'},
-    'ecomp.yaml_plain': set(),
-    'ecomp.yaml_file': {'ecomp.errors', 'ecomp.model', 'ecomp.yaml_plain'},
+    'ecomp.yaml_file': {'ecomp.errors', 'ecomp.model'},
     'ecomp.files': {'ecomp.errors'},
     'ecomp.systemd': set(),
     'ecomp.tls': set(),
@@ -114,8 +113,8 @@ PLACES: dict[str, set[str]] = {
 
 # These take time, uuids and randomness as arguments, and touch nothing.
 PURE = {
-    *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml', 'ecomp.virt.xml'),
-    *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
+    *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml'),
+    'ecomp.agent.instance.plan',
     *('ecomp.cli.options', 'ecomp.cli.reading', 'ecomp.cli.tables', 'ecomp.cli.completion'),
     *('ecomp.lab.network', 'ecomp.virt.dhcp'),
     *('mdserver.guests', 'mdserver.metadata'),
