@@ -47,7 +47,7 @@ CLAIM = {
     ),
     'a claim is released with a generation read later': bug(
         'ecomp.placement.allocations:release',
-        passes('release_once', 2, 'allocations.consumer(placement, each)'),
+        passes('release_once', 2, 'consumer(placement, each)'),
         *('release_beside_resume', 'claim_keeper'),
     ),
     'attempts are read after requests': bug(
