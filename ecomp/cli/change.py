@@ -12,13 +12,11 @@ from ecomp.cli.options import TABLE, instances, nothing
 from ecomp.cli.terminal import Live
 from ecomp.errors import EcompError
 from ecomp.model.keys import new_uuid
-from ecomp.model.order import REBOOT
-from ecomp.model.record import GONE, STAGES
+from ecomp.model.order import REBOOT, Power
+from ecomp.model.record import GONE, STAGES, Record
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
-    from ecomp.model.order import Power
-    from ecomp.model.record import Record
     from ecomp.scheduler.changing.change import Acceptance
     from ecomp.scheduler.changing.wait import Deadline
     from ecomp.store.sharing import Index
@@ -54,7 +52,6 @@ def _destroy(do: Context) -> int:
 
 
 def _power(do: Context) -> int:
-    from ecomp.model.order import Power
     from ecomp.scheduler.changing.change import power
     from ecomp.scheduler.changing.wait import Wait, wait_for_power
 

@@ -30,17 +30,17 @@ from ecomp.cli.terminal import now
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NoCapacity, OverQuota, StillGoing, TooFew, UnknownOutcome, Unreachable, UsageError
 from ecomp.model import keys
+from ecomp.model.allocation import missing
 from ecomp.model.choose import SPREAD
 from ecomp.model.guest import KEYS_LIMIT, USER_DATA_LIMIT, check_user_data, looks_unknown, public_keys, unpacked
 from ecomp.model.host import Naming
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump
 from ecomp.model.keys import new_uuid
-from ecomp.model.order import Order
+from ecomp.model.order import Order, SetOrder
 from ecomp.model.text import check_name, printable
 
 if TYPE_CHECKING:
-    from ecomp.model.order import SetOrder
     from ecomp.scheduler.looking.find import Backend
     from ecomp.scheduler.placing.claim import DeliveryOutcome
 
@@ -237,8 +237,6 @@ def _plan(do: Context) -> int:
 
 
 def _wanted(do: Context, order: Order, query: str) -> SetOrder:
-    from ecomp.model.order import SetOrder
-
     count = do.options.size or 1
     how = {'weigh': do.options.weigh or SPREAD, 'minimum': do.options.min or count}
     return SetOrder(**order.parts(query=query, count=count, **how))
@@ -267,7 +265,6 @@ def _query(do: Context) -> str:
 
 def _check_whole(flavor: str, query: str) -> None:
     """UsageError where a flavor and what is on top of it are not enough for a guest: no room would be."""
-    from ecomp.model.allocation import missing
     from ecomp.model.query import Amount, Unexplained, parse
 
     try:

@@ -13,8 +13,8 @@ from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, 
 from ecomp.cli.terminal import Drawing, look, watch
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import boots, keys
-from ecomp.model.host import NOBODY, Computes
-from ecomp.model.order import ASKED, OFF, phase
+from ecomp.model.host import NOBODY, Computes, Pick
+from ecomp.model.order import ASKED, OFF, Power, phase
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -33,8 +33,6 @@ from ecomp.model.record import (
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
-    from ecomp.model.host import Pick
-    from ecomp.model.order import Power
     from ecomp.scheduler.looking.find import InstanceEntries
 
 FILTERS = {
@@ -133,8 +131,6 @@ def _with_claims(do: Context, records: Sequence[Record], known: Computes) -> lis
 
 
 def _pick(do: Context) -> Pick:
-    from ecomp.model.host import Pick
-
     asked = do.options
     compute = None if asked.host is None else do.compute(asked.host)
     return Pick(asked.states, compute, asked.project, asked.group, asked.name)
@@ -389,7 +385,3 @@ COMMANDS: Sequence[Command] = (
             instances, _wait, plain('stage timeout format'), (4, 5, 6),
             example='eschedule wait web1 --for ready --timeout 120'),
 )
-
-
-if TYPE_CHECKING:
-    pass

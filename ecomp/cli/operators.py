@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 from ecomp import __version__
 from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, Outcomes, plain, until
 from ecomp.cli.options import PATIENCE, TABLE, Options, compute, computes, find_given, nothing, perhaps_query_and_image
-from ecomp.cli.tables import STATE, UUID, Column, Listing, Row
+from ecomp.cli.tables import STATE, UUID, Column, Listing, Row, rendered
 from ecomp.cli.terminal import Live, now
 from ecomp.errors import EcompError, NotFound, Unreachable, UsageError
 from ecomp.model.allocation import NEEDED, Room
-from ecomp.model.canary import SMALL
-from ecomp.model.host import NOBODY, Computes
-from ecomp.model.record import STAGES
+from ecomp.model.canary import SMALL, Canary, of_canaries
+from ecomp.model.host import DISABLED, NOBODY, Computes, Host
+from ecomp.model.record import QUEUED, STAGES
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
     from ecomp.model.audit import Finding
-    from ecomp.model.host import Host
     from ecomp.scheduler.changing.wait import Deadline
     from ecomp.scheduler.operating.audit import Report
     from ecomp.scheduler.placing.place import RankedCompute
@@ -102,7 +101,6 @@ def _host_forget(do: Context) -> int:
 
 
 def _audit(do: Context) -> int:
-    from ecomp.cli.tables import rendered
     from ecomp.model.audit import FOUND
     from ecomp.scheduler.looking.hosts import read_names_by_instance
     from ecomp.scheduler.operating.audit import audit
@@ -130,22 +128,17 @@ def _check_canary(name: str, words: Sequence[str], options: Options) -> None:
 
 def _doctor(do: Context) -> int:
     from ecomp import backends
-    from ecomp.model.canary import Canary, of_canaries
     from ecomp.model.health import ComputeFacts, exit_code, lines, of_backends, of_computes, summary
 
     flight = None
     if do.options.canary:
-        from ecomp.cli.canary import (
-            Canaries,  # nearly all that eschedule has: for those who ask for it
-            plan,
-        )
+        from ecomp.cli.canary import Canaries, plan  # nearly all that eschedule has: for those who ask for it
 
         flight = Canaries(do, plan(do))
     there = backends.look(do.config.etcd, do.config.placement, do.config.path, 'schedule.yaml')
     found = of_backends(there)
     computes, canaries = ComputeFacts(ours=__version__), list[Canary]()
     if not there.away:
-        from ecomp.model.record import QUEUED
         from ecomp.scheduler.looking.find import all_records
         from ecomp.scheduler.looking.hosts import all_hosts
 
@@ -256,8 +249,6 @@ def _ranked(each: RankedCompute) -> dict[str, object]:
 
 
 def _state(host: Host) -> str:
-    from ecomp.model.host import DISABLED
-
     return f'{host.state}, disabled' if host.disabled and host.state != DISABLED else host.state
 
 

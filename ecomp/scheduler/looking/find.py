@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError
 from ecomp.model import keys
+from ecomp.model.choose import Offer
 from ecomp.model.host import Places, by_instance
 from ecomp.model.order import Invalid, Order, Request, name_to_json, parse_request
 from ecomp.model.record import ERROR, GONE, Record, from_json, new_record, recorded, refused_record
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from ecomp.conf import PlacementConfig
-    from ecomp.model.choose import Offer
     from ecomp.model.queue import QueueEntry
     from ecomp.placement.client import Placement, Slow
 
@@ -42,7 +42,6 @@ def ask_placement(config: PlacementConfig, query: str | None, slow: Slow) -> Bac
     """
     from concurrent.futures import Future  # not for commands that ask etcd alone
 
-    from ecomp.model.choose import Offer
     from ecomp.placement.allocations import candidates
     from ecomp.placement.client import Placement
 

@@ -9,8 +9,8 @@ from ipaddress import AddressValueError, IPv4Address
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UsageError
-from ecomp.model import keys
-from ecomp.model.host import Computes, computes_of
+from ecomp.model import keys, status
+from ecomp.model.host import Computes, Host, InEtcd, InPlacement, computes_of, hosts
 from ecomp.model.order import Invalid, Request, named, parse_request
 from ecomp.model.reach import console_file, is_host_name
 from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, Interface, Record, waits_for
@@ -20,7 +20,6 @@ from ecomp.store.client import Entry, Store
 from ecomp.store.sharing import everywhere
 
 if TYPE_CHECKING:
-    from ecomp.model.host import Host, InEtcd
     from ecomp.placement.client import Placement
 
 QUOTED = 5
@@ -37,9 +36,7 @@ class Survey(NamedTuple):
 
 def all_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[EcompError, ...]]:
     """Every compute, and what is wrong with records that cannot be read (their instances are not counted)."""
-    from ecomp.model import status  # here and below: most ask etcd alone, and for names
-    from ecomp.model.host import InPlacement, hosts
-    from ecomp.placement import providers
+    from ecomp.placement import providers  # here and below: most ask etcd alone
 
     seen = look(store)
     names = providers.names(placement)
@@ -135,8 +132,6 @@ def claimed_on_silent(store: Store, known: Computes, waiting: Collection[str]) -
 def look(store: Store) -> Survey:
     """Read what etcd has of computes and instances."""
     # Requests before records: what ends meanwhile is then seen twice rather than not at all.
-    from ecomp.model.host import InEtcd
-
     there = computes(store)
     requested, recorded = store.snapshot(keys.HOSTS).entries, store.snapshot(keys.INSTANCES).entries
     requests: dict[str, dict[str, Request | Invalid]] = {}

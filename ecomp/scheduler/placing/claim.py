@@ -33,6 +33,7 @@ from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, settle
 from ecomp.model.guest import SharedUserData
+from ecomp.model.host import by_instance
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request, announced, to_json
 from ecomp.model.quota import Quota, charge, refusal, times
@@ -316,8 +317,6 @@ def deliver(
             # All or none: what became of one became of each.
             if store.get(keys.request(first.compute, instance)) is not None:
                 return True
-            from ecomp.model.host import by_instance
-
             # The record of another compute is of what another eschedule of this uuid delivered.
             there = store.read([keys.record(first.compute, instance), keys.old_record(instance)])
             return any(first.compute in each.records for each in by_instance(there.items()).values())

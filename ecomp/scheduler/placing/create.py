@@ -13,20 +13,22 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import compute_of, total
 from ecomp.model.choose import Candidate, Offer, Why
-from ecomp.model.group import Group
+from ecomp.model.group import Group, Membership
+from ecomp.model.host import Computes, silent_cure
 from ecomp.model.order import Order, Request, SetOrder, check_order_size, difference, member
 from ecomp.model.query import Amount, Unexplained, enabled_only, parse
 from ecomp.model.record import ERROR, GONE
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
-from ecomp.scheduler.looking.find import FRESH, take_names
+from ecomp.scheduler.looking.find import FRESH, InstanceEntries, find, take_names
+from ecomp.scheduler.looking.hosts import computes
 from ecomp.scheduler.placing.claim import (
     LEASE_SECONDS,
     Claimer,
@@ -38,20 +40,13 @@ from ecomp.scheduler.placing.claim import (
     deliver,
     terms_of,
 )
-from ecomp.scheduler.placing.place import Placer
+from ecomp.scheduler.placing.place import Few, Placer
 from ecomp.store.client import Store, in_line
-from ecomp.store.sharing import Change, Excluded, charged, highest_released, joined, quietly_revoke, together
+from ecomp.store.sharing import Change, Excluded, charged, highest_released, index, joined, quietly_revoke, together
 
-if TYPE_CHECKING:
-    from ecomp.model.group import Membership
-    from ecomp.model.host import Computes
-    from ecomp.scheduler.looking.find import InstanceEntries
 
 def before(store: Store, wanted: SetOrder) -> dict[str, DeliveryOutcome]:
     """What was delivered of this before, by the same uuid; Conflict if it is not the same that was asked for."""
-    from ecomp.scheduler.looking.find import find  # for a uuid that the user gave
-    from ecomp.store.sharing import index
-
     # All names once: to look for each of a set among thousands of computes takes longer than the set has.
     # What is moved from a queue to a compute meanwhile is found there.
     waiting = {keys.in_queue(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
@@ -315,8 +310,6 @@ class Attempt:
         """Claim on one of a few computes; None where all are to be asked about."""
         if self.large is None or self.resume:
             return None
-        from ecomp.scheduler.placing.place import Few
-
         few = Few(self.claimer, self.wanted, self.rng, self.tried)
         placed = few.place(self.store, terms, self.large)
         return Claims(placed, terms, few.of) if placed else None
@@ -357,8 +350,6 @@ class Attempt:
             told = f'{which} claimed on {host} by another attempt'
             cure = f'wait two minutes, in which {host} releases the claim if no request owns it, or use another uuid'
         else:
-            from ecomp.model.host import silent_cure
-
             told, cure = f'{which} claimed on {host}, which is silent and may be running it', silent_cure(host)
         return ClaimedElsewhere(on, f'{told}. Fix: {cure}')
 
@@ -409,8 +400,6 @@ class Attempt:
     def known(self) -> Computes:
         """What the computes are called."""
         if self._known is None:
-            from ecomp.scheduler.looking.hosts import computes  # seldom needed
-
             self._known = computes(self.store)
         return self._known
 

@@ -33,6 +33,7 @@ from ecomp.model.order import SetOrder
 from ecomp.model.query import amounts_alone
 from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
+from ecomp.placement.providers import SHARES
 from ecomp.scheduler.looking.hosts import computes
 from ecomp.scheduler.placing.claim import Claimer, Terms, terms_of
 from ecomp.store.client import Store
@@ -237,8 +238,6 @@ def why_none(offer: Offer, choice: Choice, alive: Collection[str], group: Group 
     if not alive:
         return 'no compute is alive: is ecompute running anywhere?'
     if any(sum(provider in alive for provider in each) > 1 for each in offer.candidates):
-        from ecomp.placement.providers import SHARES
-
         told = 'placement names only places that are parts of two computes, of which one shares with the other'
         return f'{told}, and a guest has one: take the trait {SHARES} off that one'
     if offer.candidates:  # another cloud's nodes, or computes that etcd has forgotten
