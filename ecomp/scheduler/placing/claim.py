@@ -35,7 +35,7 @@ from ecomp.model.group import Group, Membership, settle
 from ecomp.model.guest import SharedUserData
 from ecomp.model.host import by_instance
 from ecomp.model.json_object import dump
-from ecomp.model.order import Request, announced, to_json
+from ecomp.model.order import Order, Request, announced, to_json
 from ecomp.model.quota import Quota, charge, refusal, times
 from ecomp.model.text import did_you_mean
 from ecomp.placement import allocations, providers
@@ -62,13 +62,13 @@ class Terms(NamedTuple):
         return found
 
 
-def terms_of(store: Store, wanted: Membership | None, project: str, instances: Collection[str]) -> Terms:
-    """Read the group and the quota that these instances will be counted in.
+def terms_of(store: Store, wanted: Order, instances: Collection[str]) -> Terms:
+    """Read the group and the quota that these instances of an order will be counted in.
 
     Errors: UsageError, Conflict (the group has another policy).
     """
-    theirs = settled(store, wanted)
-    return Terms(theirs.without(*instances) if theirs is not None else None, quota(store, project)[0])
+    theirs = settled(store, wanted.group)
+    return Terms(theirs.without(*instances) if theirs is not None else None, quota(store, wanted.project_id)[0])
 
 
 def settled(store: Store, wanted: Membership | None) -> Group | None:
@@ -230,9 +230,6 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], attemp
 
     return all(release(placement, instances, wanted, partial(note_released, store)).values())
 
-
-LEASE_SECONDS = keys.ATTEMPT_SECONDS
-"""Seconds for which a dead eschedule's attempt says that somebody is at it."""
 
 USER_DATA_SECONDS = 7 * 24 * 3600
 """Seconds for which a set's user-data stays, for computes that are away: as long as the record of what failed."""

@@ -30,7 +30,6 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import FRESH, InstanceEntries, find, take_names
 from ecomp.scheduler.looking.hosts import computes
 from ecomp.scheduler.placing.claim import (
-    LEASE_SECONDS,
     Claimer,
     Delivery,
     DeliveryOutcome,
@@ -45,8 +44,10 @@ from ecomp.store.client import Store, in_line
 from ecomp.store.sharing import Change, Excluded, charged, highest_released, index, joined, quietly_revoke, together
 
 
-def before(store: Store, wanted: SetOrder) -> dict[str, DeliveryOutcome]:
+def _before(store: Store, wanted: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
     """What was delivered of this before, by the same uuid; Conflict if it is not the same that was asked for."""
+    if not resume:  # a uuid that was made here
+        return {}
     # All names once: to look for each of a set among thousands of computes takes longer than the set has.
     # What is moved from a queue to a compute meanwhile is found there.
     waiting = {keys.in_queue(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
@@ -143,9 +144,9 @@ def create(
         there = _before(store, wanted, resume)
         if there:
             return there
-        terms = _terms(store, wanted)
+        terms = terms_of(store, wanted, wanted.instances)
         take_names(store, wanted.instances)  # said before anything is claimed for one of them
-        lease = store.grant(LEASE_SECONDS)
+        lease = store.grant(keys.ATTEMPT_SECONDS)
     except Unreachable as error:
         raise _with(error, UNCHANGED) from error
     # Nobody else can have claimed for a uuid that was made here.
@@ -266,7 +267,7 @@ class Attempt:
     def claim_again(self, claims: Claims, kept: Collection[str]) -> Claims:
         """Claim anew, as things are by now, for all but those of the instances that may stay where they are."""
         log.debug('%s: others were faster, %d of %d may stay', self.wanted.instance, len(kept), len(claims.placed))
-        terms, offer = _terms(self.store, self.wanted), self.look_again()
+        terms, offer = terms_of(self.store, self.wanted, self.wanted.instances), self.look_again()
         return self._claim_among_all(offer, terms, {instance: claims.placed[instance] for instance in kept})
 
     def deliver(self, claims: Claims, scheduled: str) -> dict[str, DeliveryOutcome]:
@@ -430,17 +431,6 @@ class Attempt:
     def line(self) -> tuple[int, int]:
         """How many instances are being placed by those who began before us, and after us."""
         return in_line(self.store.snapshot(keys.ATTEMPTS), self.revision)
-
-
-def _before(store: Store, wanted: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
-    """What was delivered of it before: nothing of a uuid that was made here."""
-    if not resume:
-        return {}
-    return before(store, wanted)
-
-
-def _terms(store: Store, wanted: SetOrder) -> Terms:
-    return terms_of(store, wanted.group, wanted.project_id, wanted.instances)
 
 
 def _requests(wanted: SetOrder, claims: Claims, scheduled: str) -> dict[str, Request]:

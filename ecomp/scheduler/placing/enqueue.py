@@ -24,13 +24,7 @@ from ecomp.placement.allocations import consumer
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find, take_names
 from ecomp.scheduler.operating.sharing import flavor_names, no_such_flavor, read_flavor
-from ecomp.scheduler.placing.claim import (
-    LEASE_SECONDS,
-    announce,
-    put_user_data,
-    settled,
-    terms_of,
-)
+from ecomp.scheduler.placing.claim import announce, put_user_data, settled, terms_of
 from ecomp.scheduler.placing.create import check_same
 from ecomp.scheduler.placing.explain import lacking
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, withdraw
@@ -137,7 +131,7 @@ def _enqueued(
         _allowed(store, waiting)  # said before anything is written
     elif _before(store, waiting):
         return False
-    lease = store.grant(LEASE_SECONDS)
+    lease = store.grant(keys.ATTEMPT_SECONDS)
     try:
         value = {'version': 1, 'instances': [instance], 'query': waiting.flavor.query, **who}
         revision = announce(store, lease, instance, value, resume)
@@ -206,8 +200,7 @@ def _commit(
 def _allowed(store: Store, waiting: QueueEntry) -> None:
     """Nothing where it may wait. Errors: OverQuota; UsageError and Conflict of the group and the name."""
     take_names(store, {waiting.instance: waiting.name})
-    terms = terms_of(store, waiting.group, waiting.project_id, [waiting.instance])
-    terms.room(waiting.flavor.resources, 1, 1)
+    terms_of(store, waiting, [waiting.instance]).room(waiting.flavor.resources, 1, 1)
 
 
 def _before(store: Store, waiting: QueueEntry) -> bool:

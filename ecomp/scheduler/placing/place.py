@@ -288,7 +288,7 @@ def plan(
     Errors: NoCapacity (TooFew and OverQuota are such); UsageError (no guest can be made of that), and Conflict of the
     group.
     """
-    terms = terms_of(store, wanted.group, wanted.project_id, wanted.instances)
+    terms = terms_of(store, wanted, wanted.instances)
     known = computes(store)
     there = known.living
     _, offer = backend.result()
