@@ -19,7 +19,7 @@ from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, GONE, Record
-from ecomp.scheduler.placing.claim import Delivery, deliver
+from ecomp.scheduler.placing.claim import deliver
 from ecomp.store.client import Entry, Store
 from ecomp.store.sharing import Change, Excluded, ended, group, quota, rejoined, write_end
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
@@ -133,7 +133,7 @@ def test_a_delivery_that_is_refused_leaves_no_lease_of_its_user_data(cloud: Clou
         raise Excluded(())
 
     before = leases(cloud)
-    assert not deliver(cloud.store, [Delivery(new(), request)], new(), 7, data, lambda: ([], []))
+    assert not deliver(cloud.store, [(new(), request)], new(), 7, data, lambda: ([], []))
     with pytest.raises(Excluded):
-        deliver(cloud.store, [Delivery(new(), request)], new(), 7, data, refuse)
+        deliver(cloud.store, [(new(), request)], new(), 7, data, refuse)
     assert leases(cloud) <= before

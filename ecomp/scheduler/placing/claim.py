@@ -235,13 +235,6 @@ USER_DATA_SECONDS = 7 * 24 * 3600
 """Seconds for which a set's user-data stays, for computes that are away: as long as the record of what failed."""
 
 
-class Delivery(NamedTuple):
-    """One request, and the compute it goes to."""
-
-    compute: str
-    request: Request
-
-
 class DeliveryOutcome(NamedTuple):
     """The compute that got the request. `again`: it had been delivered before, and nothing was changed."""
 
@@ -283,13 +276,13 @@ def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revisi
 
 def deliver(
     store: Store,
-    deliveries: Sequence[Delivery],
+    deliveries: Sequence[tuple[str, Request]],
     attempt: str,
     revision: int,
     user_data: SharedUserData | None,
     joining: Callable[[], Change],
 ) -> bool:
-    """Deliver all in one transaction: True once the computes have them, False if certainly none has.
+    """Deliver each request to its compute, in one transaction: True once all have them, False if certainly none has.
 
     `attempt` is the uuid of our attempt, `revision` that of its key. What `joining` says of names, group and quota is
     in the same transaction. `user_data` is what they refer to.
@@ -299,24 +292,22 @@ def deliver(
     conditions = [Unchanged(attempt_key, revision)]
     written, granted = put_user_data(store, user_data)
     operations: list[Put | Delete] = [Delete(attempt_key), *written]
-    for each in deliveries:
-        instance = each.request.instance
-        conditions.append(Unchanged(keys.record(each.compute, instance), 0))
-        operations.append(Put(keys.request(each.compute, instance), to_json(each.request)))
+    for compute, request in deliveries:
+        conditions.append(Unchanged(keys.record(compute, request.instance), 0))
+        operations.append(Put(keys.request(compute, request.instance), to_json(request)))
     try:
         return commit_with(store, conditions, operations, joining, granted) is not None
     except UnknownOutcome as error:
-        first = deliveries[0]
-        instance = first.request.instance
+        first, instance = deliveries[0][0], deliveries[0][1].instance
         try:
             if withdraw(store, attempt_key, revision):
                 return False
             # All or none: what became of one became of each.
-            if store.get(keys.request(first.compute, instance)) is not None:
+            if store.get(keys.request(first, instance)) is not None:
                 return True
             # The record of another compute is of what another eschedule of this uuid delivered.
-            there = store.read([keys.record(first.compute, instance), keys.old_record(instance)])
-            return any(first.compute in each.records for each in by_instance(there.items()).values())
+            there = store.read([keys.record(first, instance), keys.old_record(instance)])
+            return any(first in each.records for each in by_instance(there.items()).values())
         except EcompError:
             raise UnknownOutcome(f'{error}; whether {attempt} was delivered is not known') from error
 

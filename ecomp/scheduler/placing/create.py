@@ -29,16 +29,7 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import FRESH, InstanceEntries, find, take_names
 from ecomp.scheduler.looking.hosts import computes
-from ecomp.scheduler.placing.claim import (
-    Claimer,
-    Delivery,
-    DeliveryOutcome,
-    Terms,
-    abandon,
-    announce,
-    deliver,
-    terms_of,
-)
+from ecomp.scheduler.placing.claim import Claimer, DeliveryOutcome, Terms, abandon, announce, deliver, terms_of
 from ecomp.scheduler.placing.place import Few, Placer
 from ecomp.store.client import Store, in_line
 from ecomp.store.sharing import Change, Excluded, charged, highest_released, index, joined, quietly_revoke, together
@@ -274,7 +265,7 @@ class Attempt:
         """Deliver what is claimed, and release what was claimed beside it. Errors: Excluded, Conflict."""
         wanted, placed = self.wanted, claims.placed
         requests = _requests(wanted, claims, scheduled)
-        deliveries = [Delivery(placed[instance].compute, each) for instance, each in requests.items()]
+        deliveries = [(placed[instance].compute, each) for instance, each in requests.items()]
 
         def joining() -> Change:
             names = {instance: each.name for instance, each in requests.items()}
@@ -294,7 +285,7 @@ class Attempt:
         if spare:  # of a set: what cannot be released here the computes release
             log.debug('%s', self._release(spare))
         quietly_revoke(self.store, self.lease)
-        return {each.request.instance: DeliveryOutcome(each.compute) for each in deliveries}
+        return {request.instance: DeliveryOutcome(compute) for compute, request in deliveries}
 
     def undo(self) -> str:
         """Release what is claimed, and the key; what is left of it all, in one sentence."""
