@@ -198,7 +198,8 @@ class Attempt:
     `resume`, `large` and `sized`: see create(). Its key in /requests is on the `lease`, and of `revision` once it is
     put. `tried` are the instances that this attempt tried to claim for; `movable` those whose claim it made itself:
     it moves no other (rule 13). It releases these, and what may be its own: nobody held a claim for the instances in
-    `unclaimed` when it had announced itself, and it has seen none of another for them since.
+    `unclaimed` when it had announced itself, and it has seen none of another for them since. `placement` is there once
+    it has answered: nothing is claimed or released before.
     """
 
     store: Store
@@ -213,7 +214,7 @@ class Attempt:
     revision: int = 0
     tried: list[str] = field(default_factory=list)
     unclaimed: set[str] = field(default_factory=set)
-    _placement: Placement | None = None
+    placement: Placement = field(init=False)
     _alive: list[str] | None = None
     _known: Computes | None = None
     _placer: Placer | None = None
@@ -232,7 +233,7 @@ class Attempt:
         if self.large is None:
             self.alive()  # read while placement is being asked
         announced = time.monotonic()
-        self._placement, offer = self.backend.result()
+        self.placement, offer = self.backend.result()
         failpoint('announced')
         if claims := self._claim_among_few(terms):
             return claims
@@ -360,12 +361,6 @@ class Attempt:
             )
 
     # What the steps need
-
-    @property
-    def placement(self) -> Placement:
-        """Placement: nothing is claimed or released before it has answered."""
-        assert self._placement is not None
-        return self._placement
 
     @property
     def claimer(self) -> Claimer:

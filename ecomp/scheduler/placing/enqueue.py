@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ecomp.conf import ScheduleConfig
 from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable, UsageError
@@ -74,15 +73,8 @@ FEW = 10
 """Computes that are read to find one that takes from queues, before all are."""
 
 
-class FlavorEntry(NamedTuple):
-    """A flavor as etcd has it, and the revision that wrote it."""
-
-    flavor: Flavor
-    revision: int
-
-
-def flavor_of_etcd(config: ScheduleConfig, store: Store, name: str) -> FlavorEntry:
-    """The flavor, from etcd, where the computes see it. UsageError, NotFound."""
+def flavor_of_etcd(config: ScheduleConfig, store: Store, name: str) -> tuple[Flavor, int]:
+    """The flavor, from etcd, where the computes see it, and the revision that wrote it. UsageError, NotFound."""
     try:
         entry = store.get(keys.flavor(check_flavor_name(name)))
     except ValueError as error:
@@ -95,10 +87,8 @@ def flavor_of_etcd(config: ScheduleConfig, store: Store, name: str) -> FlavorEnt
     flavor = read_flavor(entry)
     lacking = missing(flavor.resources)
     if lacking:
-        raise UsageError(
-            f'flavor {name} asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB'
-        )
-    return FlavorEntry(flavor, entry.revision)
+        raise UsageError(f'flavor {name} asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')
+    return flavor, entry.revision
 
 
 def has_taker(store: Store) -> bool:
@@ -154,23 +144,17 @@ def _enqueued(
     return _enqueued(store, waiting, flavor, data, who, resume=True)
 
 
-def _unknown(waiting: QueueEntry, error: Unreachable) -> UnknownOutcome:
-    cure = f'the same command with --uuid {waiting.instance} goes on, or says what became of it'
-    return UnknownOutcome(f'{error}; whether it is queued is not known: {cure}', error.backend)
-
-
 def _read_back(store: Store, waiting: QueueEntry, revision: int) -> bool:
     """Whether it is queued, by a commit without an answer: first one that is still on its way is made impossible."""
     try:
         withdraw(store, keys.attempt(waiting.instance), revision)
         return _before(store, waiting)
-    except Unreachable as later:
-        raise _unknown(waiting, later) from later
+    except Unreachable as error:
+        cure = f'the same command with --uuid {waiting.instance} goes on, or says what became of it'
+        raise UnknownOutcome(f'{error}; whether it is queued is not known: {cure}', error.backend) from error
 
 
-def _commit(
-    store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData | None, attempt_revision: int
-) -> bool:
+def _commit(store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData | None, attempt_revision: int) -> bool:
     """Queue it in one transaction, while our own attempt, of this revision, says that we are at this uuid.
 
     Its name becomes its own, its group and its quota have it in the same transaction, or nothing does.
