@@ -72,10 +72,7 @@ class Facts:
         """Calls for one that is read by itself."""
 
     def find(
-        self,
-        wanted: Iterable[str],
-        living: Mapping[str, Living],
-        given: Mapping[str, Sequence[Resources]],
+        self, wanted: Iterable[str], living: Mapping[str, Living], given: Mapping[str, Sequence[Resources]]
     ) -> dict[str, Provider]:
         """Those of the wanted of which it can be found out, the more important first; what is `given` counts as used.
 
@@ -357,9 +354,7 @@ def _limited(refusal: Refusal, misses: Iterable[Miss]) -> dict[str, str]:
     return {each.provider: why for each in misses if each.fits and each.provider not in refusal.named}
 
 
-def _lines(
-    said: Mapping[str, str], known: Computes, there: int, on: str | None, wanted: Collection[str]
-) -> list[str]:
+def _lines(said: Mapping[str, str], known: Computes, there: int, on: str | None, wanted: Collection[str]) -> list[str]:
     """A line for each of the `wanted` computes; where none is, for each, and how many of all `there` are left out."""
     if wanted:
         return [f'{on}: {each}' for uuid, each in said.items() if uuid in wanted] or [f'{on}: there is no such compute']
@@ -452,11 +447,7 @@ def _apart(provider: Provider | None, alive: bool) -> str | None:
 
 
 def _advice(
-    facts: Facts,
-    asked: Sequence[Constraint],
-    misses: Collection[Miss],
-    known: Computes,
-    wanted: Collection[str],
+    facts: Facts, asked: Sequence[Constraint], misses: Collection[Miss], known: Computes, wanted: Collection[str]
 ) -> list[str]:
     """The nearest miss, and the smallest change that fits, which placement was asked about.
 
