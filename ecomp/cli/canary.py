@@ -212,15 +212,15 @@ class Canaries:
         for asked in candidates(do.placement, self._plan.query).candidates:
             check_complete(asked)
         only = options.on and do.compute(options.on)
-        there = [
-            Canary(each.compute, each.hostname, do.computes.called(each.compute), why=_why_none(each))
-            for each in hosts
-            if not only or each.compute == only
-        ]
+        there = [each for each in hosts if not only or each.compute == only]
         if options.on and not there:
             raise no_such(options.on, do.computes)
-        self._found |= {each.compute: each for each in there if each.why}
-        self._todo += [each for each in reversed(there) if not each.why]
+        for each in reversed(there):
+            canary = Canary(each.compute, each.hostname, do.computes.called(each.compute))
+            if each.state == UP:
+                self._todo.append(canary)
+            else:
+                self._found[each.compute] = canary._replace(why=f'it is {each.state}')
         self._begin([each.compute for each in there])
         left = {compute: each._replace(why=INTERRUPTED, left=INTERRUPTED) for compute, each in self._placed.items()}
         found = {**left, **self._found}
@@ -267,11 +267,6 @@ class Canaries:
         """How the threads hear of an interrupt, in their waits."""
         if self.interrupted:
             raise Interrupted(INTERRUPTED)
-
-
-def _why_none(host: Host) -> str:
-    """Why no canary is for a host, '' if one is."""
-    return '' if host.state == UP else f'it is {host.state}'
 
 
 @contextmanager
