@@ -268,11 +268,6 @@ class Command(NamedTuple):
     needs_config: bool = True
     check: Callable[[str, Sequence[str], Options], None] = lambda *_: None
 
-    @property
-    def creates(self) -> bool:
-        """Whether it makes new instances, or plans that."""
-        return 'size' in self.options
-
     def takes(self) -> list[Option]:
         """The options it takes, as its help shows them. Where --wait does something of its own it has no value."""
         given = {**self.options, 'config': ''}
@@ -325,10 +320,7 @@ class Outcomes:
         self.code = 0
 
     def run(
-        self,
-        ask: Callable[[str], object],
-        wait: Callable[[str, Deadline], None] | None = None,
-        again: str = '',
+        self, ask: Callable[[str], object], wait: Callable[[str, Deadline], None] | None = None, again: str = ''
     ) -> int:
         """Ask for each word and, with --wait, wait for those for which `ask` returned something; the exit code.
 

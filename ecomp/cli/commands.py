@@ -108,7 +108,8 @@ def _parse(argv: Sequence[str]) -> Invocation:
     if info := find_info_option(argv):
         return Invocation(info, tuple(_command_to_explain(argv).split()) if info == HELP else (), Options())
     words, options = read(argv)
-    if options.wait == '' and COMMANDS[_named(words) or CREATE].creates and (joined := _joined(argv)) != list(argv):
+    may_name_stage = options.wait == '' and 'size' in COMMANDS[_named(words) or CREATE].options
+    if may_name_stage and (joined := _joined(argv)) != list(argv):
         words, options = read(joined)
     name, taken = _command(words, options.flavor is not None)
     row = COMMANDS[name]

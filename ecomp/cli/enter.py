@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ecomp.cli.command import Command, Context, plain
+from ecomp.cli.command import QUOTED, Command, Context, plain
 from ecomp.cli.options import any_instances, instance_and_command, just_one_instance, user_and_instance
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
@@ -27,8 +27,6 @@ LINE_LIMIT = 8192
 """Bytes of a line of a console; a longer one is printed in several."""
 LAST_LINES = 5
 """Lines of a console that are said when a time-out ends a wait."""
-QUOTED = 5
-"""How many guests a line names; it says how many more there are."""
 LOGIN = 120.0
 """Seconds that a login to a guest may take, which is then given up: under emulation it takes ten or twenty."""
 REPORT_SECONDS = 600
@@ -46,9 +44,7 @@ def _ssh(do: Context) -> int:
     _become(do, _ssh_command(do, way, told, user, do.words[1:]))
 
 
-def _ssh_command(
-    do: Context, way: WayIn, told: Mapping[str, str], user: str, command: Sequence[str]
-) -> list[str]:
+def _ssh_command(do: Context, way: WayIn, told: Mapping[str, str], user: str, command: Sequence[str]) -> list[str]:
     """The ssh that runs a command in a guest; `user` '' is that of schedule.yaml."""
     named = [('-i', do.options.identity)] if do.options.identity else []
     pairs = [*(('-o', f'{name}={value}') for name, value in told.items()), *named, ('-l', user or do.config.ssh_user)]

@@ -59,7 +59,7 @@ def ask_placement(config: PlacementConfig, query: str | None, slow: Slow) -> Bac
 
 
 QUOTED = 5
-"""How many instances an error names."""
+"""How many instances, or computes, an error names."""
 
 
 class InstanceEntries(NamedTuple):

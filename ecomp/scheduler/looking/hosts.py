@@ -15,15 +15,12 @@ from ecomp.model.order import Invalid, Request, named, parse_request
 from ecomp.model.reach import console_file, is_host_name
 from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, Interface, Record, waits_for
 from ecomp.model.text import did_you_mean, is_name, printable, some, uuid_prefix
-from ecomp.scheduler.looking.find import living, read_record
+from ecomp.scheduler.looking.find import QUOTED, living, read_record
 from ecomp.store.client import Entry, Store
 from ecomp.store.sharing import everywhere
 
 if TYPE_CHECKING:
     from ecomp.placement.client import Placement
-
-QUOTED = 5
-"""How many computes an error names."""
 
 
 class Survey(NamedTuple):
