@@ -62,11 +62,8 @@ def instances(name: str, words: Sequence[str]) -> Words:
     """One instance or more, each by its name, its uuid or the beginning of its uuid."""
     if not words:
         raise UsageError(f'{name}: which instance? Give one name or uuid, or more')
-    found = {word: _instance(word) for word in words}
-    wrong = next((word for word, each in found.items() if each is None), None)
-    if wrong is not None:
-        raise UsageError(f'{wrong!r} is no instance: give its name, its uuid or the beginning of its uuid')
-    return tuple(each for word in words if (each := found[word]) is not None)
+    wrong = 'no instance: give its name, its uuid or the beginning of its uuid'
+    return tuple(_instance(word, wrong) for word in words)
 
 
 def any_instances(name: str, words: Sequence[str]) -> Words:
@@ -78,10 +75,7 @@ def one_instance(_: str, words: Sequence[str]) -> Words:
     """One instance, with no command before it. Whoever asks says which command may have been meant."""
     if len(words) > 1:
         raise UsageError(f'{words[0]!r} is not a command')
-    found = _instance(words[0])
-    if found is None:
-        raise UsageError(f'{words[0]!r} is neither a command nor an instance')
-    return (found,)
+    return (_instance(words[0], 'neither a command nor an instance'),)
 
 
 def just_one_instance(name: str, words: Sequence[str]) -> Words:
@@ -109,10 +103,11 @@ def user_and_instance(word: str) -> tuple[str, str]:
         raise UsageError(str(error)) from error
 
 
-def _instance(word: str) -> str | None:
-    if is_name(word) or uuid_prefix(word):
-        return word
-    return _canonical_uuid(word)
+def _instance(word: str, wrong: str) -> str:
+    found = word if is_name(word) or uuid_prefix(word) else _canonical_uuid(word)
+    if found is None:
+        raise UsageError(f'{word!r} is {wrong}')
+    return found
 
 
 def _canonical_uuid(word: str) -> str | None:
@@ -156,35 +151,25 @@ def perhaps_query_and_image(name: str, words: Sequence[str]) -> Words:
     return (query, *image)
 
 
-def _words(least: int, most: int, says: str) -> Callable[[str, Sequence[str]], Words]:
-    """So many words, as they are; `says` is what is said of any other number."""
+def _canonical(word: str) -> str:
+    return _canonical_uuid(word) or word
+
+
+def _words(least: int, most: int, says: str, read: Callable[[str], str] = str) -> Callable[[str, Sequence[str]], Words]:
+    """So many words, as `read` makes them; `says` is what is said of any other number."""
 
     def take(name: str, words: Sequence[str]) -> Words:
         if not least <= len(words) <= most:
             raise UsageError(f'{name}: ' + says.format(name=name, what=name.partition(' ')[0]))
-        return tuple(words)
+        return tuple(map(read, words))
 
     return take
 
 
 flavor_and_query = _words(2, 2, "give a name and what it asks for: {name} small 'resources=VCPU:1,…&required=…'")
 names = _words(1, 10**9, 'which {what}? Give one name, or more')
-_one_compute = _words(1, 1, 'which compute? Give one host name or uuid')
-_computes = _words(1, 10**9, 'which compute? Give one host name or uuid, or more')
-
-
-def compute(name: str, words: Sequence[str]) -> Words:
-    """One compute, by its host's name, its uuid or the beginning of its uuid."""
-    return tuple(map(_canonical, _one_compute(name, words)))
-
-
-def computes(name: str, words: Sequence[str]) -> Words:
-    """One compute or more, each as compute() takes it."""
-    return tuple(map(_canonical, _computes(name, words)))
-
-
-def _canonical(word: str) -> str:
-    return _canonical_uuid(word) or word
+compute = _words(1, 1, 'which compute? Give one host name or uuid', _canonical)
+computes = _words(1, 10**9, 'which compute? Give one host name or uuid, or more', _canonical)
 
 
 def project_and_limits(name: str, words: Sequence[str]) -> Words:
