@@ -7,13 +7,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.cli.options import OPTIONS, TABLE, Option, Options
-from ecomp.cli.terminal import broken, look, width
+from ecomp.cli.terminal import Terminal, broken, look, width
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model.text import renamed, some
 
 if TYPE_CHECKING:
-    from ecomp.cli.tables import Details, Listing, Look
-    from ecomp.cli.terminal import Terminal
+    from ecomp.cli.tables import Listing, Look
     from ecomp.conf import EtcdConfig, ScheduleConfig
     from ecomp.model.host import Computes, Naming
     from ecomp.model.record import Record
@@ -88,13 +87,6 @@ class Context:
         for error in unreadable:
             self.out.say(str(error))
         return EcompError.exit_code if unreadable else 0
-
-    def show_details(self, found: Sequence[Details]) -> None:
-        """Print things whole, in the form that was asked for: those of the command's words that there are."""
-        from ecomp.cli.tables import rendered_details
-
-        if found:
-            self.draw(rendered_details(found, self.look, several=len(self.words) > 1))
 
     def show_document(self, values: Sequence[object], text: str = '', several: bool = False) -> None:
         """Print what was found: a text or, with -f json, one document, which is an array for `several` words."""

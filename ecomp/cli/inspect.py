@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT, LISTED, QUERY, REACHED, Command, Context, Outcomes, known_of, plain
 from ecomp.cli.options import TABLE, instances, nothing, one_instance
-from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, Row, document, natural, rendered
+from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, Row, natural, rendered, rendered_details
 from ecomp.cli.terminal import Drawing, look, watch
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import boots, keys
@@ -144,7 +144,8 @@ def _show(do: Context) -> int:
         return as_detail(record, do.computes)
 
     found, code = do.find_each(detail)
-    do.show_details(found)
+    if found:
+        do.draw(rendered_details(found, do.look, several=len(do.words) > 1))
     return code
 
 
@@ -171,9 +172,10 @@ def _timeline(do: Context) -> int:
         return record
 
     records, code = do.find_each(with_boot)
-    if records:
-        as_table = do.form == TABLE
-        do.draw(drawn(records, do.look, number) if as_table else document(timeline_to_dict(records, number), do.form))
+    if records and do.form == TABLE:
+        do.draw(drawn(records, do.look, number))
+    elif records:
+        do.show_document([timeline_to_dict(records, number)])
     return code
 
 
