@@ -74,7 +74,7 @@ def _command(argv: list[str]) -> int:
     from ecomp import __version__
     from ecomp.cli.command import Context
     from ecomp.cli.commands import COMMANDS, help_of, parse
-    from ecomp.cli.reading import VERSION
+    from ecomp.cli.options import VERSION
     from ecomp.conf import ScheduleConfig, load_schedule
     from ecomp.errors import EcompError
     from ecomp.yaml_file import path_of_option, told_by

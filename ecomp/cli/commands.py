@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Context, Invocation
-from ecomp.cli.options import SHELLS, Option, Options, Words, check, check_taken, is_image
-from ecomp.cli.reading import HELP, find_info_option, read
+from ecomp.cli.options import HELP, SHELLS, Option, Options, Words, check, check_taken, find_info_option, is_image, read
 from ecomp.errors import UsageError
 from ecomp.model.command_names import BY_MODULE
 from ecomp.model.record import STAGES

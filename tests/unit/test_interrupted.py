@@ -24,7 +24,7 @@ sys.argv[1:] = {words!r}
 """
 SCHEDULE = 'from ecomp.schedule import run; run()'
 CHECK = 'from ecomp.compute import main; sys.exit(main())'
-LOADED = ('ecomp.log', 'ecomp.errors', 'ecomp.cli.reading', 'ecomp.cli.commands', 'ecomp.model.record')
+LOADED = ('ecomp.log', 'ecomp.errors', 'ecomp.cli.options', 'ecomp.cli.commands', 'ecomp.model.record')
 LOADED = (*LOADED, 'ecomp.conf', 'yaml')
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.cli.commands import parse
-from ecomp.cli.options import OPTIONS, Option, Options
-from ecomp.cli.reading import FLAGS, read
+from ecomp.cli.options import FLAGS, OPTIONS, Option, Options, read
 from ecomp.errors import UsageError
 
 ANY = [*FLAGS, '', '-', '--', '-5', '--nam', '--coun=3', '-fjson', '-n5', '-x', '--=', 'list', 'log', 'web1', 'a=b']
