@@ -19,25 +19,13 @@ from functools import partial
 from typing import NamedTuple
 
 from ecomp.errors import EcompError, NotFound
-from ecomp.model import keys
+from ecomp.model import keys, planes
 from ecomp.model.audit import Finding, Repair, Revisions, confirmed
 from ecomp.model.audit import audit as compare
 from ecomp.model.backoff import Backoff
 from ecomp.model.group import Group
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request
-from ecomp.model.planes import (
-    FAMILIES,
-    Digest,
-    KeyValue,
-    Planes,
-    ProviderState,
-    World,
-    clearance_to_json,
-    cleared_from_json,
-    from_pages,
-    involved,
-)
 from ecomp.model.quota import INSTANCES, Quota
 from ecomp.model.record import KEPT
 from ecomp.placement import allocations, providers
@@ -79,7 +67,7 @@ class Report(NamedTuple):
 
     findings: list[Finding]
     compared: str
-    world: World
+    world: planes.World
     revisions: tuple[Revisions, Revisions]
     stalled: frozenset[str]
 
@@ -98,17 +86,17 @@ def audit(
         stalled |= last.stalled
         before, last = last, _look(store, placement, stalled)
         etcd = _etcd(store)
-        revisions = [involved(each) for each in (before.etcd, last.etcd, etcd)]
+        revisions = [planes.involved(each) for each in (before.etcd, last.etcd, etcd)]
         found = confirmed(compare(before), compare(last), revisions)
         if before.digests.keys() == last.digests.keys():
             break  # else one of them knew less: what it did not see may be there
-    world = World(last)
+    world = planes.World(last)
     consumers = sum(1 for held in world.held.values() if not world.computes.isdisjoint(held))
     living = sum(world.is_living(each) for each in world.records)
     counted = zip((len(last.digests), living, consumers), ('compute', 'living instance', 'allocation'), strict=True)
     computes, instances, claims = (f'{number} {name}' + ('' if number == 1 else 's') for number, name in counted)
     compared = f'{computes}, {instances} and {claims} were compared'
-    seen, stalled = (involved(first.etcd), involved(etcd)), stalled | last.stalled
+    seen, stalled = (planes.involved(first.etcd), planes.involved(etcd)), stalled | last.stalled
     return Report(found, compared, world, seen, stalled)
 
 
@@ -144,7 +132,7 @@ def answers(
         time.sleep(backoff.next())
 
 
-def _look(store: Store, placement: Placement, stalled: Collection[str]) -> Planes:
+def _look(store: Store, placement: Placement, stalled: Collection[str]) -> planes.Planes:
     """All planes. etcd first: what changes later is then seen by its revision in the next look."""
     etcd = _etcd(store)
     # Who is alive for ever, by a key without a lease, is not waited for.
@@ -159,21 +147,21 @@ def _look(store: Store, placement: Placement, stalled: Collection[str]) -> Plane
         late = alive - answered
         there = store.snapshot(keys.DIGESTS, keys_only=True).entries if late else {}
         stalled_now = frozenset(each for each in late if keys.digest(name, each, 'heard') in there)
-        digests: dict[str, Digest] = {}
+        digests: dict[str, planes.Digest] = {}
         mute = dict.fromkeys(late, 'it does not answer: frozen, killed this minute, or too old?')
         for compute in sorted(answered):
             pages = store.snapshot(keys.digest_prefix(name, compute)).entries
             numbered = sorted((int(keys.last(key)), each.value) for key, each in pages.items() if _is_page(key))
             try:
-                digests[compute] = from_pages([value for _, value in numbered])
+                digests[compute] = planes.from_pages([value for _, value in numbered])
             except ValueError as error:
                 mute[compute] = str(error)
     usages = {project: _usage(placement, project) for project in _projects(etcd)}
     states = {each: found for each, found in held.items() if found is not None}
-    return Planes(states, etcd, digests, mute, usages, stalled_now)
+    return planes.Planes(states, etcd, digests, mute, usages, stalled_now)
 
 
-def _projects(etcd: Mapping[str, KeyValue]) -> list[str]:
+def _projects(etcd: Mapping[str, planes.KeyValue]) -> list[str]:
     """The projects that have a quota; what placement would refuse to be asked about is none, whatever its key says."""
     named = (key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS))
     return [project for project in named if 0 < len(project) <= LONGEST_PROJECT]
@@ -185,18 +173,18 @@ def _usage(placement: Placement, project: str) -> dict[str, int]:
     return {**used, **({INSTANCES: count} if count else {})}
 
 
-def _etcd(store: Store) -> dict[str, KeyValue]:
+def _etcd(store: Store) -> dict[str, planes.KeyValue]:
     return {
-        key: KeyValue(entry.value, entry.revision, entry.lease, entry.created)
-        for family in FAMILIES
+        key: planes.KeyValue(entry.value, entry.revision, entry.lease, entry.created)
+        for family in planes.FAMILIES
         for key, entry in store.snapshot(family).entries.items()
     }
 
 
-def _provider(placement: Placement, provider: str, name: str) -> tuple[str, ProviderState | None]:
+def _provider(placement: Placement, provider: str, name: str) -> tuple[str, planes.ProviderState | None]:
     try:
         inventory = providers.inventory(placement, provider)
-        return provider, ProviderState(name, inventory, allocations.of_provider(placement, provider))
+        return provider, planes.ProviderState(name, inventory, allocations.of_provider(placement, provider))
     except NotFound:
         return provider, None  # removed this moment
 
@@ -246,7 +234,7 @@ class _Repairs:
 
     store: Store
     placement: Placement
-    world: World
+    world: planes.World
 
     def carry_out(self, finding: Finding) -> str:
         """Repair one finding; what became of it, in words."""
@@ -366,11 +354,11 @@ def _cleared(store: Store, compute: str, findings: list[Finding]) -> list[str]:
         with asking(store) as (name, lease):
             # The same answerer, and the same lease that ends it: a compute that has gone does nothing later.
             key = keys.clearance(name, compute)
-            store.commit([Unchanged(key, 0)], [Put(key, clearance_to_json(leftovers), lease)])
+            store.commit([Unchanged(key, 0)], [Put(key, planes.clearance_to_json(leftovers), lease)])
             if compute not in answers(store, name, {compute}, 'clearing', 'cleared'):
                 return [f'compute {compute}: not known to be mended: it gives no answer']
             entry = store.get(keys.digest(name, compute, 'cleared'))
-            lines = cleared_from_json(entry.value) if entry is not None else []
+            lines = planes.cleared_from_json(entry.value) if entry is not None else []
             return [f'compute {compute}: {line}' for line in lines]
     except (EcompError, ValueError) as error:
         return [f'compute {compute}: not known to be mended: {error}']
