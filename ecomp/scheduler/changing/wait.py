@@ -17,19 +17,7 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import boots, keys
 from ecomp.model.host import Claims
 from ecomp.model.order import ASKED, OFF, STOP, Power, action_id, phase
-from ecomp.model.record import (
-    ACTIVE,
-    DESTROYING,
-    ERROR,
-    GONE,
-    IN_QUEUE,
-    STAGES,
-    STOPPED,
-    Record,
-    failure,
-    not_ready,
-    waits_for,
-)
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, IN_QUEUE, STOPPED, Record, failure, not_ready, waits_for
 from ecomp.model.text import printable
 from ecomp.scheduler.looking.find import read_record, waiting_at
 from ecomp.scheduler.looking.hosts import claimed_on_silent, computes
@@ -211,7 +199,7 @@ def wait_for_stage(wait: Wait, stage: str, asked: Power | None = None) -> Record
             raise NotFound(f'{instance}: destroyed while waiting for it')
         if is_before_boot(stage, first, record, asked):
             return False
-        if stage == STAGES[-1] and record.cloud_init is not None:
+        if stage == boots.READY and record.cloud_init is not None:
             raise EcompError(not_ready(instance, record.cloud_init))
         return stage in record.reached
 
