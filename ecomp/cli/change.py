@@ -143,20 +143,16 @@ COMMANDS: Sequence[Command] = (
     Command('stop', 'stop <id>…', 'switch a guest off, gently; nothing is removed',
             'Ask the guest to turn itself off; where it has not done so within 60 seconds, it is switched off. Its '
             'disk, its address and its claim stay, and `eschedule start` starts it again.',
-            instances, _power, {**until('each is off'), **DOCUMENT}, (4, 5, 6),
-            example='eschedule stop web1 --wait'),
+            instances, _power, {**until('each is off'), **DOCUMENT}, (4, 5, 6), example='eschedule stop web1 --wait'),
     Command('start', 'start <id>…', 'start a guest that is off',
             'Start the guest of an instance that is stopped.',
-            instances, _power, {**until('each runs'), **DOCUMENT}, (4, 5, 6),
-            example='eschedule start web1 --wait'),
+            instances, _power, {**until('each runs'), **DOCUMENT}, (4, 5, 6), example='eschedule start web1 --wait'),
     Command('reboot', 'reboot <id>…', 'stop a guest, then start it',
             'Stop the guest, as `eschedule stop` does, and start it again; one that is off is started.',
-            instances, _power, {**until('each runs again'), **DOCUMENT}, (4, 5, 6),
-            example='eschedule reboot web1'),
+            instances, _power, {**until('each runs again'), **DOCUMENT}, (4, 5, 6), example='eschedule reboot web1'),
     Command('clear', 'clear', 'remove the records of all that is over',
             'Remove the record of every instance that is gone or in error, which would stay for a day and for a week; '
             'the name of one in error is free then. Nothing of these instances is left but their records. Whoever asks '
             'for one of them afterwards, with --uuid or by `eschedule <id>`, is not told any more what became of it.',
-            nothing, _clear, DOCUMENT,
-            example='eschedule clear'),
+            nothing, _clear, DOCUMENT, example='eschedule clear'),
 )

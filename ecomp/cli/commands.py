@@ -358,14 +358,12 @@ _ROWS: Sequence[Command] = (
     Command('help', 'help [COMMAND]', 'what a command does, or all of them',
             'Say what a command does, which options it takes and how it ends, as its --help does; without one, which '
             'commands there are. It asks no server, and reads no configuration.',
-            _command_or_nothing, _help, needs_config=False,
-            example='eschedule help host drain'),
+            _command_or_nothing, _help, needs_config=False, example='eschedule help host drain'),
     Command('completion', 'completion SHELL', 'completion for bash, zsh or fish, to be read by it',
             'Print what makes bash, zsh or fish complete a command line of eschedule at a TAB: commands, options, and, '
             'asked for in that moment, names and uuids of instances, hosts, flavors, groups and projects. bash: '
             'eschedule completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion bash) in '
             '~/.bashrc. zsh: eschedule completion zsh >_eschedule, in a directory of $fpath. fish: eschedule '
             'completion fish >~/.config/fish/completions/eschedule.fish.',
-            _shell, _completion, needs_config=False,
-            example='eschedule completion bash'),
+            _shell, _completion, needs_config=False, example='eschedule completion bash'),
 )

@@ -515,6 +515,5 @@ COMMANDS: Sequence[Command] = (
             'why, and how many instances each would get. Nothing is claimed, and nothing is written.',
             planned, _plan,
             {**plain('size min flavor weigh on project group policy strictness'), **_IDLE, **LISTED},
-            (3, 4, 5), check=_check,
-            example="eschedule plan 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --count 3"),
+            (3, 4, 5), check=_check, example="eschedule plan 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --count 3"),
 )

@@ -273,17 +273,14 @@ COMMANDS: Sequence[Command] = (
     Command('ssh-config', 'ssh-config [<id>…]', 'what ~/.ssh/config needs for guests',
             'Print lines for ~/.ssh/config with which ssh, scp and rsync reach guests as `eschedule ssh` does; of all '
             'that run and have said their host keys, where none is named.',
-            any_instances, _ssh_config, exits=(4, 5, 6),
-            example='eschedule ssh-config web1 web2'),
+            any_instances, _ssh_config, exits=(4, 5, 6), example='eschedule ssh-config web1 web2'),
     Command('console', 'console <id>', "a guest's serial console; ^] leaves it",
             "Be on the guest's serial console, by `virsh console` on its host, which `reach` of schedule.yaml leads "
             'to. What the guest writes goes to the terminal as it is. ^] leaves it.',
-            just_one_instance, _console, exits=(4, 5, 6),
-            example='eschedule console web1'),
+            just_one_instance, _console, exits=(4, 5, 6), example='eschedule console web1'),
     Command('log', 'log <id>', "what a guest has written to its console",
             "Print what a guest has written to its serial console, also while it boots: the file on its host, which "
             "`reach` of schedule.yaml leads to, and those before it that virtlogd keeps. Colours and what moves the "
             'cursor are left out.',
-            just_one_instance, _log, plain('follow lines'), (4,),
-            example='eschedule log web1 -f -n 20'),
+            just_one_instance, _log, plain('follow lines'), (4,), example='eschedule log web1 -f -n 20'),
 )

@@ -354,31 +354,26 @@ COMMANDS: Sequence[Command] = (
             "Print the address of an instance, its first interface's. While it has none, nothing is printed, a line on "
             'stderr says what it waits for, and the exit code is 6; of one that failed it says why (exit 1). One '
             'that is stopped keeps its address: it is printed, and stderr says that the guest is off.',
-            one_instance, _query, DOCUMENT, (4, 5, 6),
-            example='eschedule web1'),
+            one_instance, _query, DOCUMENT, (4, 5, 6), example='eschedule web1'),
     Command('list', 'list', 'all instances, a line each',
             'Print all instances, a line each, by the time they were asked for: uuid, name, state, address, compute '
             'and that time. Those that wait in a queue are listed too.',
-            nothing, _list, {**LISTED, **FILTERS}, (4, 5),
-            example='eschedule list'),
+            nothing, _list, {**LISTED, **FILTERS}, (4, 5), example='eschedule list'),
     Command('show', 'show <id>…', 'all that is known of an instance',
             'Print all that is known of an instance: what was asked for, where it is, its interfaces, when it reached '
             'each stage, and what is wrong with it, if anything is. With -f json: its record, as etcd has it.',
-            instances, _show, plain('format columns no_header wide'), (4, 5),
-            example='eschedule show web1 -f json'),
+            instances, _show, plain('format columns no_header wide'), (4, 5), example='eschedule show web1 -f json'),
     Command('why', 'why <id>…', 'why an instance is on its compute',
             'Say why an instance is on its compute: what it asked for, how many computes could have taken it, in which '
             'order they were tried, and where the other members of its group are. Of one that waits in a queue: since '
             'when, behind how many, and what each compute lacks that takes from queues.',
-            instances, _why, DOCUMENT, (4, 5),
-            example='eschedule why web1'),
+            instances, _why, DOCUMENT, (4, 5), example='eschedule why web1'),
     Command('timeline', 'timeline <id>…', 'how long each stage of a boot took',
             'Draw how long each stage of an instance took, in seconds, as bars on one scale: of its last boot, or with '
             '--boot of another one. A later boot than the first has the stages started, addressed and ready. Of '
             'several instances it adds the median (p50) and the 95th percentile of each stage. The first two stages '
             "are told by the clock of the machine that asked, the others by the compute's.",
-            instances, _timeline, plain('boot format wide'), (4, 5),
-            example='eschedule timeline web1 web2'),
+            instances, _timeline, plain('boot format wide'), (4, 5), example='eschedule timeline web1 web2'),
     Command('wait', 'wait <id>…', 'wait until an instance has its address',
             'Wait until each instance has its address, and print it; or, with --for, until it has reached that stage. '
             'After a start or a reboot that is the stage of the boot it brings; of a guest that is off, of its next. '

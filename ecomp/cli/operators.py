@@ -269,21 +269,17 @@ COMMANDS: Sequence[Command] = (
             'how much is used, and how much there is in all (memory in MiB, disk in GiB); and of one that is up the '
             'version of its ecompute, and what its guests are (kvm, qemu, fake). `closed` is one whose ecompute was '
             'stopped, `disabled` one where nothing new is placed.',
-            nothing, _hosts, LISTED,
-            example='eschedule hosts'),
+            nothing, _hosts, LISTED, example='eschedule hosts'),
     Command('host list', 'host list', 'the same as hosts',
             'Print all computes, as `eschedule hosts` does.',
-            nothing, _hosts, LISTED,
-            example='eschedule host list'),
+            nothing, _hosts, LISTED, example='eschedule host list'),
     Command('host show', 'host show <host>…', 'one compute, and what lives there',
             'Print of a compute, or of several, what `eschedule hosts` says of it, and then the instances there as '
             '`eschedule list` prints them. With -f json: what `eschedule hosts -f json` says of it.',
-            computes, _host_show, LISTED, (4, 5),
-            example='eschedule host show hv1'),
+            computes, _host_show, LISTED, (4, 5), example='eschedule host show hv1'),
     Command('host disable', 'host disable <host>', 'place nothing new on a compute',
             'Have nothing new placed on a compute; what lives there goes on.',
-            compute, _host_status, DOCUMENT, (4, 5),
-            example='eschedule host disable hv1'),
+            compute, _host_status, DOCUMENT, (4, 5), example='eschedule host disable hv1'),
     Command('host drain', 'host drain <host>', 'disable a compute, and say what lives there',
             'Have nothing new placed on a compute, and say what lives there. Nothing is destroyed or moved: whoever '
             'owns the instances does that.',
@@ -292,22 +288,19 @@ COMMANDS: Sequence[Command] = (
             example='eschedule host drain hv1 --wait --timeout 3600'),
     Command('host enable', 'host enable <host>', 'place new instances on a compute again',
             'Have new instances placed on a compute again.',
-            compute, _host_status, DOCUMENT, (4, 5),
-            example='eschedule host enable hv1'),
+            compute, _host_status, DOCUMENT, (4, 5), example='eschedule host enable hv1'),
     Command('host forget', 'host forget <host>…', 'remove a compute that is dead for good',
             'Remove a compute that will never come back: its resource provider in placement, claims that no request '
             "stands behind, the keys of instances whose destroy had been accepted, and its host's name. It is refused "
             'while the compute is alive or anything lives there: destroy those instances first; and without --fenced '
             'while it holds claims or a request waits in a queue, because their guests may be running there. Killed '
             'half-way, the same command again goes on.',
-            computes, _host_forget, {'fenced': '', **DOCUMENT}, (4, 5),
-            example='eschedule host forget hv3 --fenced'),
+            computes, _host_forget, {'fenced': '', **DOCUMENT}, (4, 5), example='eschedule host forget hv3 --fenced'),
     Command('audit', 'audit', 'where etcd, placement and computes disagree',
             'Compare what etcd, placement and every compute say, and print where they disagree: a code, what it is '
             'about, and a sentence. It takes a few seconds, and looks twice where it finds something. stderr says how '
             'each finding is mended.',
-            nothing, _audit, {'fix': '', **LISTED}, (8,),
-            example='eschedule audit --fix'),
+            nothing, _audit, {'fix': '', **LISTED}, (8,), example='eschedule audit --fix'),
     Command('doctor', "doctor ['resources=…'] [URL]", 'what is wrong with the cluster, and what mends it',
             'Look at etcd, placement, the clocks, our certificates and the computes, and print what is wrong, a line '
             'each: the check that found it, a sentence, and what mends it. stderr says who was asked, which version '
@@ -328,6 +321,5 @@ COMMANDS: Sequence[Command] = (
                       'else addressed',
              'timeout': 'with --canary: how long a guest may take to that stage, and how long to be gone. Without: '
                         f'{PATIENCE:.0f}'},
-            (4, 5, 8), check=_check_canary,
-            example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
+            (4, 5, 8), check=_check_canary, example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
 )

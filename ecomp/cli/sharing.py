@@ -181,12 +181,10 @@ COMMANDS: Sequence[Command] = (
     Command('flavor list', 'flavor list', 'the flavors of schedule.yaml and of etcd',
             'Print the flavors: what each asks for, and whether it is kept in schedule.yaml or in etcd. One of '
             "schedule.yaml comes before etcd's of the same name.",
-            nothing, _flavor_list, LISTED,
-            example='eschedule flavor list'),
+            nothing, _flavor_list, LISTED, example='eschedule flavor list'),
     Command('flavor show', 'flavor show NAME…', 'what a flavor asks for',
             'Print of a flavor, or of several, what `eschedule flavor list` prints of all.',
-            names, _flavor_show, LISTED, (4,),
-            example='eschedule flavor show small'),
+            names, _flavor_show, LISTED, (4,), example='eschedule flavor show small'),
     Command('flavor set', "flavor set NAME 'resources=…'", 'keep a flavor in etcd, for everybody',
             'Keep a flavor in etcd, for everybody, in place of one of that name: a placement query with resources= and '
             'perhaps required= and nothing else, in quotes. What is placed already stays as it is.',
@@ -195,30 +193,24 @@ COMMANDS: Sequence[Command] = (
     Command('flavor delete', 'flavor delete NAME…', 'remove flavors from etcd',
             'Remove flavors from etcd. What is placed already stays as it is; what still waits in the queue of such a '
             'flavor is taken by nobody.',
-            names, _flavor_delete, DOCUMENT, (4,),
-            example='eschedule flavor delete small'),
+            names, _flavor_delete, DOCUMENT, (4,), example='eschedule flavor delete small'),
     Command('group list', 'group list', 'all groups and their policies',
             'Print all groups, a line each: name, policy, number of members, and on how many computes they are.',
-            nothing, _group_list, LISTED,
-            example='eschedule group list'),
+            nothing, _group_list, LISTED, example='eschedule group list'),
     Command('group show', 'group show GROUP…', 'where the members of a group are',
             "Print a group's policy, and each member with its compute; `waits` is one that is in a queue.",
-            names, _group_show, LISTED, (4,),
-            example='eschedule group show web'),
+            names, _group_show, LISTED, (4,), example='eschedule group show web'),
     Command('quota list', 'quota list', 'the projects that have limits',
             'Print the projects that have limits, and how much of each limit is used. A project that is not listed has '
             'none.',
-            nothing, _quota_list, LISTED,
-            example='eschedule quota list'),
+            nothing, _quota_list, LISTED, example='eschedule quota list'),
     Command('quota show', 'quota show PROJECT…', 'what a project may have, and has',
             'Print of a project, for each resource class and for the number of instances, the limit, how much is used, '
             'and how much is left (memory in MiB, disk in GiB).',
-            names, _quota_show, LISTED, (4,),
-            example='eschedule quota show shop'),
+            names, _quota_show, LISTED, (4,), example='eschedule quota show shop'),
     Command('quota set', 'quota set PROJECT CLASS=N…', 'limit what a project may have',
             'Limit what a project may have in all: VCPU=10, MEMORY_MB=8192 (MiB), DISK_GB=100 (GiB), instances=5 or '
             'any other resource class; =none is no limit any more. Limits that are not named stay. What it has already '
             'is counted anew and stays, even if it is more.',
-            project_and_limits, _quota_set, DOCUMENT, (5,),
-            example='eschedule quota set shop VCPU=10 instances=5'),
+            project_and_limits, _quota_set, DOCUMENT, (5,), example='eschedule quota set shop VCPU=10 instances=5'),
 )
