@@ -15,8 +15,9 @@ from typing import NamedTuple
 from ecomp.cli.command import Context
 from ecomp.cli.create import read_ssh_keys, who
 from ecomp.cli.enter import last_lines, why_not_entered
+from ecomp.cli.options import refuse_as_usage
 from ecomp.cli.terminal import Live, now
-from ecomp.errors import EcompError, NoCapacity, NotFound, OverQuota, StillGoing, UnknownOutcome, UsageError
+from ecomp.errors import EcompError, NoCapacity, NotFound, OverQuota, StillGoing, UnknownOutcome
 from ecomp.model.canary import BOOTED, ENTERED, READY, SMALL, Canary, check_names_no_host, how_far, line
 from ecomp.model.choose import Offer
 from ecomp.model.host import UP, Host
@@ -70,12 +71,10 @@ def plan(do: Context) -> Plan:
         do.options.stage or READY,
         '' if do.options.stage in (None, READY) else f'--for {do.options.stage} was asked for',
     )
-    try:
+    with refuse_as_usage():
         check_image(plan.image)
         check_query(plan.query, needs_resources=do.options.flavor is None)
         check_names_no_host(plan.query)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if not plan.keys and not do.options.identity:
         without = 'there is no ssh key: name one with --ssh-key'
         plan = plan._replace(stage=do.options.stage or BOOTED, not_asked=without)

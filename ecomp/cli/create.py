@@ -22,9 +22,9 @@ from ecomp.cli.options import (
     TABLE,
     YAML,
     Options,
-    check_names,
     planned,
     query_and_image,
+    refuse_as_usage,
 )
 from ecomp.cli.terminal import now
 from ecomp.conf import EtcdConfig
@@ -62,10 +62,8 @@ Begun = dict[str, str | None]
 
 def _create(do: Context) -> int:
     image = do.words[1] if len(do.words) > 1 else do.config.image
-    try:
+    with refuse_as_usage():
         check_image(image)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     ssh_keys, user_data = _read_guest_files(do)
     order = Order(
         do.options.uuid or new_uuid(os.urandom(16)),
@@ -247,10 +245,8 @@ def _query(do: Context) -> str:
     from ecomp.model.query import check_query
 
     query, flavor, on = do.words[0], do.options.flavor, do.options.on
-    try:
+    with refuse_as_usage('the query'):
         check_query(query, needs_resources=flavor is None, on=on is not None)
-    except ValueError as error:
-        raise UsageError(f'the query: {error}') from error
     if flavor is not None:
         from ecomp.scheduler.operating.sharing import with_flavor
 
@@ -379,10 +375,8 @@ def read_user_data(path: str | Path, tell: Callable[[str], None]) -> bytes:
     """
     what = f'user-data {printable(str(path), 200)}'
     data = _read_file(what, path, USER_DATA_LIMIT, 'have the guest fetch the rest, or compress it with gzip')
-    try:
+    with refuse_as_usage(what):
         check_user_data(data)
-    except ValueError as error:
-        raise UsageError(f'{what}: {error}') from error
     inside = unpacked(data)
     if inside is None:
         tell(f'{what}: is gzip, and broken, so cloud-init passes over it')
@@ -402,10 +396,8 @@ def read_ssh_keys(paths: Sequence[str | Path]) -> tuple[str, ...]:
     for path in paths:
         what = f'ssh keys {printable(str(path), 200)}'
         data = _read_file(what, path, KEYS_LIMIT, 'name files of a few public keys')
-        try:
+        with refuse_as_usage(what):
             found.update(dict.fromkeys(public_keys(data)))
-        except ValueError as error:
-            raise UsageError(f'{what}: {error}') from error
     size = len(dump(list(found)))
     if size > KEYS_LIMIT:
         raise UsageError(f'ssh keys: have {size} bytes together, and {KEYS_LIMIT} is the limit: name fewer')
@@ -473,7 +465,9 @@ def _check(name: str, words: Sequence[str], options: Options) -> None:
     if options.queue:
         _check_queue(words, options)
     if options.name is not None:
-        check_names('--name', check_name, options.name, *([f'{options.name}-{count}'] if count > 1 else []))
+        with refuse_as_usage('--name'):
+            check_name(options.name)
+            check_name(f'{options.name}-{count}' if count > 1 else options.name)
 
 
 def _check_queue(words: Sequence[str], options: Options) -> None:

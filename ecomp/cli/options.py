@@ -7,7 +7,8 @@ times as long to make, and every command would wait for it. Its annotations are 
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
 from ecomp.errors import UsageError
@@ -36,6 +37,15 @@ LONGEST_PROJECT = 255
 
 SHELLS = ('bash', 'zsh', 'fish')
 """Those that eschedule completes in."""
+
+
+@contextmanager
+def refuse_as_usage(what: str = '') -> Iterator[None]:
+    """Raise a ValueError of what is inside as a UsageError, with `what` before it."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(f'{what}: {error}' if what else str(error)) from error
 
 
 # Which words may follow a command
@@ -98,10 +108,8 @@ def instance_and_command(name: str, words: Sequence[str]) -> Words:
 def user_and_instance(word: str) -> tuple[str, str]:
     """The user, '' for none, and the instance of `[USER@]<id>`."""
     user, at, instance = word.rpartition('@')
-    try:
+    with refuse_as_usage():
         return check_user(user) if at else '', instance
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _instance(word: str, wrong: str) -> str:
@@ -391,18 +399,10 @@ def _check_form(options: Options, has_columns: bool) -> None:
 
 def _check_group(options: Options) -> None:
     if options.group is not None:
-        check_names('--group', check_group_name, options.group)
+        with refuse_as_usage('--group'):
+            check_group_name(options.group)
     elif options.policy is not None or options.strictness is not None:
         raise UsageError('--policy, --strict and --soft go with --group')
-
-
-def check_names(option: str, check: Callable[[str], str], *names: str) -> None:
-    """UsageError for the first of the names that `check` refuses, of the value of an option."""
-    try:
-        for name in names:
-            check(name)
-    except ValueError as error:
-        raise UsageError(f'{option}: {error}') from error
 
 
 def _check_waiting(name: str, options: Options, takes: Container[str]) -> None:

@@ -282,10 +282,8 @@ def _accepted(store: Store, found: InstanceEntries, wanted: Power) -> Acceptance
 
 
 def _before(found: InstanceEntries) -> frozenset[str]:
-    entry, record = found.request_entry, found.record
-    request = parse_request(record.compute, entry.key, entry.value) if entry else None
-    asked = request.power.id if isinstance(request, Request) and request.power else ''
-    return frozenset({action_id(record.power), asked})
+    request = found.request
+    return frozenset({action_id(found.record.power), request.power.id if request and request.power else ''})
 
 
 class Cleared(NamedTuple):
