@@ -220,14 +220,13 @@ def _wait(do: Context) -> int:
 
 MIDWAY = {ASKED: 'its guest was asked to turn itself off', OFF: 'it is off, and about to be started'}
 INSTANCE = Column('INSTANCE', kind=UUID)
-COMPUTE = Column('COMPUTE', rank=3, kind=UUID)
 COLUMNS = (
     INSTANCE,
     Column('NAME', least=24),
     Column('STATE', kind=STATE),
     Column('ADDRESS', rank=2),
     Column('HOST', rank=1, least=8),
-    COMPUTE._replace(wide=True),
+    Column('COMPUTE', rank=3, kind=UUID, wide=True),
     Column('REQUESTED', rank=4, kind=TIME),
 )
 REASON = Column('REASON', rank=1, least=20)
