@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ecomp.errors import EcompError, NotFound
 from ecomp.model.allocation import Inventory, Resources
-from ecomp.model.choose import Candidate
+from ecomp.model.choose import Candidate, Offer
 from ecomp.model.explain import Miss, Provider, apart, changed, in_words, miss, nearest, smallest, unexplained
 from ecomp.model.group import Group, Membership
 from ecomp.model.host import Computes, Hint, Living
@@ -30,9 +29,6 @@ from ecomp.placement.providers import AGGREGATES, inventory, matching
 from ecomp.scheduler.looking import hosts
 from ecomp.scheduler.placing.claim import settled
 from ecomp.store.client import Store
-
-if TYPE_CHECKING:
-    from ecomp.scheduler.looking.find import Backend
 
 CALLS = 5
 """Calls to placement for all that is said of a refusal. With the question that found no room that is six."""
@@ -255,7 +251,7 @@ MOST, SHOWN = 50, 10
 
 def tell(
     store: Store,
-    backend: Backend,
+    backend: Future[tuple[Placement, Offer]],
     query: str,
     wanted: Membership | None,
     taken: Sequence[Candidate],
