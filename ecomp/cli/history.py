@@ -283,14 +283,11 @@ def timeline_to_dict(records: Sequence[Record], number: int | None = None) -> di
         took = None if each.took is None else round(each.took, 3)
         return {'stage': each.stage, 'time': each.time, 'at': round(each.at, 3), 'seconds': took}
 
-    instances = [
-        {
-            **{'instance': record.instance, 'state': record.state},
-            **{'boot': boot.number if boot else None, 'reason': boot.reason if boot else None},
-            'stages': [as_dict(each) for each in stages],
-        }
-        for record, boot, stages in timelines
-    ]
+    instances = []
+    for record, boot, stages in timelines:
+        about = {'instance': record.instance, 'state': record.state}
+        which = {'boot': boot.number if boot else None, 'reason': boot.reason if boot else None}
+        instances.append({**about, **which, 'stages': list(map(as_dict, stages))})
     rounded = {
         stage: {name: round(value, 3) for name, value in each.items()} for stage, each in percentiles(timelines).items()
     }

@@ -252,18 +252,12 @@ def as_list(records: Sequence[Record], known: Computes = NOBODY) -> Listing:
     reason = REASON._replace(wide=not any(map(_reason, records)))
     # Whatever has a name can do without its uuid.
     instance = INSTANCE._replace(rank=5 if all(each.name for each in records) else 0)
-    rows = [
-        Row(
-            [
-                *(each.instance, each.name or None, each.state, each.address or None),
-                *(known.called(each.compute) or None, each.compute or None),
-                *(each.stages.get('requested') or None, _reason(each)),
-                *(each.project_id or None, each.group_name, each.image or None),
-            ],
-            _record(each, known),
-        )
-        for each in records
-    ]
+    rows = []
+    for each in records:
+        cells = [each.instance, each.name or None, each.state, each.address or None]
+        cells += [known.called(each.compute) or None, each.compute or None, each.stages.get('requested') or None]
+        cells += [_reason(each), each.project_id or None, each.group_name, each.image or None]
+        rows.append(Row(cells, _record(each, known)))
     return Listing([instance, *COLUMNS[1:], reason, *MORE], rows)
 
 

@@ -174,17 +174,11 @@ def as_hosts(hosts: Sequence[Host]) -> Listing:
     # What every guest needs, and then what only some computes have.
     classes = [*NEEDED, *sorted({name for each in hosts for name in each.resources} - set(NEEDED))]
     columns = [COMPUTE, Column('HOST', least=8), Column('STATE', kind=STATE), Column('INSTANCES', 1)]
-    rows = [
-        Row(
-            [
-                *(each.compute, each.hostname or None, _state(each), each.instances),
-                *(_share(each.resources.get(name)) for name in classes),
-                *(each.said.version, each.said.kind),
-            ],
-            _host(each),
-        )
-        for each in hosts
-    ]
+    rows = []
+    for each in hosts:
+        shares = [_share(each.resources.get(name)) for name in classes]
+        known = [each.compute, each.hostname or None, _state(each), each.instances]
+        rows.append(Row([*known, *shares, each.said.version, each.said.kind], _host(each)))
     return Listing([*columns, *_shares(classes), Column('VERSION', 4), Column('KIND', 3)], rows)
 
 
@@ -192,17 +186,11 @@ def as_plan(ranked: Sequence[RankedCompute]) -> Listing:
     """The computes that would be tried, in order, a line each."""
     classes = [*NEEDED, *sorted({name for each in ranked for name in each.asked} - set(NEEDED))]
     columns = [COMPUTE, Column('HOST', least=8), Column('WEIGHT', 1)]
-    rows = [
-        Row(
-            [
-                *(each.compute, each.hostname or None, None if each.weight is None else f'{each.weight:.2f}'),
-                *(_share(each.rooms.get(name)) for name in classes),
-                each.instances,
-            ],
-            _ranked(each),
-        )
-        for each in ranked
-    ]
+    rows = []
+    for each in ranked:
+        shares = [_share(each.rooms.get(name)) for name in classes]
+        weight = None if each.weight is None else f'{each.weight:.2f}'
+        rows.append(Row([each.compute, each.hostname or None, weight, *shares, each.instances], _ranked(each)))
     return Listing([*columns, *_shares(classes), Column('INSTANCES')], rows)
 
 
@@ -214,13 +202,11 @@ def as_findings(findings: Sequence[Finding], known: Computes = NOBODY, names: Ma
     """What an audit found, a line each. `names` are those of instances, by uuid."""
     columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, least=24)]
     columns.append(Column('FINDING', least=40, folds=True))
-    rows = [
-        Row(
-            [each.code, known.translated(each.subject), names.get(each.subject), known.translated(each.sentence)],
-            {**each.to_dict(), 'host': known.host(each.compute), 'name': names.get(each.subject)},
-        )
-        for each in findings
-    ]
+    rows = []
+    for each in findings:
+        name = names.get(each.subject)
+        cells = [each.code, known.translated(each.subject), name, known.translated(each.sentence)]
+        rows.append(Row(cells, {**each.to_dict(), 'host': known.host(each.compute), 'name': name}))
     return Listing(columns, rows)
 
 

@@ -111,13 +111,10 @@ def _told(do: Context, words: Sequence[str], change: Callable[[str], str]) -> in
 
 def as_flavors(flavors: Mapping[str, tuple[Flavor, str]]) -> Listing:
     """Each flavor, and where it is kept, a line each."""
-    def asked(each: Flavor) -> str:
-        return ','.join(f'{part}:{amount}' for part, amount in each.resources.items())
-
-    rows = [
-        Row((name, asked(each), each.traits or None, source), {**to_dict(each), 'source': source})
-        for name, (each, source) in flavors.items()
-    ]
+    rows = []
+    for name, (each, source) in flavors.items():
+        asked = ','.join(f'{part}:{amount}' for part, amount in each.resources.items())
+        rows.append(Row((name, asked, each.traits or None, source), {**to_dict(each), 'source': source}))
     columns = [Column('FLAVOR'), Column('RESOURCES', least=20), Column('TRAITS', 1, least=8), Column('IN', 2)]
     return Listing(columns, rows)
 
