@@ -321,7 +321,7 @@ def reasons(store: Store, placement: Placement, refusal: Refusal, calls: int = C
         dead = sorted(uuid for uuid, each in facts.listed.items() if uuid not in known.living and each.name == uuid)
         there, are_many = len(names) + len(dead), len(names) + len(dead) > MOST
         chosen = dict.fromkeys([*wanted, *names] if are_many else [*names, *dead])
-        said, misses = _examined(facts, asked, chosen, known, refusal.group, refusal.taken)
+        said, misses = _examined(facts, asked, chosen, known, refusal)
     except Unexplained as error:
         return [f'what each compute lacks is not explained: {error}']
     said |= _limited(refusal, misses)
@@ -367,7 +367,7 @@ def lacking(
     Errors: those of placement; Unexplained.
     """
     asked = _asked(query)
-    said, _ = _examined(Facts(placement, asked), asked, among[:MOST], known, group)
+    said, _ = _examined(Facts(placement, asked), asked, among[:MOST], known, Refusal(query, group))
     return {uuid: each for uuid, each in said.items() if each}
 
 
@@ -381,20 +381,15 @@ def _asked(query: str, on: str | None = None) -> tuple[Constraint, ...]:
 
 
 def _examined(
-    facts: Facts,
-    asked: Sequence[Constraint],
-    chosen: Iterable[str],
-    known: Computes,
-    group: Group | None = None,
-    taken: Sequence[Candidate] = (),
+    facts: Facts, asked: Sequence[Constraint], chosen: Iterable[str], known: Computes, refusal: Refusal
 ) -> tuple[dict[str, str], list[Miss]]:
     """What each chosen compute lacks, in words, and the misses of those that these rules cover.
 
     '' for what is no compute. One of which nothing could be found out is in neither. Unexplained.
     """
-    takers = [each.compute for each in taken]
+    takers = [each.compute for each in refusal.taken]
     given: dict[str, list[Resources]] = {}
-    for each in taken:
+    for each in refusal.taken:
         for uuid, amounts in each.allocations.items():
             given.setdefault(uuid, []).append(amounts)
     chosen = list(chosen)
@@ -409,7 +404,7 @@ def _examined(
         if said is None and provider is not None:
             said = unexplained(asked, provider, facts.sharing)
             if said is None:
-                misses.append(apart(miss(asked, provider), group, takers, known.called))
+                misses.append(apart(miss(asked, provider), refusal.group, takers, known.called))
                 said = _lacks(misses[-1], known.called(uuid), provider.taken_count)
             else:
                 said = f'not explained: {said}'
