@@ -90,8 +90,7 @@ def _clear(do: Context) -> int:
     do.out.say(f'{number} removed: {gone} gone, {len(removed) - gone} in error')
     for error in errors:
         do.out.say(str(error))
-    if do.form != TABLE:
-        do.show_document([{'removed': [{'instance': each, 'state': state} for each, state in removed.items()]}])
+    do.show_document([{'removed': [{'instance': each, 'state': state} for each, state in removed.items()]}])
     return EcompError.exit_code if errors else 0
 
 

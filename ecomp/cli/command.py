@@ -368,8 +368,7 @@ class Outcomes:
 
     def end(self) -> int:
         """Print the document, if one was asked for; the exit code."""
-        if self._do.form != TABLE:
-            self._do.show_document(list(self.found.values()), several=self._several)
+        self._do.show_document(list(self.found.values()), several=self._several)
         return self.code
 
     def _fail(self, word: str, error: EcompError) -> None:

@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,9 +92,7 @@ def _place(do: Context, order: Order) -> int:
 
     from ecomp.scheduler.placing.create import create
 
-    def sized(computes: int) -> None:
-        remember(do.config.etcd, computes)
-
+    sized = partial(remember, do.config.etcd)
     instance, wanted = order.instance, _wanted(do, order, query)
     again = f'the same command with --uuid {instance} goes on, or says what became of it'
     try:
