@@ -19,7 +19,6 @@ from ecomp.agent.instance.build import (
     Resume,
     Shutdown,
     SwitchOff,
-    build,
     carry_out,
 )
 from ecomp.errors import BuildFailed, EcompError
@@ -93,7 +92,7 @@ class Recording(FakeHypervisor):
 
 def made(hypervisor: Recording, checkpoint: Callable[[], None] = lambda: None, job: Build = JOB) -> list[News]:
     reached: list[News] = []
-    build(job, hypervisor, hypervisor, reached.append, checkpoint)
+    carry_out(job, hypervisor, hypervisor, reached.append, checkpoint)
     return reached
 
 
@@ -144,10 +143,10 @@ def test_it_fails_for_what_the_image_is_and_not_for_what_it_was(bases: list[str 
     hypervisor.bases = [each and replace(BASE, path=each) for each in bases]
     if fails:
         with pytest.raises(BuildFailed, match='larger'):
-            build(JOB, hypervisor, hypervisor, told.append, lambda: None)
+            carry_out(JOB, hypervisor, hypervisor, told.append, lambda: None)
         assert guests(hypervisor) == {}
     else:
-        build(JOB, hypervisor, hypervisor, told.append, lambda: None)
+        carry_out(JOB, hypervisor, hypervisor, told.append, lambda: None)
     assert told == (ALL[:2] if fails else ALL), 'the image is there, whatever comes of the disk'
 
 

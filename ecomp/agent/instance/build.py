@@ -161,26 +161,15 @@ def carry_out(
     report: Callable[[News], None],
     checkpoint: Callable[[], None],
 ) -> None:
-    """Do a job of any kind. Errors: EcompError, and Cancelled from the checkpoint."""
-    if isinstance(job, Build):
-        build(job, hypervisor, images, report, checkpoint)
-    else:
-        job.carry_out(hypervisor)
-
-
-def build(
-    job: Build,
-    hypervisor: Hypervisor,
-    images: Images,
-    report: Callable[[News], None],
-    checkpoint: Callable[[], None],
-) -> None:
-    """Image, disk, domain. Returns when the domain runs; else nothing of it is left and the error says why.
+    """Do a job of any kind. A build: image, disk, domain; returns when the domain runs, else nothing of it is left.
 
     A guest that runs already is taken as it is (the same request again, after a restart). `report` gets
     each stage reached and the progress to it, `checkpoint` raises Cancelled if the build is to stop.
-    Errors: BuildFailed, Cancelled, Conflict, Unreachable.
+    Errors: BuildFailed, Cancelled, Conflict, Unreachable; those of a step.
     """
+    if isinstance(job, Step):
+        job.carry_out(hypervisor)
+        return
     instance, spec = job.spec.instance, job.spec
     if hypervisor.runs(instance):
         report('started')
