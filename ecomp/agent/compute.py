@@ -23,10 +23,10 @@ from ecomp.agent.host.digest import Answerer
 from ecomp.agent.host.metadata import GuestData, keep_served, nocloud
 from ecomp.agent.host.provider import Inventory, Registration, check_names, registered
 from ecomp.agent.host.state import Identity, Memory
-from ecomp.agent.images.cache import CacheLimits, Scrubber
+from ecomp.agent.images.cache import CacheLimits, FakeImages, Scrubber
 from ecomp.agent.images.connections import reach_of
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
-from ecomp.agent.instance.pool import FakeImages, Inline, Workers, WorkerSettings
+from ecomp.agent.instance.pool import Inline, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import EVERY, LOOKING, Planner
 from ecomp.agent.queue import Offers, Puller, Queues, Taker

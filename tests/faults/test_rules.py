@@ -15,8 +15,9 @@ import pytest
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
+from ecomp.agent.images.cache import FakeImages
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
-from ecomp.agent.instance.pool import FakeImages, Inline
+from ecomp.agent.instance.pool import Inline
 from ecomp.agent.instance.records import Superseded
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys

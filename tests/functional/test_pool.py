@@ -21,8 +21,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ecomp.agent.images.cache import FakeImages
 from ecomp.agent.instance.build import Build, Cancelled, Destroy, WorkerDied
-from ecomp.agent.instance.pool import FakeImages, Inline, News
+from ecomp.agent.instance.pool import Inline, News
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.files import InstanceLocks
 from ecomp.virt.fake import FakeHypervisor

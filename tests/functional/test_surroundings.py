@@ -9,8 +9,9 @@ import pytest
 from ecomp.agent.host import metadata
 from ecomp.agent.host.metadata import GuestData, is_metadata
 from ecomp.agent.host.state import Memory
+from ecomp.agent.images.cache import FakeImages
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
-from ecomp.agent.instance.pool import FakeImages, Inline
+from ecomp.agent.instance.pool import Inline
 from ecomp.conf import EtcdConfig
 from ecomp.errors import PlacementRefusal
 from ecomp.model import keys

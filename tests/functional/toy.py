@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
+from ecomp.agent.images.cache import FakeImages
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
-from ecomp.agent.instance.pool import FakeImages, Inline
+from ecomp.agent.instance.pool import Inline
 from ecomp.agent.planner import Planner, Work
 from ecomp.agent.turns import Complaints
 from ecomp.model import keys

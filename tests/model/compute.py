@@ -15,8 +15,9 @@ from ecomp.agent.compute import note_ends, reserve_again
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
+from ecomp.agent.images.cache import FakeImages
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
-from ecomp.agent.instance.pool import FakeImages, Inline
+from ecomp.agent.instance.pool import Inline
 from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue import Offers, Puller, Taker

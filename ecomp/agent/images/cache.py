@@ -579,3 +579,18 @@ class ImageCache:
         except OSError as error:
             log.warning('%s: %s: where an image is from is not remembered', self.directory, error.strerror)
         return held
+
+
+class FakeImages:
+    """Images for the fake hypervisor: every URL is there, and empty."""
+
+    @contextmanager
+    def held(self, url: str, checkpoint: Checkpoint, tell: Tell, since: float) -> Iterator[Iterator[BaseImage | None]]:
+        """A base image of no size."""
+        del tell, since
+        checkpoint()
+        yield iter([BaseImage(url, 'qcow2', 0)])
+
+
+Images = ImageCache | FakeImages
+"""Where base volumes come from."""

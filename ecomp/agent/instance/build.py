@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from ecomp.agent.turns import Waker
+from ecomp.agent.images.cache import Images
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
-from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.model.guest import GuestSpec
 from ecomp.model.record import Progress
 from ecomp.virt import Hypervisor
 
@@ -20,55 +19,8 @@ class WorkerDied(EcompError):
     """The job's worker process ended in the middle of it."""
 
 
-class Runner(Protocol):
-    """Where jobs are carried out.
-
-    `waker` ends a tend() at once, also from a signal handler.
-    """
-
-    waker: Waker
-
-    def run(self, job: Job) -> Iterator[News]:
-        """Carry the job out; yields each stage reached and its progress, ends when it is done, raises what it raised.
-
-        How far it is may be left out where the next news is there already.
-        """
-
-    def cancel(self, instance: str | None) -> None:
-        """Let a build of this instance stop at its next step and undo itself; None: every one from now on."""
-
-    def allow(self) -> None:
-        """Make builds again after cancel(None)."""
-
-    def tend(self, timeout: float) -> None:
-        """Look after the workers, for `timeout` seconds at most or until it is woken. The main thread's work."""
-
-    def stop(self) -> None:
-        """End the workers when their jobs are done."""
-
-
-def finish(runner: Runner, job: Job) -> None:
-    """Have a job carried out of which no news is wanted. Errors: what it raised."""
-    for _ in runner.run(job):
-        pass
-
-
 class Cancelled(Exception):
     """A destroy was asked for while building: the build has undone itself."""
-
-
-class Images(Protocol):
-    """Where base volumes come from."""
-
-    def held(
-        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
-    ) -> AbstractContextManager[Iterator[BaseImage | None]]:
-        """The base volumes to make a disk on of an image URL; each is there until the next is asked for.
-
-        The last is the image. None: the one before is not, and what was made on it is to be removed before the next is
-        asked for. BuildFailed('image', reason). `tell` gets the bytes that are here, and of how many if that is known,
-        while it is fetched. It is what the URL had at `since`, of time.monotonic(), or later, if its server answers.
-        """
 
 
 @dataclass(frozen=True)

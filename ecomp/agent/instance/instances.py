@@ -16,8 +16,9 @@ from functools import partial
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget, Runner, Step, finish
+from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget, Step
 from ecomp.agent.instance.plan import GONE_BOTH
+from ecomp.agent.instance.pool import Runner, finish
 from ecomp.agent.instance.power import ATTEMPTS, Switch
 from ecomp.agent.instance.records import Records, Superseded
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable, UsageError

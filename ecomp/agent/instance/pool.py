@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -33,20 +33,19 @@ from typing import Any
 
 from ecomp import log as logs
 from ecomp.agent.images import inspection
-from ecomp.agent.images.cache import CacheLimits, ImageCache
+from ecomp.agent.images.cache import CacheLimits, ImageCache, Images
 from ecomp.agent.images.connections import Reach
-from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Images, Job, News, WorkerDied, carry_out
+from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Job, News, WorkerDied, carry_out
 from ecomp.agent.turns import Waker
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.files import InstanceLocks
 from ecomp.model.backoff import Backoff
-from ecomp.model.guest import BaseImage
 from ecomp.model.record import Progress
 from ecomp.virt import Hypervisor
 
 
 class Inline:
-    """A Runner without processes, for the fake hypervisor: a job runs in the thread that asks for it."""
+    """Workers without processes, for the fake hypervisor: a job runs in the thread that asks for it."""
 
     def __init__(self, hypervisor: Hypervisor, images: Images) -> None:
         self._hypervisor = hypervisor
@@ -70,7 +69,7 @@ class Inline:
         self._cancelled.discard(None)
 
     def tend(self, timeout: float) -> None:
-        """See Runner: there is nobody to look after."""
+        """Wait as Workers do: there is nobody to look after."""
         wait([self.waker.reader], timeout)
         self.waker.clear()
 
@@ -80,19 +79,6 @@ class Inline:
     def _checkpoint(self, instance: str) -> None:
         if self._cancelled & {None, instance}:
             raise Cancelled
-
-
-class FakeImages:
-    """Images for the fake hypervisor: every URL is there, and empty."""
-
-    @contextmanager
-    def held(
-        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
-    ) -> Iterator[Iterator[BaseImage | None]]:
-        """A base image of no size."""
-        del tell, since
-        checkpoint()
-        yield iter([BaseImage(url, 'qcow2', 0)])
 
 
 log = logging.getLogger(__name__)
@@ -280,6 +266,8 @@ class Workers:
     What does not fit waits in order, ENDING first. Builds of an image that a worker is fetching wait for that download
     and share its outcome; other builds do not wait for it. Where there are such, another worker takes the place of each
     that downloads, so that servers that drip hold up nobody whose image is here.
+
+    `waker` ends a tend() at once, also from a signal handler.
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: Entry = main) -> None:
@@ -297,7 +285,10 @@ class Workers:
         self._lacks = self._ends_builds = False
 
     def run(self, job: Job) -> Iterator[News]:
-        """See Runner. Raises WorkerDied when the worker was killed."""
+        """Carry the job out; yields each stage reached and its progress, ends when it is done, raises what it raised.
+
+        How far it is may be left out where the next news is there already. WorkerDied: the worker was killed.
+        """
         with self._lock:
             ticket = _Ticket(next(self._numbers), job)
             self._waiting.append(ticket)
@@ -307,6 +298,7 @@ class Workers:
         return ticket.news()
 
     def cancel(self, instance: str | None) -> None:
+        """Let a build of this instance stop at its next step and undo itself; None: every one from now on."""
         with self._lock:
             self._ends_builds |= instance is None
             for ticket in list(self._waiting):
@@ -320,10 +312,14 @@ class Workers:
                         worker.to_send.put(('cancel', at_it.number))
 
     def allow(self) -> None:
+        """Make builds again after cancel(None)."""
         self._ends_builds = False
 
     def tend(self, timeout: float) -> None:
-        """See Runner: start what is missing, hand out jobs, hear results, notice deaths."""
+        """Start what is missing, hand out jobs, hear results, notice deaths. The main thread's work.
+
+        Takes `timeout` seconds at most, or until it is woken.
+        """
         now = time.monotonic()
         self._hand_out()
         wanted, look_again = self._wanted(now)
@@ -347,6 +343,7 @@ class Workers:
         self._hand_out()
 
     def stop(self) -> None:
+        """End the workers when their jobs are done."""
         for worker in self._workers:
             worker.to_send.put(None)
         for process in [*self._dismissed, *(worker.process for worker in self._workers)]:
@@ -479,3 +476,13 @@ class Workers:
             self._start_at = 0.0
         for ticket in left:
             ticket.told.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
+
+
+Runner = Inline | Workers
+"""Where jobs are carried out."""
+
+
+def finish(runner: Runner, job: Job) -> None:
+    """Have a job carried out of which no news is wanted. Errors: what it raised."""
+    for _ in runner.run(job):
+        pass

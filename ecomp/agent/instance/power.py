@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.build import Job, Resume, Runner, Shutdown, SwitchOff, WorkerDied, finish
+from ecomp.agent.instance.build import Job, Resume, Shutdown, SwitchOff, WorkerDied
 from ecomp.agent.instance.plan import Patience, fault_of
+from ecomp.agent.instance.pool import Runner, finish
 from ecomp.agent.instance.records import Records
 from ecomp.errors import BuildFailed, EcompError, Unreachable
 from ecomp.failpoints import failpoint
