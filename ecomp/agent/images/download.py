@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 from urllib3 import BaseHTTPResponse
@@ -131,32 +131,6 @@ class Stream:
     close: Callable[[], None]
 
 
-class Source(Protocol):
-    """A place an image comes from. Errors: BuildFailed('image', reason), Away; no reason quotes a server's answer."""
-
-    def open(self, known: Version | None) -> Stream | None:
-        """A stream of the image; None if it is the `known` one. `known` None: no image of this URL is cached."""
-
-    def is_still(self, version: Version) -> bool:
-        """Whether it is this one at the place that open() has found it at."""
-
-    def sums(self) -> str | None:
-        """The text of SHA256SUMS in the image's directory; None if there is none."""
-
-    def stop(self) -> None:
-        """End every wait, here and in a stream's read(), soon, and ask nothing more; for another thread."""
-
-    def close(self) -> None:
-        """Close every connection."""
-
-
-def source(url: str, local: Path | None, reach: Reach) -> Source:
-    """The Source of the image at `url`, which check_image() accepted and which has no fragment."""
-    if urlsplit(url).scheme == 'file':
-        return Local(url, local)
-    return Remote(url, reach)
-
-
 class Local:
     """An image on this host in `directory`, which file:// URLs may point into; None: every one is refused."""
 
@@ -214,9 +188,11 @@ class Remote:
         self._found_at = url
 
     def open(self, known: Version | None) -> Stream | None:
+        """A stream of the image; None if it is the `known` one. `known` None: no image of this URL is cached."""
         return self._opened(self._url, known)
 
     def is_still(self, version: Version) -> bool:
+        """Whether it is this one at the place that open() has found it at."""
         # Where it was found, for a redirect may lead to another mirror each time.
         try:
             newer = self._opened(self._found_at, version)
@@ -259,6 +235,7 @@ class Remote:
         return False
 
     def sums(self) -> str | None:
+        """The text of SHA256SUMS in the image's directory; None if there is none."""
         url = urljoin(self._url, SUMS)
         with _translate_errors(url):
             answer, _ = self._ask('GET', url, {})
@@ -275,6 +252,7 @@ class Remote:
         return text.decode(errors='replace')
 
     def stop(self) -> None:
+        """End every wait, here and in a stream's read(), soon, and ask nothing more; for another thread."""
         self._connections.stop()
 
     def close(self) -> None:
@@ -309,6 +287,15 @@ class Remote:
             answer.close()
             here = _redirected(url, here, location)
         raise BuildFailed('image', f'{url}: more than {REDIRECTS} redirects')
+
+
+Source = Local | Remote
+"""A place an image comes from. Errors: BuildFailed('image', reason), Away; no reason quotes a server's answer."""
+
+
+def source(url: str, local: Path | None, reach: Reach) -> Source:
+    """The Source of the image at `url`, which check_image() accepted and which has no fragment."""
+    return Local(url, local) if urlsplit(url).scheme == 'file' else Remote(url, reach)
 
 
 def _version(answer: BaseHTTPResponse, found_at: str) -> Version:
