@@ -45,6 +45,9 @@ from ecomp.virt.image import chain, inspected
 VERSION = 1
 FORMATS = ('qcow2', 'raw')
 LOCK = '.lock'
+ASKED = '.asked-'
+UNANSWERED = '.away-'
+READ = '.read-'
 BAD = '.bad-'
 
 
@@ -79,7 +82,7 @@ class Bases:
     def entry(self, url: str) -> Download | None:
         """What learn() wrote down last for the URL; None if nothing is there, or it cannot be read."""
         try:
-            named, entry = _read(self._entry_file(url))
+            named, entry = _read(self._file('.url-', f'{_key(url)}.json'))
         except (OSError, ValueError, KeyError, TypeError):
             return None  # it is asked again, and then known
         return entry if named == url else None
@@ -87,46 +90,44 @@ class Bases:
     def learn(self, url: str, entry: Download, began: float) -> None:
         """Write down what image the URL has, as its server said when asked at `began`, of time.monotonic(). OSError."""
         text = json.dumps({'version': VERSION, 'url': url, 'found': asdict(entry)})
-        write_durably(self._entry_file(url), text + '\n')
-        self.note_asked(url, began)
+        write_durably(self._file('.url-', f'{_key(url)}.json'), text + '\n')
+        self.note(ASKED, url, began)
 
-    def note_asked(self, url: str, began: float) -> None:
-        """Write down that the server of the URL answered what it was asked at `began`, of time.monotonic()."""
-        _note(self._asked_file(url), began)
+    def note(self, what: str, url: str, when: float) -> None:
+        """Write down a time.monotonic(), which all processes of a boot have in common.
 
-    def asked_at(self, url: str) -> float:
-        """When that began which the server of the URL answered last, asked by whatever process of this boot.
-
-        As time.monotonic() has it; -inf if nobody asked.
+        ASKED: when that began which the URL's server answered; UNANSWERED: when it gave no answer, and its image is
+        here.
         """
-        return _noted(self._asked_file(url))
+        with suppress(OSError):
+            self._file(what, _key(url)).write_text(f'{boot_id()} {when}')
 
-    def note_away(self, url: str) -> None:
-        """Write down that the URL's server gave no answer now; its image is here."""
-        _note(self._away_file(url), time.monotonic())
-
-    def is_away(self, url: str, seconds: float) -> bool:
-        """Whether that was written down in the last `seconds`, by whatever process."""
-        return time.monotonic() - _noted(self._away_file(url)) < seconds
+    def noted(self, what: str, url: str) -> float:
+        """What note() wrote last in this boot, by whatever process; -inf for none, or for what cannot be so."""
+        with suppress(OSError, ValueError):
+            boot, when = self._file(what, _key(url)).read_text().split()
+            if boot == boot_id() and float(when) <= time.monotonic():
+                return float(when)
+        return -math.inf
 
     def scrubbed(self, sha256: str) -> float:
         """When the base volume with this content was last read as a whole, in seconds since the epoch; 0: never."""
         with suppress(FileNotFoundError):
-            return self._read_file(sha256).stat().st_mtime
+            return self._file(READ, sha256).stat().st_mtime
         return 0.0
 
     def note_read(self, sha256: str, good: bool) -> None:
         """Note that the base volume was read as a whole now; one that is not `good` is not taken again. OSError."""
         if good:
-            self._bad(sha256).unlink(missing_ok=True)
+            self._file(BAD, sha256).unlink(missing_ok=True)
         else:
-            self._bad(sha256).touch()
-        self._read_file(sha256).touch()
+            self._file(BAD, sha256).touch()
+        self._file(READ, sha256).touch()
 
     def take(self, sha256: str, size: int | None = None) -> BaseHold | None:
         """Hold the base volume with this content, of `size` bytes (None: of any size); None if it is not here."""
         with self._locked():
-            if self._bad(sha256).exists():
+            if self._file(BAD, sha256).exists():
                 return None
             for path in (self._path(sha256, each) for each in FORMATS):
                 with suppress(FileNotFoundError):
@@ -138,16 +139,16 @@ class Bases:
         """Make the whole download `part` a base volume, unless its content is one already, and hold it. OSError."""
         path = self._path(sha256, format)
         with self._locked():
-            bad = self._bad(sha256).exists()
+            bad = self._file(BAD, sha256).exists()
             if bad or not path.exists() or path.stat().st_size != part.stat().st_size:
                 # Readable by QEMU's user; an image is no secret, the overlays are.
                 part.chmod(0o644)
                 # In the place of a bad one: guests that are on it have the good one from their next start on.
                 part.rename(path)
                 sync(self._directory)
-                self._bad(sha256).unlink(missing_ok=True)
+                self._file(BAD, sha256).unlink(missing_ok=True)
                 with suppress(OSError):  # it is read once more, then
-                    self._read_file(sha256).touch()
+                    self._file(READ, sha256).touch()
             return _held(path)
 
     def reserve(self, descriptor: int, size: int, ahead: int) -> int:
@@ -219,10 +220,10 @@ class Bases:
                 _, entry = _read(path)
                 if not self._is_there(entry.sha256):
                     path.unlink()
-        for path in [*self._directory.glob('.away-*'), *self._directory.glob('.asked-*')]:
+        for path in [*self._directory.glob(f'{UNANSWERED}*'), *self._directory.glob(f'{ASKED}*')]:
             if not path.with_name(f'.url-{path.name.rpartition("-")[2]}.json').exists():
                 path.unlink(missing_ok=True)
-        for path in [*self._directory.glob('.read-*'), *self._directory.glob(f'{BAD}*')]:
+        for path in [*self._directory.glob(f'{READ}*'), *self._directory.glob(f'{BAD}*')]:
             if not self._is_there(path.name.partition('-')[2]):
                 path.unlink(missing_ok=True)
 
@@ -245,40 +246,13 @@ class Bases:
     def _is_there(self, sha256: str) -> bool:
         return any(self._path(sha256, each).exists() for each in FORMATS)
 
-    def _read_file(self, sha256: str) -> Path:
-        return self._directory / f'.read-{sha256}'
-
-    def _bad(self, sha256: str) -> Path:
-        return self._directory / f'{BAD}{sha256}'
-
-    def _asked_file(self, url: str) -> Path:
-        return self._directory / f'.asked-{_key(url)}'
-
-    def _away_file(self, url: str) -> Path:
-        return self._directory / f'.away-{_key(url)}'
-
-    def _entry_file(self, url: str) -> Path:
-        return self._directory / f'.url-{_key(url)}.json'
+    def _file(self, kind: str, name: str) -> Path:
+        return self._directory / f'{kind}{name}'
 
 
 def bad(directory: Path) -> list[str]:
     """The SHA-256s of the base volumes whose content has changed, which are used for no new disk."""
     return sorted(path.name.removeprefix(BAD) for path in directory.glob(f'{BAD}*'))
-
-
-def _note(path: Path, when: float) -> None:
-    """Write down a time.monotonic(), which all processes of a boot have in common."""
-    with suppress(OSError):
-        path.write_text(f'{boot_id()} {when}')
-
-
-def _noted(path: Path) -> float:
-    """What _note() wrote there in this boot; -inf for none, or for what cannot be so."""
-    with suppress(OSError, ValueError):
-        boot, when = path.read_text().split()
-        if boot == boot_id() and float(when) <= time.monotonic():
-            return float(when)
-    return -math.inf
 
 
 @contextmanager
@@ -497,15 +471,16 @@ class ImageCache:
                     with self._bases.locked_url(url, checkpoint):
                         held = self._bases.take(pin) or self._fetched(url, pin, checkpoint, tell)
             else:
-                before = self._bases.asked_at(url)
+                before = self._bases.noted(ASKED, url)
                 with self._bases.locked_url(url, checkpoint):
                     entry = self._bases.entry(url)
                     held = self._bases.take(entry.sha256, entry.size) if entry else None
                     # Whoever had to wait here for another one's download has not to ask once more, nor has who had to
                     # wait for a server that is away: a build of each worker would come after a time-out of its own.
                     # Nor has a build that was asked for before somebody began to ask: a pool has them come one by one.
-                    asked_at = self._bases.asked_at(url)
-                    asks = asked_at == before and asked_at <= since and not self._bases.is_away(url, AWAY)
+                    asked_at = self._bases.noted(ASKED, url)
+                    is_away = time.monotonic() - self._bases.noted(UNANSWERED, url) < AWAY
+                    asks = asked_at == before and asked_at <= since and not is_away
                     if entry and held and asks:
                         if (yield from self._asked(url, entry, held, checkpoint, tell)):
                             return
@@ -530,7 +505,7 @@ class ImageCache:
                     self._is_away(url, error)
                     return True
                 if known:
-                    self._bases.note_asked(url, transfer.began)
+                    self._bases.note(ASKED, url, transfer.began)
                     return True
             # Not held any more: the newer one may need its room.
             yield None
@@ -544,7 +519,7 @@ class ImageCache:
             return True
 
     def _is_away(self, url: str, error: Away) -> None:
-        self._bases.note_away(url)
+        self._bases.note(UNANSWERED, url, time.monotonic())
         log.warning('%s; its image is cached, and used as it was', error.reason)
 
     def _fetched(self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell) -> BaseHold:
