@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from ecomp.agent.instance.instances import Host
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 PLANNING, HERE, FAR = 'planning', 'looks in turn with plans', 'looks beside plans'
 
 
+@dataclass(eq=False)
 class Daemon:
     """The loop: begin(), run() until stop() is called, then drain().
 
@@ -31,29 +33,22 @@ class Daemon:
     seconds. `on_planned` is called after each plan, in its thread.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        planner: Planner,
-        far: Mapping[str, Callable[[], None]],
-        threads: Threads,
-        *,
-        first: float,
-        on_planned: Callable[[], None],
-    ) -> None:
-        self._hypervisor = host.hypervisor
-        self._runner = host.runner
-        self._planner = planner
-        self._complaints = planner.complaints
-        self._here = {'reading records again': planner.recheck, 'plugging guests in': host.hypervisor.plug_in}
-        self._here['looking after the metadata server'] = host.look_after
-        self._on_planned = on_planned
+    host: Host
+    planner: Planner
+    far: Mapping[str, Callable[[], None]]
+    threads: Threads
+    first: float
+    on_planned: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._complaints = self.planner.complaints
+        self._here = {'reading records again': self.planner.recheck, 'plugging guests in': self.host.hypervisor.plug_in}
+        self._here['looking after the metadata server'] = self.host.look_after
         # The back-off of planning and of the two rounds of looks.
         self._delays = Delays()
-        self._threads = threads
-        self._turn = Turn(threads, threads.plans, self._look)
-        self._far_turn = Turn(threads, threads.minutes, partial(self._look_at, FAR, far))
-        self._next_minute = time.monotonic() + first
+        self._turn = Turn(self.threads, self.threads.plans, self._look)
+        self._far_turn = Turn(self.threads, self.threads.minutes, partial(self._look_at, FAR, self.far))
+        self._next_minute = time.monotonic() + self.first
         # Never changed, only put in place of the one before, and then there is a nudge.
         self._state: Mapping[str, Entry] | None = None
         # False until it is True for good. No lock, for a signal handler sets it.
@@ -62,8 +57,8 @@ class Daemon:
 
     def begin(self) -> None:
         """Work, as far as nobody need tend the workers. run() is to follow, unless another one's does for both."""
-        self._hypervisor.on_change(self._planner.nudge, self.look_soon)
-        self._planner.on_nudge = self._turn.at
+        self.host.hypervisor.on_change(self.planner.nudge, self.look_soon)
+        self.planner.on_nudge = self._turn.at
         self._turn.at()  # for what there was a nudge before
 
     def run(self, alive: Callable[[], float]) -> None:
@@ -72,21 +67,21 @@ class Daemon:
         `alive` is called whenever the loop goes around, and says after how many seconds it has to have done so again.
         """
         while not self._stopping:
-            self._runner.tend(min(EVERY, alive()))
+            self.host.runner.tend(min(EVERY, alive()))
 
     def drain(self) -> None:
         """Begin nothing more, and return when what is in work has ended."""
         self._stopping = True
         self._turn.end()
         self._far_turn.end()
-        self._planner.stop_builds()
-        while self._turn.is_busy or self._planner.in_work():
-            self._runner.tend(0.2)
+        self.planner.stop_builds()
+        while self._turn.is_busy or self.planner.in_work():
+            self.host.runner.tend(0.2)
 
     def stop(self) -> None:
         """End soon. Safe in a signal handler."""
         self._stopping = True
-        self._runner.waker.wake()
+        self.host.runner.waker.wake()
 
     def become_read_only(self, reason: str) -> None:
         """Begin nothing more, before become_writable(): somebody else is this compute now (rule 9). What runs goes on.
@@ -94,25 +89,25 @@ class Daemon:
         A build stops at its next step and undoes itself: the other one makes it.
         """
         self.read_only = True
-        self._planner.stop_builds()
+        self.planner.stop_builds()
         log.error('%s. From now on this one only watches; what runs goes on', reason)
 
     def become_writable(self) -> None:
         """Begin again after become_read_only(): this process is the compute once more, and reads its requests anew."""
         self.read_only = False
-        self._planner.allow_builds()
+        self.planner.allow_builds()
         log.warning('the presence key is held by this ecompute again: it builds and destroys again')
-        self._planner.nudge('it may write again')
+        self.planner.nudge('it may write again')
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
         """Take all requests there are for this compute, and plan. The follower's callback."""
         self._state = state
-        self._planner.nudge('its requests were read')
+        self.planner.nudge('its requests were read')
 
     def look_soon(self, reason: str) -> None:
         """Plan now, and do now what is done once a minute. From any thread."""
         self._next_minute = 0.0
-        self._planner.nudge(reason)
+        self.planner.nudge(reason)
 
     def is_ending(self) -> bool:
         """Return whether nothing more is begun: for good, or until become_writable()."""
@@ -137,9 +132,9 @@ class Daemon:
         is_minute = now >= self._next_minute
         if is_minute:
             self._next_minute = now + EVERY * random.uniform(0.9, 1.1)
-        for work in self._planner.step(state):
+        for work in self.planner.step(state):
             self._begin(work)
-        self._on_planned()
+        self.on_planned()
         self._complaints.settle(PLANNING)  # before the looks below, which may fail
         if is_minute or self._delays.when(HERE) <= time.monotonic():
             self._look_at(HERE, self._here)
@@ -147,16 +142,16 @@ class Daemon:
         if is_minute and not self._far_turn.is_busy:
             self._far_turn.at()
         # Whatever is overdue is not to be met a thousand times a second.
-        due = self._next_minute, self._delays.when(HERE), *self._planner.due()
+        due = self._next_minute, self._delays.when(HERE), *self.planner.due()
         return max(min(due), time.monotonic() + 0.01)
 
     def _begin(self, work: Work) -> None:
-        self._planner.begin(work)
-        pool = self._threads.builds if work.task.kind is Kind.BUILD else self._threads.tasks
+        self.planner.begin(work)
+        pool = self.threads.builds if work.task.kind is Kind.BUILD else self.threads.tasks
         try:
-            pool.submit(partial(self._planner.carry_out, work))
+            pool.submit(partial(self.planner.carry_out, work))
         except RuntimeError as error:
-            self._planner.hand_back(work, f'no thread can be started for it: {error}')
+            self.planner.hand_back(work, f'no thread can be started for it: {error}')
 
     def _look_at(self, name: str, looks: Mapping[str, Callable[[], None]]) -> float:
         """Take one look after the other: a failed one hinders no other. Return when to look again before the minute."""

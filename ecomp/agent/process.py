@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ecomp.agent.compute import Compute, Environment, now, workers
@@ -52,6 +52,7 @@ EACH = {resource.RLIMIT_NOFILE: 8, resource.RLIMIT_AS: 1024**2}
 """What each of many pretended computes needs more: its locks and its waker's pipe; what it knows."""
 
 
+@dataclass(eq=False)
 class Process:
     """All of it: register(), then run(). `at_exit` ends what was begun, also where one of these fails.
 
@@ -60,40 +61,33 @@ class Process:
     those of Compute, and those of a start.
     """
 
-    def __init__(
-        self,
-        config: ComputeConfig,
-        fake: bool,
-        count: int | None,
-        accept: bool,
-        service: Service,
-        at_exit: ExitStack,
-    ) -> None:
-        self._config = config
-        self._fake = fake
-        self._count = count
-        self._accept = accept
-        self._service = service
+    config: ComputeConfig
+    fake: bool
+    count: int | None
+    accept: bool
+    service: Service
+    at_exit: ExitStack
+
+    def __post_init__(self) -> None:
         self._began = time.monotonic()
-        self._at_exit = at_exit
         self._computes: list[Compute] = []
         self._followers: list[Follower] = []
         self._alive: Entries = {}
         self._asked: Entries | None = None
         self._asked_of: dict[str, Entries] = {}
-        self._threads = Threads(count or 1, 2 * workers(config) + (2 if fake else MOST_ENDS))
+        self._threads = Threads(self.count or 1, 2 * workers(self.config) + (2 if self.fake else MOST_ENDS))
         self._widening = Turn(self._threads, self._threads.plans, lambda: self._offers.widen())
         self._offers = Offers(self._widening.at)
 
     def register(self) -> None:
         """Take the state directory, see that etcd is the one we knew, and register each compute."""
-        config, at_exit = self._config, self._at_exit
-        _check_limits(self._count or 1)
+        config, at_exit = self.config, self.at_exit
+        _check_limits(self.count or 1)
         # First, for whoever has it is the only one that reads or writes what is remembered there.
         self._state = Identity(config.state)
         at_exit.callback(self._state.close)
         known = KnownEtcd(config.state)
-        before = KnownCluster() if self._accept else known.load()
+        before = KnownCluster() if self.accept else known.load()
         self._guard = Guard(before, known.note)
         self._store = Store(config.etcd, self._guard)
         at_exit.callback(self._store.close)
@@ -102,15 +96,15 @@ class Process:
         familiar = is_familiar(self._guard, self._store, now())
         self._offers.began_at = now_at = self._guard.known.revision
         self._offers.term = lambda: self._guard.known.term
-        accepted = now_at if self._accept else known.accepted()
+        accepted = now_at if self.accept else known.accepted()
         # Like one that accepts, a compute that remembers no etcd knows nothing of what is older than this moment.
         first_seen = max(accepted, known.first_seen()) if before.identity else now_at
-        spread = min(SPREAD * (self._count or 0), EVERY)
+        spread = min(SPREAD * (self.count or 0), EVERY)
         lease, audits = Lease(self._store, SECONDS), Store(config.etcd)
         at_exit.callback(audits.close)
         self._environment = Environment(
-            fake=self._fake,
-            accept=self._accept,
+            fake=self.fake,
+            accept=self.accept,
             accepted=accepted,
             first_seen=first_seen,
             familiar=familiar,
@@ -120,15 +114,15 @@ class Process:
             threads=self._threads,
             lease=lease,
             offers=self._offers,
-            generations=Generations(placement, several=self._count is not None),
+            generations=Generations(placement, several=self.count is not None),
             audits=audits,
-            checks_names=self._count is None,
+            checks_names=self.count is None,
         )
-        if self._count is not None and familiar:
+        if self.count is not None and familiar:
             check_names(placement, config.traits, config.inventory or ())  # once for all of them
-        if not self._fake:
+        if not self.fake:
             _warn_of_holes(config, self._store)
-        if self._count is not None:
+        if self.count is not None:
             for name in ('ecomp.compute', 'ecomp.agent.compute', 'ecomp.agent.host.provider'):
                 logging.getLogger(name).setLevel(logging.WARNING)  # of each of a thousand it would say the same
         at_exit.callback(self._threads.close)
@@ -136,7 +130,7 @@ class Process:
         at_exit.callback(known.stop)
         at_exit.callback(self._stop_followers)
         at_exit.callback(self._stop_computes)
-        _each(self._register_one, range(1, (self._count or 1) + 1))
+        _each(self._register_one, range(1, (self.count or 1) + 1))
         # Not before: killed until now, the next start is to find the same strange etcd.
         if familiar:
             known.note_first_seen(first_seen, all(each.has_noted_acceptance for each in self._computes))
@@ -147,23 +141,23 @@ class Process:
         self._computes[0].host.runner.waker.wake_on_signals()
         _each(Compute.start, self._computes)
         requests: list[Subscription] = [(keys.HOSTS, self._on_hosts)]
-        if self._count is None:
+        if self.count is None:
             requests = [(keys.request_prefix(each.uuid), each.on_requests) for each in self._computes]
-        if self._config.queues:
+        if self.config.queues:
             # In this order: what waits is judged by the other two.
             requests += [(keys.ACCEPTED, self._offers.on_accepted), (keys.COMPUTES, self._on_computes)]
             requests.append((keys.QUEUES, self._offers.on_queues))
-        elif self._count is None:
+        elif self.count is None:
             requests.append((keys.compute(self._computes[0].uuid), self._on_computes))
         else:
             requests.append((keys.COMPUTES, self._on_computes))
         # A stream of its own, without a guard: audits are answered whatever etcd this is. That it is away is said by
         # the other one.
         audits: list[Subscription] = [(keys.AUDIT, self._on_audits)]
-        self._followers.append(Follower(self._config.etcd, audits, on_lost=lambda _: None, on_back=lambda: None))
+        self._followers.append(Follower(self.config.etcd, audits, on_lost=lambda _: None, on_back=lambda: None))
         if self._environment.familiar:
             follower = Follower(
-                self._config.etcd,
+                self.config.etcd,
                 requests,
                 guard=self._guard,
                 on_lost=self._on_lost,
@@ -174,17 +168,17 @@ class Process:
         for follower in self._followers:
             follower.start()
         for each in self._computes if self._environment.familiar else ():
-            ready.info('ready: %s', each if self._count is None else f'compute {each.uuid}, {each}')
-        if self._count is not None:
-            log.info('%d computes are ready, after %.1f s', self._count, time.monotonic() - self._began)
-        self._service.ready(self._status())
-        self._computes[0].daemon.run(self._service.alive)
-        self._service.stopping('what is in work comes to an end; the guests go on')
+            ready.info('ready: %s', each if self.count is None else f'compute {each.uuid}, {each}')
+        if self.count is not None:
+            log.info('%d computes are ready, after %.1f s', self.count, time.monotonic() - self._began)
+        self.service.ready(self._status())
+        self._computes[0].daemon.run(self.service.alive)
+        self.service.stopping('what is in work comes to an end; the guests go on')
 
     def _status(self) -> str:
         if not self._environment.familiar:
             return 'only watches: this is not the etcd that it knew (see the log)'
-        return f'{len(self._computes)} computes' if self._count is not None else str(self._computes[0])
+        return f'{len(self._computes)} computes' if self.count is not None else str(self._computes[0])
 
     def end_soon(self) -> None:
         """End run(). Safe in a signal handler."""
@@ -192,9 +186,9 @@ class Process:
             each.daemon.stop()
 
     def _register_one(self, number: int) -> None:
-        config, state, store = self._config, self._state, self._store
+        config, state, store = self.config, self._state, self._store
         with ExitStack() as opened:
-            if self._count is not None:
+            if self.count is not None:
                 config = replace(config, state=config.state / str(number))
                 state = Identity(config.state)
                 opened.callback(state.close)
@@ -218,7 +212,7 @@ class Process:
                 each.on_requests(changed.get(each.uuid, {}))
 
     def _on_computes(self, state: Entries) -> None:
-        if self._config.queues:
+        if self.config.queues:
             self._offers.on_computes(state)
         before, self._alive = self._alive, state
         for each in self._computes:
@@ -250,7 +244,7 @@ class Process:
                 each.stop()  # in the main thread, for it is the first one that hears of signals
         for future in ended:
             future.result()
-        if self._count is not None:
+        if self.count is not None:
             log.info('%d computes are stopped, after %.1f s', len(self._computes), time.monotonic() - began)
 
 

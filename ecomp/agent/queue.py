@@ -21,7 +21,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -442,6 +442,7 @@ compute holds or may run: at first, and at most, where that stays so. A thousand
 and each may allow it soon."""
 
 
+@dataclass(eq=False)
 class Puller:
     """What waits, what is left here, and what was tried. step() is one thread's; on_hosts() is any thread's.
 
@@ -456,23 +457,16 @@ class Puller:
     have been restored to before that.
     """
 
-    def __init__(
-        self,
-        taker: Taker,
-        offers: Offers,
-        may_take: Callable[[], bool],
-        registered: Mapping[str, Inventory] | None,
-        first_seen: int,
-        guests: Callable[[], Collection[str]],
-    ) -> None:
-        self._compute, self._store, self._placement = taker.compute, taker.store, taker.placement
-        self._taker = taker
+    taker: Taker
+    offers: Offers
+    may_take: Callable[[], bool]
+    registered: Mapping[str, Inventory] | None
+    first_seen: int
+    guests: Callable[[], Collection[str]]
+
+    def __post_init__(self) -> None:
+        self._compute, self._store, self._placement = self.taker.compute, self.taker.store, self.taker.placement
         self.delays = Delays()
-        self._offers = offers
-        self._may_take = may_take
-        self._registered = registered
-        self._first_seen = first_seen
-        self._guests = guests
         self._rng = random.Random()
         # Between those who follow etcd and step().
         self._lock = threading.Lock()
@@ -514,12 +508,12 @@ class Puller:
 
         Errors: those of etcd and placement; then failed() is to be said before the next step.
         """
-        while self._may_take():
+        while self.may_take():
             now = time.monotonic()
             passed_over = self.delays.put_off_now(now)
             self._doubted.put_off_now(now)
             self._refused = {query: each for query, each in self._refused.items() if each[1] > now}
-            backlog = self._offers.backlog
+            backlog = self.offers.backlog
             if backlog is None:
                 return EVERY  # the first list is worth a step: before it nothing is known of what a dead attempt holds
             places = backlog.places.values()
@@ -533,7 +527,7 @@ class Puller:
                 # An earlier attempt of ours ended in the middle, or what we were at was cancelled.
                 self.delays.put_off(keys.last(key), BEHIND)
                 if place is None or self._is_held_elsewhere(place) or self._may_run_elsewhere(place):
-                    self._taker.give_back(key, mark)
+                    self.taker.give_back(key, mark)
                 else:
                     self._take(place, mark, self._is_open)
             if not places:
@@ -547,14 +541,14 @@ class Puller:
                 if is_there and when > now:
                     return when - now
                 self._next_take, taken = None, False
-                if is_there and self._offers.begin(place):  # and nobody else has marked it
+                if is_there and self.offers.begin(place):  # and nobody else has marked it
                     try:
                         taken = self._compete(place, backlog)
                     finally:
-                        self._offers.end(place, taken)
+                        self.offers.end(place, taken)
                 # Who was let go first may have it: if a thousand then waited for the next one in the queue, all of them
                 # would choose anew whenever one is taken. A few computes keep to the queue's order.
-                self._among = min(widened(self._among, taken), self._offers.among(place))
+                self._among = min(widened(self._among, taken), self.offers.among(place))
                 continue
             found = self._next(backlog)
             if found is not None:
@@ -568,7 +562,7 @@ class Puller:
                 else:
                     self._left.pop(found.waiting.instance, None)
                     # The others go first for as long as our load says.
-                    wait = patience(self._room, theirs, self._offers.among(found), self._rng)
+                    wait = patience(self._room, theirs, self.offers.among(found), self._rng)
                     self._next_take = found, time.monotonic() + wait
             else:
                 self._among = 1  # once there is room again the oldest one is first
@@ -578,15 +572,15 @@ class Puller:
 
     def _next(self, backlog: Backlog) -> Place | None:
         """What to take, by what this compute had left when it looked last."""
-        if not any(self._offers.is_open(each, self._compute) for each in backlog.places.values()):
+        if not any(self.offers.is_open(each, self._compute) for each in backlog.places.values()):
             return None  # nothing is asked of placement for it
-        if self._registered is not None and self._here == set():
+        if self.registered is not None and self._here == set():
             # Of traits nothing is known, but these are asked for when something is taken.
-            self._room, self._takes, self._changed_here = Provider(self._compute, self._registered), {}, False
+            self._room, self._takes, self._changed_here = Provider(self._compute, self.registered), {}, False
             self._read = time.monotonic()
         elif self._changed_here or self._read == -math.inf:
             self._look(backlog)
-        is_known, self._registered = self._registered is None, None
+        is_known, self.registered = self.registered is None, None
         found = self._chosen(backlog)
         now = time.monotonic()
         if found is None and (not is_known or now >= self._look_at):
@@ -622,7 +616,7 @@ class Puller:
         if not any(takes.values()):
             return None
         passed_over = self.delays.put_off_now(time.monotonic())
-        ours = (each for each in backlog.places.values() if self._offers.is_open(each, self._compute))
+        ours = (each for each in backlog.places.values() if self.offers.is_open(each, self._compute))
         return next_of(ours, takes, passed_over, self._among, self._rng)
 
     def _look(self, backlog: Backlog) -> None:
@@ -640,11 +634,11 @@ class Puller:
             self._tidy = any(keys.last(key) in held for marks in theirs for key in marks)
             waiting = [each.waiting.instance for each in backlog.places.values()]
             claimed = [instance for instance in waiting if instance in held]
-            here = self._guests() if claimed else ()
+            here = self.guests() if claimed else ()
             for instance in claimed:
                 if instance in here:  # its state directory was lost: building it once more finds the guest
                     continue
-                if self._taker.let_go(instance):
+                if self.taker.let_go(instance):
                     log.info('released the claim of %s, which waits in its queue again', instance)
                     held.pop(instance)
                 else:
@@ -668,11 +662,11 @@ class Puller:
 
     def _is_older(self, place: Place) -> bool:
         """Return whether it waited before this compute knew this etcd, so that what became of it may be forgotten."""
-        return place.revision <= max(self._first_seen, self._offers.accepted)
+        return place.revision <= max(self.first_seen, self.offers.accepted)
 
     def _may_run_elsewhere(self, place: Place) -> bool:
         """Return whether a silent compute may run it, though neither etcd nor placement knows of that any more."""
-        return self._is_older(place) and bool(self._offers.silent(self._placement))
+        return self._is_older(place) and bool(self.offers.silent(self._placement))
 
     def _group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
         """Whether its group allows it here, and the group as it is now."""
@@ -724,10 +718,10 @@ class Puller:
             self._moved.add(instance)
         taken = False
         try:
-            taken = self._taker.take(place, mark, lambda: not self._taker.is_used(instance) and still_fits())
+            taken = self.taker.take(place, mark, lambda: not self.taker.is_used(instance) and still_fits())
         except ClaimedElsewhere as error:
             log.info('%s, and is left alone', error)
-            self._leave([place], self._offers.backlog or Backlog())
+            self._leave([place], self.offers.backlog or Backlog())
             self._claimed_elsewhere.add(instance)  # after that: while it is marked it is not in the backlog
         except NoCapacity as error:
             log.debug('%s: %s', instance, error)
@@ -736,7 +730,7 @@ class Puller:
         except PlacementRefusal as error:
             self._on_refusal(place, f'placement refuses its claim: {error}')
         else:
-            if not taken and self._taker.is_used(instance):
+            if not taken and self.taker.is_used(instance):
                 self._on_refusal(place, 'queued again, and refused: this uuid was used here. Fix: use another uuid')
         finally:
             if instance not in self._left:
@@ -761,7 +755,7 @@ class Puller:
         if not self._doubted.forget(instance):
             self._doubted.put_off(instance, EVERY)
             return
-        if self._taker.refuse(place, reason[:REASON_LIMIT]):
+        if self.taker.refuse(place, reason[:REASON_LIMIT]):
             log.error('instance %s is not taken from its queue: %s', instance, reason[:REASON_LIMIT])
 
     def _leave(self, places: Iterable[Place], backlog: Backlog) -> None:

@@ -207,7 +207,7 @@ def test_a_quota_of_no_project_that_placement_takes_ends_no_audit(cloud: Cloud, 
 def test_one_in_an_etcd_that_it_does_not_know_says_so_and_not_what_it_has(cloud: Cloud, host: Host) -> None:
     """Nobody asks for its guests there: they would be called orphaned, with `virsh destroy` for a cure."""
     host.domain()
-    host.answerer._may_remove = lambda _: (_ for _ in ()).throw(StrangeEtcd('another etcd'))
+    host.answerer.may_remove = lambda _: (_ for _ in ()).throw(StrangeEtcd('another etcd'))
     report = audit(cloud.store, cloud.placement, 0.1)
     (found,) = [each for each in report.findings if host.compute in (each.subject, each.compute)]
     assert (found.code, 'another etcd' in found.sentence) == ('compute-mute', True)

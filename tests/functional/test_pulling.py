@@ -241,7 +241,7 @@ def test_who_finds_that_others_were_faster_chooses_among_more_and_afresh_once_no
     for _ in range(2):
         for _ in range(3):
             one.put()
-        one.offers = one.puller._offers = Offers(lambda _: None)  # what waits when a queue is first read is everybody's
+        one.offers = one.puller.offers = Offers(lambda _: None)  # what waits when a queue is first read is everybody's
         alive = (Entry(keys.compute(each), b'{"queues": true}', 1, 1) for each in (new() for _ in range(takers)))
         one.offers.on_computes({each.key: each for each in alive})
         one.hear()
@@ -372,10 +372,10 @@ def test_the_claim_of_a_guest_that_is_here_is_not_released(cloud: Cloud, flavor:
     instance = one.put()
     allocations.claim_once(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
     one.hear()
-    one.puller._guests = lambda: {instance}
+    one.puller.guests = lambda: {instance}
     one.puller._look(one.offers.backlog or Backlog())
     assert cloud.server.allocations(instance) == {one.uuid: SMALL}
-    one.puller._guests = set
+    one.puller.guests = set
     one.puller._tidy = True
     one.puller._look(one.offers.backlog or Backlog())
     assert cloud.server.allocations(instance) == {}

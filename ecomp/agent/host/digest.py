@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ecomp.agent.host.metadata import GuestData
@@ -57,6 +58,7 @@ def parts(state: Path) -> dict[str, str]:
     return found
 
 
+@dataclass(eq=False)
 class Answerer:
     """Answers the audits that on_audits() is told of, from start() to stop().
 
@@ -65,29 +67,21 @@ class Answerer:
     file is, and before what is here is told: it raises where etcd is not the one that was known.
     """
 
-    def __init__(
-        self,
-        compute: str,
-        token: str,
-        store: Store,
-        hypervisor: Hypervisor,
-        data: GuestData,
-        state: Path,
-        may_remove: Callable[[str], bool],
-        threads: Threads,
-    ) -> None:
-        self._compute = compute
-        self._token = token
-        self._hypervisor = hypervisor
-        self._data = data
-        self._state = state
-        self._may_remove = may_remove
-        self._locks = InstanceLocks(state)
-        self._store = store
+    compute: str
+    token: str
+    store: Store
+    hypervisor: Hypervisor
+    data: GuestData
+    state: Path
+    may_remove: Callable[[str], bool]
+    threads: Threads
+
+    def __post_init__(self) -> None:
+        self._locks = InstanceLocks(self.state)
         self._asked: Mapping[str, Entry] = {}  # never changed, only put in place of the one before
         self._answered: set[str] = set()
         self._leases: dict[str, int] = {}  # of each audit that is being answered
-        self._turn = Turn(threads, threads.audits, self._answer_all)
+        self._turn = Turn(self.threads, self.threads.audits, self._answer_all)
 
     def start(self) -> None:
         """Begin."""
@@ -111,7 +105,7 @@ class Answerer:
             entry = asked[key]
             try:
                 audit, _, compute = entry.key.removeprefix(keys.AUDIT).partition('/')
-                if compute in ('', self._compute) and self._is_ours():
+                if compute in ('', self.compute) and self._is_ours():
                     self._put(entry, audit, 'heard' if not compute else 'clearing', '')
                     if compute:
                         self._put(entry, audit, 'cleared', dump(self._clear(entry)))
@@ -122,23 +116,23 @@ class Answerer:
             except Exception:
                 log.exception('unexpected error while answering %s', entry.key)
         for audit in [each for each in self._leases if not any(each in key for key in self._asked)]:
-            quietly_revoke(self._store, self._leases.pop(audit))
+            quietly_revoke(self.store, self._leases.pop(audit))
         return math.inf
 
     def _is_ours(self) -> bool:
         """False if another ecompute is this compute now: it is to answer."""
-        entry = self._store.get(keys.compute(self._compute))
+        entry = self.store.get(keys.compute(self.compute))
         try:
             if entry is None or not entry.lease:
                 return True
-            return load_object(entry.value).get('token', self._token) == self._token
+            return load_object(entry.value).get('token', self.token) == self.token
         except ValueError:
             return True
 
     def _tell(self, entry: Entry, audit: str) -> None:
         try:
-            self._may_remove('')
-            pages = to_pages(look(self._hypervisor, self._data, self._state))
+            self.may_remove('')
+            pages = to_pages(look(self.hypervisor, self.data, self.state))
         except EcompError as error:
             pages = [failed(str(error))]
         for number in reversed(range(len(pages))):
@@ -148,9 +142,9 @@ class Answerer:
         # Whoever asked and has gone is told nothing. Not on its lease, whose other keys are not ours to write: whoever
         # asked removes the answer, or it runs out.
         if audit not in self._leases:
-            self._leases[audit] = self._store.grant(ANSWER_SECONDS)
-        put = Put(keys.digest(audit, self._compute, part), value, self._leases[audit])
-        if self._store.commit([Unchanged(entry.key, entry.revision)], [put]) is None:
+            self._leases[audit] = self.store.grant(ANSWER_SECONDS)
+        put = Put(keys.digest(audit, self.compute, part), value, self._leases[audit])
+        if self.store.commit([Unchanged(entry.key, entry.revision)], [put]) is None:
             raise EcompError('nobody waits for it any more')
 
     def _clear(self, entry: Entry) -> list[str]:
@@ -172,7 +166,7 @@ class Answerer:
     def _remove(self, leftover: Leftover) -> str:
         kind, name = leftover.kind, leftover.name
         instance = {'disk': name, 'iso': name, 'reservations': name, 'seed': leftover.mark}.get(kind, '')
-        if not self._may_remove(instance):
+        if not self.may_remove(instance):
             return 'not removed: this compute is read-only, or remembers that it lives'
         if kind == 'part':
             return self._remove_part(leftover)
@@ -180,29 +174,29 @@ class Answerer:
             return 'not removed: it names no instance'
         # Nobody builds it inside: whoever wants to, has to wait, and then makes the disk anew.
         with self._locks.held(instance, lambda: None):
-            guest = self._hypervisor.guests().get(instance)
+            guest = self.hypervisor.guests().get(instance)
             if self._is_wanted(instance):
                 return 'not removed: it is wanted now'
             if guest is not None and (guest.defined or guest.running):
                 return 'not removed: its domain is there'
             if kind == 'reservations':
-                self._hypervisor.release(instance)
-            elif kind == 'iso' and instance in self._hypervisor.seeds():
-                self._hypervisor.delete_seed(instance)
-            elif kind == 'seed' and self._data.all().get(name) == instance:
-                self._data.remove(instance, [name])
+                self.hypervisor.release(instance)
+            elif kind == 'iso' and instance in self.hypervisor.seeds():
+                self.hypervisor.delete_seed(instance)
+            elif kind == 'seed' and self.data.all().get(name) == instance:
+                self.data.remove(instance, [name])
             elif kind == 'disk' and guest is not None:
-                if users := self._hypervisor.users(instance):
+                if users := self.hypervisor.users(instance):
                     return f'not removed: domain {", ".join(sorted(users))} has it'
-                self._hypervisor.delete_disk(instance)
+                self.hypervisor.delete_disk(instance)
             else:
                 return 'is gone already'
             return 'removed'
 
     def _remove_part(self, leftover: Leftover) -> str:
-        if parts(self._state).get(leftover.name) != leftover.mark:
+        if parts(self.state).get(leftover.name) != leftover.mark:
             return 'not removed: it was written again, or is gone'
-        path = self._state / leftover.name
+        path = self.state / leftover.name
         with idle(path) as left_over:
             if left_over:
                 path.unlink(missing_ok=True)
@@ -210,10 +204,10 @@ class Answerer:
 
     def _is_wanted(self, instance: str) -> bool:
         """True if anybody asks for it, or it lives anywhere, or nobody can tell."""
-        if self._store.get(keys.request(self._compute, instance)) is not None or instance in at_it(self._store):
+        if self.store.get(keys.request(self.compute, instance)) is not None or instance in at_it(self.store):
             return True
         try:
             # Wherever that is: what lies here may be the only copy.
-            return lives(self._store, instance)
+            return lives(self.store, instance)
         except ValueError:
             return True
