@@ -47,22 +47,7 @@ from ecomp.model.explain import Provider
 from ecomp.model.group import LARGEST, Group, Membership, settle
 from ecomp.model.host import InPlacement, unproven
 from ecomp.model.order import REASON_LIMIT, to_json
-from ecomp.model.queue import (
-    Backlog,
-    Place,
-    QueueEntry,
-    Takers,
-    backlog_of,
-    fits,
-    mark_to_json,
-    marked_by,
-    next_of,
-    order,
-    patience,
-    subscribed,
-    takers_of,
-    widened,
-)
+from ecomp.model.queue import Backlog, Place, QueueEntry, Takers
 from ecomp.model.record import ERROR, GONE, KEPT, Failure, new_record
 from ecomp.model.record import to_json as record_to_json
 from ecomp.model.status import DISABLED
@@ -71,20 +56,9 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import Consumer, claim, consumer, release
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import look
+from ecomp.store import sharing
 from ecomp.store.client import Delete, Exists, Put, Unchanged, in_requests, withdraw
 from ecomp.store.presence import LATE, SECONDS
-from ecomp.store.sharing import (
-    Excluded,
-    commit_with,
-    ended,
-    group,
-    groups,
-    highest_released,
-    joined,
-    note_released,
-    unshared,
-    write_end,
-)
 from ecomp.store.watch import State
 
 Nudge = Callable[[str], None]
@@ -151,7 +125,7 @@ class Offers:
         if self._takers is None:
             self._followed_since, self._term = time.monotonic(), self.term()
         self._presence = state
-        self._takers = takers_of(state, self._takers or Takers())
+        self._takers = queue.takers_of(state, self._takers or Takers())
 
     def on_accepted(self, state: State) -> None:
         """Take the revisions at which computes accepted this etcd."""
@@ -183,7 +157,7 @@ class Offers:
     def on_queues(self, state: State) -> None:
         """Take all that waits, and tell those that may take what is new."""
         before = self.backlog
-        backlog = backlog_of(state, before or Backlog())
+        backlog = queue.backlog_of(state, before or Backlog())
         now, told = time.monotonic(), list[str]()
         with self._lock:
             nudges = self._nudges
@@ -258,7 +232,7 @@ class Offers:
 
     def _offer(self, key: str, place: Place, now: float) -> list[str]:
         assert self._takers is not None
-        numbers = order(place.waiting.instance, place.waiting.flavor.resources, self._takers)
+        numbers = queue.order(place.waiting.instance, place.waiting.flavor.resources, self._takers)
         if len(numbers) > queue.FIRST:
             self._open[key] = _Offer(place, now, numbers)
             self._later(now + queue.WIDER)
@@ -328,13 +302,13 @@ class Taker:
         if not there:
             failure = Failure('scheduled', reason, 'nothing was made of it')
             record = replace(record.at(ERROR, now, 'error'), error=failure)
-            return write_end(self.store, record, conditions, [key]) is not None
-        operations, shared = list[Put | Delete]([Delete(key)]), unshared
+            return sharing.write_end(self.store, record, conditions, [key]) is not None
+        operations, shared = list[Put | Delete]([Delete(key)]), sharing.unshared
         past = older_record(there.get(own[0]), self.compute, waiting.instance)
         if past is not None and past.state in KEPT and own[1] not in there:  # what lives keeps what it shares
             operations.append(Put(own[0], record_to_json(replace(past, fault=reason)), there[own[0]].lease))
-            shared = partial(ended, self.store, record.at(GONE, now))
-        return commit_with(self.store, conditions, operations, shared) is not None
+            shared = partial(sharing.ended, self.store, record.at(GONE, now))
+        return sharing.commit_with(self.store, conditions, operations, shared) is not None
 
     def is_used(self, instance: str) -> bool:
         """Whether this compute has or had the instance: no take of it can succeed, and a claim would change its own."""
@@ -358,7 +332,7 @@ class Taker:
                 return holding
             return () if self.store.get(keys.request(self.compute, instance)) is None else holding
 
-        return bool(release(self.placement, [instance], wanted, partial(note_released, self.store))[instance])
+        return bool(release(self.placement, [instance], wanted, partial(sharing.note_released, self.store))[instance])
 
     def _mark(self, place: Place, marked: int, is_taken: bool = True) -> int | None:
         """Put our mark; its revision, None if the request is not there any more or somebody else has marked it.
@@ -371,10 +345,10 @@ class Taker:
         if is_taken:  # of a flavor that is not there nobody takes
             conditions.append(Exists(keys.flavor(place.waiting.flavor.name)))
         try:
-            return self.store.commit(conditions, [Put(key, mark_to_json(self.compute), lease)])
+            return self.store.commit(conditions, [Put(key, queue.mark_to_json(self.compute), lease)])
         except UnknownOutcome:
             entry = self.store.get(key)
-            ours = entry is not None and entry.lease == lease and marked_by(entry.value) == self.compute
+            ours = entry is not None and entry.lease == lease and queue.marked_by(entry.value) == self.compute
             return entry.revision if entry is not None and ours and entry.revision != marked else None
 
     def _claim(self, waiting: QueueEntry, mark: int) -> None:
@@ -386,7 +360,7 @@ class Taker:
                 raise Conflict(f'{waiting.instance}: somebody else is taking it, or it was cancelled')
 
         wanted = {waiting.instance: {self.compute: waiting.flavor.resources}}
-        above = partial(highest_released, self.store, wanted)
+        above = partial(sharing.highest_released, self.store, wanted)
         claim(self.placement, wanted, waiting.user_id, waiting.project_id, check, above)
 
     def _move(self, place: Place, mark: int) -> tuple[bool, int]:
@@ -401,14 +375,14 @@ class Taker:
         request = to_json(waiting.request(self.compute, self.now()))
         operations: list[Put | Delete] = [Delete(queue_key), Delete(mark_key), Put(request_key, request)]
         try:
-            written = commit_with(
+            written = sharing.commit_with(
                 self.store,
                 conditions,
                 operations,
-                lambda: joined(self.store, waiting.group, {instance: self.compute}),
+                lambda: sharing.joined(self.store, waiting.group, {instance: self.compute}),
             )
             return written is not None, mark
-        except Excluded as error:
+        except sharing.Excluded as error:
             raise Conflict(f'{instance}: its group allows it here no more') from error
         except UnknownOutcome:
             # A move that is still on its way could land after a mere look: without its mark as it was it cannot.
@@ -548,7 +522,7 @@ class Puller:
                         self.offers.end(place, taken)
                 # Who was let go first may have it: if a thousand then waited for the next one in the queue, all of them
                 # would choose anew whenever one is taken. A few computes keep to the queue's order.
-                self._among = min(widened(self._among, taken), self.offers.among(place))
+                self._among = min(queue.widened(self._among, taken), self.offers.among(place))
                 continue
             found = self._next(backlog)
             if found is not None:
@@ -562,7 +536,7 @@ class Puller:
                 else:
                     self._left.pop(found.waiting.instance, None)
                     # The others go first for as long as our load says.
-                    wait = patience(self._room, theirs, self.offers.among(found), self._rng)
+                    wait = queue.patience(self._room, theirs, self.offers.among(found), self._rng)
                     self._next_take = found, time.monotonic() + wait
             else:
                 self._among = 1  # once there is room again the oldest one is first
@@ -601,7 +575,7 @@ class Puller:
             self._look(backlog)
         elif (age > JUST_NOW or not self._looked) and not self._is_open():
             return False
-        return fits(place.waiting.flavor, self._room)
+        return queue.fits(place.waiting.flavor, self._room)
 
     def _is_open(self) -> bool:
         """Whether this compute is not disabled, by its traits as they are now, which are remembered."""
@@ -611,13 +585,13 @@ class Puller:
         return DISABLED not in there
 
     def _chosen(self, backlog: Backlog) -> Place | None:
-        self._takes = subscribed(backlog.flavors, self._room, self._takes)
+        self._takes = queue.subscribed(backlog.flavors, self._room, self._takes)
         takes = self._takes | {query: False for query, (then, _) in self._refused.items() if then == self._room}
         if not any(takes.values()):
             return None
         passed_over = self.delays.put_off_now(time.monotonic())
         ours = (each for each in backlog.places.values() if self.offers.is_open(each, self._compute))
-        return next_of(ours, takes, passed_over, self._among, self._rng)
+        return queue.next_of(ours, takes, passed_over, self._among, self._rng)
 
     def _look(self, backlog: Backlog) -> None:
         """Read what this compute has left, without what a dead attempt of ours holds for a request that waits."""
@@ -673,7 +647,7 @@ class Puller:
         if waiting.group is None:
             return True, None
         try:
-            theirs, _ = group(self._store, waiting.group.name)
+            theirs, _ = sharing.group(self._store, waiting.group.name)
         except Unreadable as error:  # as the audit says; others are not to wait for it
             log.debug('%s: %s', waiting.instance, error)
             return False, None
@@ -690,7 +664,7 @@ class Puller:
     def _elsewhere(self, found: Place, backlog: Backlog) -> list[Place]:
         """What waits, beside this one, and its group does not allow here: all of these groups are read at once."""
         waiting = [(each, each.waiting.group) for each in backlog.places.values() if each.waiting.group is not None]
-        there, unreadable = groups(self._store, {theirs.name for _, theirs in waiting})
+        there, unreadable = sharing.groups(self._store, {theirs.name for _, theirs in waiting})
         shut = [
             each
             for each, theirs in waiting

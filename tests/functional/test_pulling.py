@@ -230,14 +230,14 @@ def test_who_finds_that_others_were_faster_chooses_among_more_and_afresh_once_no
     """Of a thousand that all wait for the oldest one, each that is taken would have all of them choose anew."""
     one = Compute(cloud, flavor, VCPU=8, MEMORY_MB=1024, DISK_GB=10)
     chosen: list[tuple[int, Place]] = []
-    real = pulling.next_of
+    real = pulling.queue.next_of
 
     def next_of(places: Any, takes: Any, passed_over: Any, among: int, rng: Any) -> Place | None:
         found: Place | None = real(places, takes, passed_over, among, rng)
         chosen.extend([(among, found)] if found is not None else [])
         return found
 
-    monkeypatch.setattr(pulling, 'next_of', next_of)
+    monkeypatch.setattr(pulling.queue, 'next_of', next_of)
     for _ in range(2):
         for _ in range(3):
             one.put()

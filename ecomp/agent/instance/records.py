@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from ecomp.agent.host.state import Memory, MemoryEntry
@@ -27,18 +28,9 @@ from ecomp.model.queue import QueueEntry, parse_waiting
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record, from_json, is_newer, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
+from ecomp.store import sharing
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged, until_committed
-from ecomp.store.sharing import (
-    Change,
-    commit_with,
-    freed,
-    given_back,
-    listed,
-    quietly_revoke,
-    recharged,
-    rejoined,
-    write_end,
-)
+from ecomp.store.sharing import Change, listed
 
 log = logging.getLogger(__name__)
 
@@ -174,16 +166,15 @@ class Records:
         others = self._asked_elsewhere(instance) if record.state == ERROR else []
         # Compared: of two that fail at once each would leave it to the other.
         conditions: list[Unchanged | Exists] = [*unchanged, *others]
+        write = partial(sharing.write_end, self._store, record, removed=removed, shares=not others)
         try:
-            self._commit(
-                instance, revision, conditions, lambda each: write_end(self._store, record, each, removed, not others)
-            )
+            self._commit(instance, revision, conditions, write)
         except NoSpace as error:
             if record.state == ERROR:
                 raise
             # A full etcd takes deletes alone, and that is how it gets room again: what its group and its quota count is
             # left to the audit.
-            mine, change = freed(self._store, record.name, instance)
+            mine, change = sharing.freed(self._store, record.name, instance)
             deletes = [Delete(each) for each in (self._places(instance)[0], *removed)]
             self.commit(instance, revision, [*conditions, *mine], [*deletes, *change])
             log.warning('instance %s: no record of its end is kept: %s', instance, error)
@@ -199,7 +190,7 @@ class Records:
         key = keys.request(self._compute, instance)
         entry = self._store.get(key)
         name = shares(parse_request(self._compute, key, entry.value)).name if entry is not None else None
-        unchanged, change = freed(self._store, name, instance) if name != kept else ([], [])
+        unchanged, change = sharing.freed(self._store, name, instance) if name != kept else ([], [])
         self.commit(instance, revision, unchanged, [Delete(key), *change])
 
     def commit(
@@ -420,8 +411,8 @@ def _end_waiting(compute: str, store: Store, key: str, now: str) -> bool:
     before = store.get(keys.record(compute, waiting.instance))
     unchanged = [Unchanged(key, entry.revision), Unchanged(keys.record(compute, waiting.instance), revision_of(before))]
     with suppress(UnknownOutcome):
-        if write_end(store, last, unchanged, [key, keys.taker(key)]) is not None:
-            quietly_revoke(store, before.lease if before is not None else 0)
+        if sharing.write_end(store, last, unchanged, [key, keys.taker(key)]) is not None:
+            sharing.quietly_revoke(store, before.lease if before is not None else 0)
             return True
     return False
 
@@ -457,14 +448,14 @@ class _Place:
         if self.record_key in {each.key for each in operations}:
             operations = [*operations, *map(Delete, self._moved())]
         with suppress(UnknownOutcome):
-            return commit_with(self.store, [*self._unchanged, *also], list(operations), shared) is not None
+            return sharing.commit_with(self.store, [*self._unchanged, *also], list(operations), shared) is not None
         return False
 
     def end(self, record: Record) -> bool:
         """Write its last record, and remove its request and its address; False as of commit()."""
         with suppress(UnknownOutcome):
             removed = [self.request_key, self.booted_key, *self._moved()]
-            return write_end(self.store, record, self._unchanged, removed) is not None
+            return sharing.write_end(self.store, record, self._unchanged, removed) is not None
         return False
 
     def _moved(self) -> list[str]:
@@ -491,7 +482,7 @@ def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection
         if fault and fault != record.fault:
             log.error('instance %s: %s', record.instance, fault)
             record = replace(record, fault=fault)
-    change = given_back(at.store, record.name, record.instance)
+    change = sharing.given_back(at.store, record.name, record.instance)
     if change is None:
         fault = f'its name {record.name} was another instance\'s when this etcd was accepted'
         if fault not in (record.fault or ''):
@@ -505,12 +496,12 @@ def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection
         conditions, changes = list[Unchanged](), list[Put | Delete]()
         if request is not None and not request.is_tombstone:
             with suppress(Unreadable):
-                theirs, joins = rejoined(at.store, request.group, record.instance, record.compute)
+                theirs, joins = sharing.rejoined(at.store, request.group, record.instance, record.compute)
                 conditions, changes = [*conditions, *theirs], [*changes, *joins]
         if request is not None and is_new and not queued:
             with suppress(Unreadable):
                 # Delivered after what this etcd was restored from, so it is not counted; its end will give it back.
-                theirs, counts = recharged(at.store, record.project_id, record.resources)
+                theirs, counts = sharing.recharged(at.store, record.project_id, record.resources)
                 conditions, changes = [*conditions, *theirs], [*changes, *counts]
         return conditions, changes
 
