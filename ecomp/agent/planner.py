@@ -93,6 +93,8 @@ POLLS = 30
 """After POLL * POLLS seconds without an address the pause is 1/POLLS of the time waited, EVERY at most: some never have
 one."""
 LOOKING, NOTING = 'looking at claims', 'noting what runs again since the reboot'
+READING, ASKING = 'reading %s', 'asking for the addresses of %s'
+"""What a failure of one instance is known by among the complaints."""
 
 
 class Planner:
@@ -334,7 +336,7 @@ class Planner:
         self.given = summed(each.allocations.get(self._compute, each.left) for each in wishes)
         for name in before.keys() - self._wishes.keys():
             self._refused.pop(name, None)
-            for doing in (_reading(name), _asking(name)):
+            for doing in (READING % name, ASKING % name):
                 self.complaints.hand_over(doing, LOOKING)
 
     def _records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
@@ -344,7 +346,7 @@ class Planner:
             # An instance in work has its record in that thread's hands.
             if instance in busy or not keys.is_uuid(instance):
                 continue
-            reading = _reading(instance)
+            reading = READING % instance
             try:
                 record = self._instances.records.get(instance)
             except Unreachable:
@@ -362,7 +364,7 @@ class Planner:
 
     def _addresses(self, instance: str) -> Mapping[str, Address]:
         """Those a guest has; none where that cannot be told of it: it must not stop the others."""
-        asking = _asking(instance)
+        asking = ASKING % instance
         try:
             found = self._hypervisor.addresses(instance)
         except Unreachable:
@@ -392,14 +394,3 @@ def _told(error: EcompError | OSError) -> EcompError:
     if isinstance(error, EcompError):
         return error
     return EcompError(f'{error.filename or "failed"}: {error.strerror or error}')  # the state directory's, mostly
-
-
-# What a failure of one instance is known by among the complaints.
-
-
-def _reading(instance: str) -> str:
-    return f'reading {instance}'
-
-
-def _asking(instance: str) -> str:
-    return f'asking for the addresses of {instance}'

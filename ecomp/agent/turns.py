@@ -262,7 +262,9 @@ class Turn:
     def __init__(self, threads: Threads, pool: TurnThreads, work: Callable[[], float]) -> None:
         self._threads, self._pool, self._work = threads, pool, work
         self._when = math.inf
-        self._busy, self._ended = False, False
+        self._ended = False
+        self.is_busy = False
+        """Whether it is being done, or about to be."""
         self.woken_at = math.inf
         """When it will be told next: Threads' own."""
 
@@ -271,7 +273,7 @@ class Turn:
         with self._threads.changed:
             if moment < self._when and not self._ended:
                 self._when = moment
-                if not self._busy:
+                if not self.is_busy:
                     self._plan()
 
     def end(self) -> None:
@@ -279,33 +281,28 @@ class Turn:
         with self._threads.changed:
             self._ended, self._when = True, math.inf
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether it is being done, or about to be."""
-        return self._busy
-
     def wait(self) -> None:
         """Return when it is not being done any more. Not for its own thread."""
         with self._threads.changed:
-            self._threads.changed.wait_for(lambda: not self._busy)
+            self._threads.changed.wait_for(lambda: not self.is_busy)
 
     def woken(self, when: float) -> None:
         """It is this moment now, for which wake() asked. With the threads' `changed` held."""
         if when == self.woken_at:
             self.woken_at = math.inf
-        if not self._busy:
+        if not self.is_busy:
             self._plan()
 
     def _plan(self) -> None:
         now = time.monotonic()
         if self._when <= now:
-            self._when, self._busy = math.inf, True
+            self._when, self.is_busy = math.inf, True
             try:
                 self._pool.submit(self._do)
                 return
             except RuntimeError as error:
                 log.warning('no thread can be started: %s; trying again', error)
-                self._busy, self._when = False, now + AGAIN
+                self.is_busy, self._when = False, now + AGAIN
         self._threads.wake(self, self._when)
 
     def _do(self) -> None:
@@ -315,7 +312,7 @@ class Turn:
                 again = self._work()
         finally:
             with self._threads.changed:
-                self._busy = False
+                self.is_busy = False
                 if self._ended:
                     self._threads.changed.notify_all()
                 else:

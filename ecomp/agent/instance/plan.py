@@ -147,12 +147,10 @@ def news(record: Record, addresses: Mapping[str, Address], now: str = '') -> boo
         return False
     off = off_until(record.known_boots)
     # The clock may have been put back since: until it has caught up, no lease would be later.
-    return _is_since(first, '' if now and off > now else off)
-
-
-def _is_since(address: Address, off: str) -> bool:
-    """Whether the guest got the address after `off`, as far as that is known. A lease's time is a whole second."""
-    return not (address.since and off) or address.since[:19] >= off[:19]
+    if now and off > now:
+        return True
+    # A lease's time is a whole second.
+    return not (first.since and off) or first.since[:19] >= off[:19]
 
 
 def unready(record: Record) -> bool:
