@@ -15,9 +15,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ecomp.agent.host.claims import APART, due
-from ecomp.agent.instance.instances import Instances
+from ecomp.agent.instance.instances import Instances, Shutdowns
 from ecomp.agent.instance.plan import Kind, Sightings, Task, Wish, pending, plan, unready
-from ecomp.agent.instance.power import Shutdowns
 from ecomp.agent.instance.records import Superseded
 from ecomp.agent.turns import Complaints, Delays
 from ecomp.errors import EcompError, Unreachable, Unreadable

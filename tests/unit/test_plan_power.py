@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from ecomp.agent.instance.instances import Shutdowns
 from ecomp.agent.instance.plan import GONE_BOTH, Kind, Patience, Sightings, fault_of, plan
-from ecomp.agent.instance.power import Shutdowns
 from ecomp.model.guest import CRASHED, NO_SPACE, Guest
 from ecomp.model.order import ACTIONS, ASKED, NOT_STARTED, OFF, REBOOT, START, STOP, Power, Request, action_id, phase
 from ecomp.model.record import ACTIVE, BUILDING, SCHEDULED, STOPPED, Record
