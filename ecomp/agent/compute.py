@@ -283,7 +283,7 @@ class Compute:
         instances = Instances(self._control, self.host, shape, memory)
         self._planner = Planner(instances, self._complaints)
         self._claims = ClaimKeeper(self.uuid, self._store, placement, config.queues)
-        self._claims.nothing_held(self._provider.new_at)
+        self._claims.settled.note(self._provider.new_at)
         far = {'writing down its host name': self._keep_hostname, LOOKING: self._look_at_claims}
         far |= {'looking at the provider': self._keep_registered}
         first = random.uniform(0.0, self._environment.spread)

@@ -44,12 +44,11 @@ AT_ONCE = POOL
 SPREAD = 0.1
 """Seconds that each of many computes adds to those over which they begin to ask placement; a minute at most."""
 NEEDED = (
-    (resource.RLIMIT_NOFILE, 256, 'file descriptors', 'ulimit -n, or LimitNOFILE= of its unit'),
-    # Threads, which are reserved 8 MiB of it each and 64 MiB for what they allocate.
-    (resource.RLIMIT_AS, 2 * 1024**3, 'bytes of address space', 'ulimit -v, or LimitAS= of its unit'),
+    # And each of many pretended computes, for its locks and its waker's pipe.
+    (resource.RLIMIT_NOFILE, 256, 8, 'file descriptors', 'ulimit -n, or LimitNOFILE= of its unit'),
+    # Threads, which are reserved 8 MiB of it each and 64 MiB for what they allocate; what each of many knows.
+    (resource.RLIMIT_AS, 2 * 1024**3, 1024**2, 'bytes of address space', 'ulimit -v, or LimitAS= of its unit'),
 )
-EACH = {resource.RLIMIT_NOFILE: 8, resource.RLIMIT_AS: 1024**2}
-"""What each of many pretended computes needs more: its locks and its waker's pipe; what it knows."""
 
 
 @dataclass(eq=False)
@@ -250,8 +249,8 @@ class Process:
 
 def _check_limits(computes: int) -> None:
     """UsageError naming the limit that is too low for so many: with less a library aborts, or a thread is missing."""
-    for limit, alone, what, where in NEEDED:
-        least = alone + EACH[limit] * (computes - 1)
+    for limit, alone, each, what, where in NEEDED:
+        least = alone + each * (computes - 1)
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < least:
             raise UsageError(f'limited to {soft} {what}, and {least} are needed: raise the limit ({where})')

@@ -48,7 +48,7 @@ def test_too_little(cluster: Control, limit: str, says: str) -> None:
 def test_just_enough(cluster: Control) -> None:
     """F31: ecompute with no more than what it says it needs works, many at once too, and is idle after (fake)"""
     words = {'RLIMIT_NOFILE': '--nofile', 'RLIMIT_AS': '--as'}
-    least = {limit: least for limit, least, _, _ in process.NEEDED}
+    least = {limit: least for limit, least, *_ in process.NEEDED}
     import resource
 
     prefix = ['prlimit', *(f'{word}={least[getattr(resource, name)]}' for name, word in words.items()), '--']

@@ -105,12 +105,9 @@ class ClaimKeeper:
         self._store = store
         self._placement = placement
         self._seen: dict[str, float] = {}
-        self._settled = Settled()
+        self.settled = Settled()
+        """Since when all claims on this compute, or none at all, are accounted for."""
         self._held: Collection[str] = ()
-
-    def nothing_held(self, generation: int | None) -> None:
-        """Nothing is claimed on this compute at this generation of its provider; None: that is not known."""
-        self._settled.note(generation)
 
     def look(
         self, guests: Collection[str], now: float, generation: int | None = None, asked: Collection[str] = ()
@@ -120,12 +117,12 @@ class ClaimKeeper:
         `generation` is the provider's, read before (None: not known), and `asked` what is asked of this compute by what
         it follows. Where nothing was claimed since a look, and somebody stands behind all of it, nothing else is asked.
         """
-        if not orphans(self._held, asked, guests, ()) and self._settled.at(generation):
+        if not orphans(self._held, asked, guests, ()) and self.settled.at(generation):
             return
-        self._settled.note(None)
+        self.settled.note(None)
         self._held = held = allocations.of_provider(self._placement, self._compute)
         if not orphans(held, asked, guests, ()):
-            self._settled.note(generation)
+            self.settled.note(generation)
         if not held:
             self._seen = {}
             return

@@ -286,9 +286,7 @@ def check_names(placement: Placement, configured: Collection[str], classes: Coll
     compute.yaml is wrong.
     """
     if strange := frozenset(classes).difference(NEEDED):
-        from ecomp.placement.providers import unknown_names as unknown_names
-
-        never, yet = unknown_names(placement, Named(strange, frozenset()))
+        never, yet = providers.unknown_names(placement, Named(strange, frozenset()))
         if never or yet:
             raise UsageError(f'inventory: {"; ".join(filter(None, (never, yet)))}')
     unknown = providers.unknown(placement, [*configured, status.DISABLED])
