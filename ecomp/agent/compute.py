@@ -260,14 +260,14 @@ class Compute:
         far = {'writing down its host name': self._keep_hostname, LOOKING: self._look_at_claims}
         far |= {'looking at the provider': self._keep_registered}
         first = random.uniform(0.0, self._process.spread)
-        threads, offers = self._process.threads, self._process.offers
+        threads = self._process.threads
         self.daemon = Daemon(self.host, self._planner, far, threads, first=first, on_planned=self._say_room)
         self.queues = None
         if config.queues and familiar:
             taker = Taker(self._control, lambda: self._presence.lease)
             has, first_seen = registered(self._inventory), self._process.first_seen
-            puller = Puller(taker, offers, self._may_take, has, first_seen, hypervisor.guests)
-            self.queues = Queues(self.uuid, puller, offers, self._complaints, threads)
+            puller = Puller(taker, self._process.offers, self._may_take, has, first_seen, hypervisor.guests)
+            self.queues = Queues(puller, self._complaints, threads)
         token, audits = hashed(self._token), self._process.audits
         self.answerer = Answerer(
             self.uuid, token, audits, hypervisor, self.host.guest_data, config.state, self._may_remove, threads

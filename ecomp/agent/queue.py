@@ -748,23 +748,19 @@ TAKING = 'taking from the queues'
 class Queues:
     """Runs the puller of one compute, from start() to stop()."""
 
-    def __init__(
-        self, compute: str, puller: Puller, offers: Offers, complaints: Complaints, threads: Threads
-    ) -> None:
-        self._compute = compute
+    def __init__(self, puller: Puller, complaints: Complaints, threads: Threads) -> None:
         self._puller = puller
-        self._offers = offers
         self._complaints = complaints
         self._turn = Turn(threads, threads.queues, self._look)
 
     def start(self) -> None:
         """Begin to take."""
-        self._offers.add(self._compute, self.nudge)
+        self._puller.offers.add(self._puller.taker.compute, self.nudge)
         self.nudge('it begins')
 
     def stop(self) -> None:
         """Return when what is being taken is taken or given back. Before this, `may_take` has to be False."""
-        self._offers.remove(self._compute)
+        self._puller.offers.remove(self._puller.taker.compute)
         self._turn.end()
         self._turn.wait()
 
