@@ -42,7 +42,6 @@ class Work(NamedTuple):
 
     @property
     def instance(self) -> str:
-        """The instance that the task is about."""
         return self.task.instance
 
     @property
@@ -105,10 +104,6 @@ class Planner:
 
     def __init__(self, instances: Instances, complaints: Complaints) -> None:
         self._instances = instances
-        self._compute = instances.compute
-        self._hypervisor = instances.hypervisor
-        self._runner = instances.runner
-        self._memory = instances.memory
         self.on_nudge: Callable[[], None] = lambda: None
         """Called after each nudge, in whatever thread that is."""
         self.delays = Delays()
@@ -126,7 +121,7 @@ class Planner:
         self._strangers: set[str] = set()
         self._refused: dict[str, int] = {}
         self._missing: dict[str, float] = {}
-        self._before_reboot = self._memory.before_reboot()
+        self._before_reboot = self._instances.memory.before_reboot()
         self._shutdowns = Shutdowns(GRACE, ASK_AGAIN)
         self._planned = 0.0
         self._ends_builds = False
@@ -176,12 +171,12 @@ class Planner:
         The next start makes them again.
         """
         self._ends_builds = True
-        self._runner.cancel(None)
+        self._instances.runner.cancel(None)
 
     def allow_builds(self) -> None:
         """Make builds again after stop_builds()."""
         self._ends_builds = False
-        self._runner.allow()
+        self._instances.runner.allow()
         self.works_again()
 
     def recheck(self) -> None:
@@ -198,7 +193,7 @@ class Planner:
             return  # nothing was read yet of what is asked for
         # A build that was put off, or stopped with this compute, and whose request was deleted by hand meanwhile, is in
         # no plan any more.
-        begun = (name for name, each in self._memory.all().items() if each.record.state == BUILDING)
+        begun = (name for name, each in self._instances.memory.all().items() if each.record.state == BUILDING)
         until = time.monotonic() + ENDING
         for instance in [each for each in begun if each not in busy and each not in self._wishes]:
             self._end_without_request(instance)
@@ -286,7 +281,7 @@ class Planner:
             if task.instance in busy:
                 working_at = self.in_work().get(task.instance) if task.kind is Kind.DESTROY else None
                 if working_at is not None and working_at.task.kind is Kind.BUILD:
-                    self._runner.cancel(task.instance)
+                    self._instances.runner.cancel(task.instance)
                 continue
             if task.instance in put_off:
                 continue
@@ -294,7 +289,7 @@ class Planner:
             refused = self._refused.get(task.instance)
             if task.kind is Kind.REFUSE and (refused == revision or (refused and not keys.is_uuid(task.instance))):
                 continue  # said once, however often it is written; it is there because nobody may take it away
-            if task.kind is Kind.VANISHED and task.instance in self._hypervisor.guests():
+            if task.kind is Kind.VANISHED and task.instance in self._instances.hypervisor.guests():
                 continue  # it came back this moment
             found.append(Work(task, revision, wish, guests.get(task.instance), addresses.get(task.instance, {})))
         return found
@@ -308,7 +303,7 @@ class Planner:
         done |= {name for name, each in records.items() if each.state != ACTIVE}
         self._before_reboot = self._before_reboot.intersection(self._wishes) - (done - busy)
         try:
-            self._memory.dealt_with_all_but(self._before_reboot)
+            self._instances.memory.dealt_with_all_but(self._before_reboot)
         except OSError as error:
             self.complaints.complain(NOTING, _told(error))
         else:
@@ -317,7 +312,7 @@ class Planner:
     def _read_wishes(self, state: Mapping[str, Entry]) -> None:
         before = self._wishes
         self._wishes = {}
-        prefix = keys.request_prefix(self._compute)
+        prefix = keys.request_prefix(self._instances.compute)
         for key, entry in state.items():
             name = key.removeprefix(prefix)
             known = before.get(name)
@@ -326,13 +321,13 @@ class Planner:
                 continue
             if known is not None:
                 self.delays.forget(name)  # a new request need not wait out an old one's delay
-            parsed = parse_request(self._compute, key, entry.value, entry.dropped)
+            parsed = parse_request(self._instances.compute, key, entry.value, entry.dropped)
             destroy = isinstance(parsed, Request) and parsed.is_tombstone
             if known is None and len(self._wishes) >= MOST and not destroy:
                 parsed = Invalid(name, f'this compute has {MOST} instances, and takes no more', shares(parsed))
             self._wishes[name] = entry.revision, parsed
         wishes = [wish for _, wish in self._wishes.values() if isinstance(wish, Request)]
-        self.given = summed(each.allocations.get(self._compute, each.left) for each in wishes)
+        self.given = summed(each.allocations.get(self._instances.compute, each.left) for each in wishes)
         for name in before.keys() - self._wishes.keys():
             self._refused.pop(name, None)
             for doing in (READING % name, ASKING % name):
@@ -365,7 +360,7 @@ class Planner:
         """Those a guest has; none where that cannot be told of it: it must not stop the others."""
         asking = ASKING % instance
         try:
-            found = self._hypervisor.addresses(instance)
+            found = self._instances.hypervisor.addresses(instance)
         except Unreachable:
             raise
         except EcompError as error:
@@ -377,7 +372,7 @@ class Planner:
     def _end_without_request(self, instance: str) -> None:
         """If a stopped build's request was deleted by hand, its record says so; a guest that got there is kept."""
         try:
-            self._instances.end_without_request(instance, self._hypervisor.guests().get(instance))
+            self._instances.end_without_request(instance, self._instances.hypervisor.guests().get(instance))
         except Superseded:
             self._instances.records.forget(instance)
         except (EcompError, OSError) as error:
