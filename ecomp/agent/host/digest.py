@@ -84,7 +84,6 @@ class Answerer:
         self._turn = Turn(self.threads, self.threads.audits, self._answer_all)
 
     def start(self) -> None:
-        """Begin."""
         self._turn.at()
 
     def stop(self) -> None:

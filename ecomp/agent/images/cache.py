@@ -344,7 +344,6 @@ class Scrubber:
         self._thread = threading.Thread(target=self._run, name='scrub', daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

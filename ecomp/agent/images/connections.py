@@ -87,9 +87,7 @@ class Connections:
         self._stopped = False
         self._open: list[socket.socket] = []
 
-    def ask(
-        self, method: str, url: str, timeout: tuple[float, float], headers: Mapping[str, str]
-    ) -> BaseHTTPResponse:
+    def ask(self, method: str, url: str, timeout: tuple[float, float], headers: Mapping[str, str]) -> BaseHTTPResponse:
         """The answer, its body not read, redirects not followed. Refused, BuildFailed, urllib3's HTTPError."""
         parts = urlsplit(url)
         if self._reach.proxy is not None:

@@ -36,7 +36,6 @@ class Build:
 
     @property
     def instance(self) -> str:
-        """The instance whose guest it is."""
         return self.spec.instance
 
 
@@ -67,7 +66,6 @@ class Resume(Step):
     """A start of a guest as it is defined."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Start it. Errors: those of Hypervisor.resume()."""
         hypervisor.resume(self.instance, self.compute)
 
 
@@ -75,7 +73,6 @@ class Shutdown(Step):
     """A question to a guest to turn itself off."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Ask it. Errors: those of Hypervisor.shutdown()."""
         hypervisor.shutdown(self.instance, self.compute)
 
 
@@ -83,7 +80,6 @@ class SwitchOff(Step):
     """A guest's power cut; its domain stays defined, its disk is kept."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Switch it off. Errors: those of Hypervisor.switch_off()."""
         hypervisor.switch_off(self.instance, self.compute)
 
 
@@ -129,9 +125,7 @@ def carry_out(
     with ExitStack() as undo:
         checkpoint()
         failed: BuildFailed | None = None
-        with images.held(
-            job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes)), job.since
-        ) as bases:
+        with images.held(job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes)), job.since) as bases:
             # The undo comes first: a step that fails halfway leaves something too, and removing nothing is fine.
             undo.callback(hypervisor.delete_disk, instance)
             for base in bases:
