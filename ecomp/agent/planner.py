@@ -65,12 +65,12 @@ CARRIED_OUT: Mapping[Kind, Callable[[Instances, Work], None]] = MappingProxyType
     Kind.VANISHED: lambda instances, work: instances.vanished(work.instance, work.revision),
     Kind.ADDRESS: lambda instances, work: instances.address(work.instance, work.revision, work.addresses),
     Kind.READY: lambda instances, work: instances.ready(work.instance, work.revision),
-    Kind.POWER: lambda instances, work: instances.switch.note(work.instance, work.revision, work.guest),
-    Kind.RESUME: lambda instances, work: instances.switch.resume(work.instance, work.revision),
-    Kind.SHUTDOWN: lambda instances, work: instances.switch.shut_down(work.request, work.revision),
-    Kind.SWITCH_OFF: lambda instances, work: instances.switch.switch_off(work.request, work.revision),
-    Kind.START: lambda instances, work: instances.switch.start(work.request, work.revision),
-    Kind.DONE: lambda instances, work: instances.switch.done(work.request, work.revision, work.guest),
+    Kind.POWER: lambda instances, work: instances.note_power(work.instance, work.revision, work.guest),
+    Kind.RESUME: lambda instances, work: instances.resume(work.instance, work.revision),
+    Kind.SHUTDOWN: lambda instances, work: instances.shut_down(work.request, work.revision),
+    Kind.SWITCH_OFF: lambda instances, work: instances.switch_off(work.request, work.revision),
+    Kind.START: lambda instances, work: instances.start(work.request, work.revision),
+    Kind.DONE: lambda instances, work: instances.power_done(work.request, work.revision, work.guest),
 })
 """Errors: those of Instances."""
 

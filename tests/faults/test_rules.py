@@ -93,17 +93,17 @@ TASKS: dict[str, tuple[str | None, Callable[[World], None]]] = {
     'build again': (BUILDING, lambda w: w.instances.build(w.request, w.planned, None)),
     'adopt': (None, lambda w: w.instances.build(w.request, w.planned, w.guest)),
     'destroy': (ACTIVE, lambda w: w.instances.destroy(replace(w.request, allocations={}, image=None), w.planned)),
-    'power off': (ACTIVE, lambda w: w.instances.switch.note(w.request.instance, w.planned, None)),
+    'power off': (ACTIVE, lambda w: w.instances.note_power(w.request.instance, w.planned, None)),
     'address': (
         ACTIVE,
         lambda w: w.instances.address(
             w.request.instance, w.planned, {mac_address(w.request.instance, 0): Address('10.0.0.1', 'lease')}
         ),
     ),
-    'shut down': (ACTIVE, lambda w: w.instances.switch.shut_down(asked(w, 'stop'), w.planned)),
-    'switch off': (ACTIVE, lambda w: w.instances.switch.switch_off(asked(w, 'stop'), w.planned)),
-    'start': (STOPPED, lambda w: w.instances.switch.start(asked(w, 'start'), w.planned)),
-    'done': (STOPPED, lambda w: w.instances.switch.done(asked(w, 'stop'), w.planned, None)),
+    'shut down': (ACTIVE, lambda w: w.instances.shut_down(asked(w, 'stop'), w.planned)),
+    'switch off': (ACTIVE, lambda w: w.instances.switch_off(asked(w, 'stop'), w.planned)),
+    'start': (STOPPED, lambda w: w.instances.start(asked(w, 'start'), w.planned)),
+    'done': (STOPPED, lambda w: w.instances.power_done(asked(w, 'stop'), w.planned, None)),
     'clear': (None, lambda w: w.instances.clear(w.request.instance, w.planned, 'no reason')),
 }
 

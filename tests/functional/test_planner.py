@@ -374,10 +374,11 @@ def test_a_clock_that_was_put_back_keeps_no_address_from_being_written_down(clou
         instance = one.place()
         for _ in range(2):
             one.step()
-        one.instances.switch.now = lambda: NOW.replace('T09', 'T10')
+        right, one.instances.now = one.instances.now, lambda: NOW.replace('T09', 'T10')
         one.hypervisor.switch_off(instance, one.compute)
         assert one.step() == [f'power {instance}']
         one.hypervisor.resume(instance, one.compute)
         assert one.step() == [f'power {instance}']
+        one.instances.now = right
         assert one.step() == [f'address {instance}']
         assert one.step() == []
