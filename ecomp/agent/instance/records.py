@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from ecomp.agent.host.state import Memory, MemoryEntry
@@ -132,10 +131,11 @@ class Records:
 
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
         """Put the record, with `extra` in the same transaction, if the request is the one at `revision`."""
-        put = Put(self._places(record.instance)[0], to_json(record))
-        unchanged, moved = self._as_read(record.instance)
-        written = self.commit(record.instance, revision, unchanged, [put, *map(Delete, moved), *extra])
-        self._known[record.instance] = RecordEntry(record, written)
+        instance = record.instance
+        unchanged, moved = self._as_read(instance)
+        operations = [Put(self._places(instance)[0], to_json(record)), *map(Delete, moved), *extra]
+        written = self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
+        self._known[instance] = RecordEntry(record, written)
         if record.state in (ACTIVE, STOPPED, DESTROYING):
             self._memory.remember(None, record)
         return record
@@ -149,7 +149,8 @@ class Records:
         remembered = self._memory.all().get(instance)
         had = is_here or (remembered is not None and 'addressed' in remembered.record.stages)
         if had and not self._asked_elsewhere(instance):
-            self.commit(instance, revision, [], [Delete(keys.booted(instance))])
+            booted = Delete(keys.booted(instance))
+            self._commit(instance, revision, lambda host: self._store.commit([host], [booted]))
 
     def end(self, record: Record, revision: int) -> None:
         """Write the last record, on a lease, and delete request, address and name, in one transaction.
@@ -165,18 +166,21 @@ class Records:
         # What another compute is asked for, too, has what it shares there: what fails here lets go of none of it.
         others = self._asked_elsewhere(instance) if record.state == ERROR else []
         # Compared: of two that fail at once each would leave it to the other.
-        conditions: list[Unchanged | Exists] = [*unchanged, *others]
-        write = partial(sharing.write_end, self._store, record, removed=removed, shares=not others)
+        seen: list[Unchanged | Exists] = [*unchanged, *others]
+
+        def write(host: Unchanged) -> int | None:
+            return sharing.write_end(self._store, record, [host, *seen], removed, not others)
+
         try:
-            self._commit(instance, revision, conditions, write)
+            self._commit(instance, revision, write)
         except NoSpace as error:
             if record.state == ERROR:
                 raise
             # A full etcd takes deletes alone, and that is how it gets room again: what its group and its quota count is
             # left to the audit.
             mine, change = sharing.freed(self._store, record.name, instance)
-            deletes = [Delete(each) for each in (self._places(instance)[0], *removed)]
-            self.commit(instance, revision, [*conditions, *mine], [*deletes, *change])
+            operations = [*map(Delete, (self._places(instance)[0], *removed)), *change]
+            self._commit(instance, revision, lambda host: self._store.commit([host, *seen, *mine], operations))
             log.warning('instance %s: no record of its end is kept: %s', instance, error)
         failpoint('ended')
         self.forget(instance)
@@ -191,28 +195,13 @@ class Records:
         entry = self._store.get(key)
         name = shares(parse_request(self._compute, key, entry.value)).name if entry is not None else None
         unchanged, change = sharing.freed(self._store, name, instance) if name != kept else ([], [])
-        self.commit(instance, revision, unchanged, [Delete(key), *change])
+        operations = [Delete(key), *change]
+        self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
 
-    def commit(
-        self,
-        instance: str,
-        revision: int,
-        conditions: Collection[Unchanged | Exists],
-        operations: Sequence[Put | Delete],
-    ) -> int:
+    def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
         """Commit if the request is still the one at `revision`; the new revision, or Superseded."""
-        return self._commit(instance, revision, conditions, lambda each: self._store.commit(each, operations))
-
-    def _commit(
-        self,
-        instance: str,
-        revision: int,
-        conditions: Collection[Unchanged | Exists],
-        commit: Callable[[Sequence[Unchanged | Exists]], int | None],
-    ) -> int:
-        host = Unchanged(keys.request(self._compute, instance), revision)
         try:
-            written = commit([host, *conditions])
+            written = commit(Unchanged(keys.request(self._compute, instance), revision))
         except UnknownOutcome:
             self.forget(instance)  # written or not: read it, and plan anew
             raise
