@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.daemon import Daemon
+from ecomp.agent.compute import Daemon
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.planner import EVERY, LOOKING, POLL, Planner, poll_after
 from ecomp.agent.turns import Threads

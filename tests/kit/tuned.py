@@ -23,7 +23,7 @@ if '{trace}':
 for setting in filter(None, '{numbers}'.split(',')):
     where, _, value = setting.partition('=')
     module, _, name = where.rpartition('.')
-    module = import_module('ecomp.agent.' + (module or 'daemon'))
+    module = import_module('ecomp.agent.' + (module or 'compute'))
     assert hasattr(module, name), name
     setattr(module, name, type(getattr(module, name))(float(value)))
 from ecomp.compute import main
@@ -32,12 +32,12 @@ sys.exit(main())
 
 
 def patched(numbers: Mapping[str, float], trace: Path | None = None) -> str:
-    """The program that is ecompute with these numbers in its daemon; `trace` gets the name of each thread it starts."""
+    """The program that is ecompute with these numbers in it; `trace` gets the name of each thread it starts."""
     return PATCHED.format(numbers=','.join(f'{name}={value}' for name, value in numbers.items()), trace=trace or '')
 
 
 class Tuned(Armed):
-    """`numbers` such as {'EVERY': 1} are the daemon's, {'host.claims.APART': 1} those of another module of ecomp.agent.
+    """`numbers` such as {'EVERY': 1} are a compute's, {'host.claims.APART': 1} those of another module of ecomp.agent.
 
     `extra` is added to its environment; `prefix` runs it.
     """

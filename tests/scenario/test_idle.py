@@ -36,7 +36,7 @@ def done(etcd: Etcd) -> Counter[str]:
 @pytest.mark.parametrize('queues', [False, True])
 def test_a_minute_of_one_is_one_question_and_no_write(cluster: Control, queues: bool) -> None:
     with overheard(cluster) as (placement, asked):
-        numbers = {'EVERY': MINUTE, 'compute.EVERY': MINUTE, 'compute.NAMED': 1000, 'host.claims.BELIEVED': 1000}
+        numbers = {'EVERY': MINUTE, 'NAMED': 1000, 'host.claims.BELIEVED': 1000}
         compute = tuned(cluster, numbers=numbers, placement=placement, queues=queues)
         addressed(cluster, notified(cluster.eschedule(SMALL))[1])
         provider = f'/resource_providers/{compute.uuid}'
