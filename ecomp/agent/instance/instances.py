@@ -17,20 +17,9 @@ from functools import partial
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.build import (
-    Build,
-    Cancelled,
-    Destroy,
-    Forget,
-    Job,
-    Resume,
-    Shutdown,
-    Step,
-    SwitchOff,
-    WorkerDied,
-)
+from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget, Resume, Shutdown, Step, SwitchOff, WorkerDied
 from ecomp.agent.instance.plan import GONE_BOTH, Patience, fault_of
-from ecomp.agent.instance.pool import Runner, finish
+from ecomp.agent.instance.pool import Runner
 from ecomp.agent.instance.records import Records, Superseded
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable, UsageError
 from ecomp.failpoints import failpoint
@@ -570,7 +559,7 @@ class Instances:
     def _remove(self, instance: str, job: Step | None) -> None:
         """Remove what this host has of an instance, by the job (None: nothing), its data, addresses and claim."""
         if job is not None:
-            finish(self.runner, job)
+            self._finish(job)
             failpoint('removed')
         self._forget(instance)
         failpoint('unreserved')
@@ -640,8 +629,13 @@ class Instances:
             return str(error.reason if isinstance(error, BuildFailed) else error)
         return None
 
-    def _run(self, job: Job) -> None:
-        finish(self.runner, job)
+    def _finish(self, job: Step) -> None:
+        """Have a job carried out of which no news is wanted. Errors: what it raised."""
+        for _ in self.runner.run(job):
+            pass
+
+    def _run(self, job: Step) -> None:
+        self._finish(job)
         failpoint('powered')
 
     def _seen(self, record: Record, guest: Guest | None, why: str) -> Record:

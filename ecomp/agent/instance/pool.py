@@ -480,9 +480,3 @@ class Workers:
 
 Runner = Inline | Workers
 """Where jobs are carried out."""
-
-
-def finish(runner: Runner, job: Job) -> None:
-    """Have a job carried out of which no news is wanted. Errors: what it raised."""
-    for _ in runner.run(job):
-        pass
