@@ -187,8 +187,12 @@ class Memory:
                 self._changed.notify_all()
 
     def _keep(self, entry: MemoryEntry) -> None:
-        record = entry.record
-        self._write(record.instance, _to_json(entry))
+        record, failure = entry.record, entry.failure
+        known = {'version': VERSION, 'request': json.loads(requests.to_json(entry.request))}
+        known['record'] = records.to_dict(record)
+        if failure:
+            known['failure'] = {'stage': failure.stage, 'reason': failure.reason}
+        self._write(record.instance, dump(known))
         with self._changed:
             self._ended.pop(record.instance, None)  # a uuid used again: the file says that it lives
             self._known[record.instance] = entry
@@ -218,12 +222,6 @@ class Memory:
                     del self._ended[instance]
                 with suppress(OSError):  # the next start reads it, and tries again
                     (self._directory / f'{instance}.json').unlink(missing_ok=True)
-
-
-def _to_json(each: MemoryEntry) -> str:
-    request, record = json.loads(requests.to_json(each.request)), records.to_dict(each.record)
-    failure = {'failure': {'stage': each.failure.stage, 'reason': each.failure.reason}} if each.failure else {}
-    return dump({'version': VERSION, 'request': request, 'record': record, **failure})
 
 
 PATIENCE = 2.0
