@@ -345,17 +345,15 @@ class Threads:
         self._closed = False
         self._heap: list[tuple[float, int, Turn]] = []
         self._number = itertools.count()
-        self._timer: threading.Thread | None = None
+        self._timer = threading.Thread(target=self._run, name='turns', daemon=True)
 
     def wake(self, turn: Turn, when: float) -> None:
         """Have the turn told at this moment (monotonic), unless it will be before. With `changed` held."""
         if when >= turn.woken_at or self._closed:
             return
         turn.woken_at = when
-        if self._timer is None:
-            thread = threading.Thread(target=self._run, name='turns', daemon=True)
-            thread.start()
-            self._timer = thread
+        if not self._timer.is_alive():
+            self._timer.start()
         heapq.heappush(self._heap, (when, next(self._number), turn))
         if self._heap[0][2] is turn:
             self.changed.notify_all()
