@@ -239,11 +239,6 @@ class _Worker:
     to_send: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
     tickets: dict[int, _Ticket] = field(default_factory=dict)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether it may be given a job now."""
-        return len(self.tickets) < (MOST_ENDS if self.ends_only else 1)
-
     def downloads_at(self) -> float:
         """When its job is, or will be, one that downloads; never, if it has its image."""
         return min((each.begun + DOWNLOADS for each in self.tickets.values() if each.fetches), default=math.inf)
@@ -415,7 +410,8 @@ class Workers:
     def _hand_out(self) -> None:
         with self._lock:
             for worker in self._workers:
-                while worker.has_room and (ticket := self._next(worker)) is not None:
+                room = MOST_ENDS if worker.ends_only else 1
+                while len(worker.tickets) < room and (ticket := self._next(worker)) is not None:
                     self._waiting.remove(ticket)
                     worker.tickets[ticket.number] = ticket
                     ticket.fetches = ticket.image
