@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Set
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ecomp.agent.host.claims import APART, due
@@ -57,7 +56,7 @@ class Work(NamedTuple):
         return self.wish
 
 
-CARRIED_OUT: Mapping[Kind, Callable[[Instances, Work], None]] = MappingProxyType({
+CARRIED_OUT: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.BUILD: lambda instances, work: instances.build(work.request, work.revision, work.guest),
     Kind.DESTROY: lambda instances, work: instances.destroy(work.request, work.revision),
     Kind.REFUSE: lambda instances, work: instances.refuse(work.refused, work.revision, work.guest),
@@ -71,7 +70,7 @@ CARRIED_OUT: Mapping[Kind, Callable[[Instances, Work], None]] = MappingProxyType
     Kind.SWITCH_OFF: lambda instances, work: instances.switch_off(work.request, work.revision),
     Kind.START: lambda instances, work: instances.start(work.request, work.revision),
     Kind.DONE: lambda instances, work: instances.power_done(work.request, work.revision, work.guest),
-})
+}
 """Errors: those of Instances."""
 
 
