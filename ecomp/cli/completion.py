@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ecomp.cli.command import QUERY, Command
-from ecomp.cli.commands import COMMANDS, FAMILY_WORDS, NAMES
 from ecomp.cli.inspect import COLUMNS, MORE, REASON
+from ecomp.cli.near import FAMILY_WORDS, NAMES
 from ecomp.cli.options import OPTIONS, SHELLS, Option
 from ecomp.model.record import QUEUED, STAGES, STATES
 
@@ -39,9 +39,9 @@ SAFE = '[A-Za-z0-9._-]'
 """Of these characters alone is what is offered of what etcd holds."""
 
 
-def script(shell: str) -> str:
+def script(shell: str, commands: Mapping[str, Command]) -> str:
     """Return the script for one of SHELLS, to be read by it."""
-    return _fish() if shell == 'fish' else _posix(shell)
+    return _fish(commands) if shell == 'fish' else _posix(shell, commands)
 
 
 def words_of(command: Command) -> str:
@@ -188,13 +188,13 @@ if [ "${funcstack[1]}" = _eschedule ]; then _eschedule "$@"; else compdef _esche
 """
 
 
-def _posix(shell: str) -> str:
-    flags = {name: ' '.join(flag for each in row.takes() for flag in each.flags) for name, row in COMMANDS.items()}
+def _posix(shell: str, commands: Mapping[str, Command]) -> str:
+    flags = {name: ' '.join(flag for each in row.takes() for flag in each.flags) for name, row in commands.items()}
     made = POSIX.format(
         name=shell,
         safe=SAFE,
         flags=_cases({f"'{name}'": f'echo {listed} --help' for name, listed in flags.items()}),
-        words=_cases({f"'{name}'": f'echo {kind}' for name, row in COMMANDS.items() if (kind := _kind(row))}),
+        words=_cases({f"'{name}'": f'echo {kind}' for name, row in commands.items() if (kind := _kind(row))}),
         values=_cases({
             ' | '.join(row.flags): f"echo '{kind}'"
             for field, rows in OPTIONS.items() for row in rows if (kind := values_of(field, row))
@@ -271,9 +271,9 @@ complete -c eschedule -f
 """
 
 
-def _fish() -> str:
+def _fish(commands: Mapping[str, Command]) -> str:
     rows = list[str]()
-    for name, row in COMMANDS.items():
+    for name, row in commands.items():
         first, _, second = name.partition(' ')
         if second:
             rows.append(_row(f'__eschedule_is {first} "help {first}"', f'-a {second}', row.summary))
@@ -289,7 +289,7 @@ def _fish() -> str:
     rows.append(_row('__eschedule_is help', f'-a "{" ".join(FIRST_WORDS)}"'))
     rows.append(_row('__eschedule_is completion', f'-a "{" ".join(SHELLS)}"'))
     for field, options in OPTIONS.items():
-        takers = [f'"{name}"' for name, row in COMMANDS.items() if field in {*row.options, 'config'}]
+        takers = [f'"{name}"' for name, row in commands.items() if field in {*row.options, 'config'}]
         for option in options:
             rows.append(_row(f'__eschedule_is {" ".join(takers)}', *_option(field, option), option.help))
     valued = ' '.join(flag for field, each in OPTIONS.items() for row in each if values_of(field, row)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT, LISTED, QUERY, REACHED, Command, Context, Outcomes, known_of, plain
+from ecomp.cli.near import hint, suggest
 from ecomp.cli.options import TABLE, instances, nothing, one_instance
 from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, Row, natural, rendered, rendered_details
 from ecomp.cli.terminal import Drawing, look, watch
@@ -54,8 +55,6 @@ def _query(do: Context) -> int:
     try:
         instance = do.instance(word)
     except (NotFound, Unreachable) as error:
-        from ecomp.cli.commands import hint, suggest  # which imports this
-
         if isinstance(error, NotFound):
             raise NotFound(f'{error}; it is no command either{hint([word])}') from error
         suggestion = suggest([word])

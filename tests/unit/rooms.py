@@ -115,7 +115,7 @@ PLACES: dict[str, set[str]] = {
 PURE = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml'),
     'ecomp.agent.instance.plan',
-    *('ecomp.cli.options', 'ecomp.cli.tables', 'ecomp.cli.completion'),
+    *('ecomp.cli.options', 'ecomp.cli.near', 'ecomp.cli.tables', 'ecomp.cli.completion'),
     *('ecomp.lab.network', 'ecomp.virt.dhcp'),
     *('mdserver.guests', 'mdserver.metadata'),
 }
