@@ -19,7 +19,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     'Into a guest': ('enter',),
     'Changing': ('change',),
     'Flavors, groups and quotas': ('sharing',),
-    'Computes and the cluster': ('operators',),
+    'Computes and the cluster': ('operators', 'doctor'),
     'Help': ('commands',),
 }
 """The modules that have rows, by what their commands are for, in the order of the help."""
@@ -49,6 +49,8 @@ def load_rows(module: str) -> Sequence[Command]:
             from ecomp.cli.sharing import COMMANDS as rows
         case 'operators':
             from ecomp.cli.operators import COMMANDS as rows
+        case 'doctor':
+            from ecomp.cli.doctor import COMMANDS as rows
         case 'commands':
             return _ROWS
         case _:

@@ -1,4 +1,4 @@
-"""The commands of those who run the computes: hosts, the audit and the doctor."""
+"""The commands of those who run the computes: hosts and the audit."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ecomp import __version__
-from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, Outcomes, plain, until
-from ecomp.cli.options import PATIENCE, TABLE, Options, compute, computes, find_given, nothing, perhaps_query_and_image
+from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, Outcomes, until
+from ecomp.cli.options import TABLE, compute, computes, nothing
 from ecomp.cli.tables import STATE, UUID, Column, Listing, Row, rendered
 from ecomp.cli.terminal import Live, now
-from ecomp.errors import EcompError, NotFound, Unreachable, UsageError
+from ecomp.errors import NotFound, Unreachable
 from ecomp.model.allocation import NEEDED, Room
-from ecomp.model.canary import SMALL, Canary, of_canaries
 from ecomp.model.host import DISABLED, NOBODY, Computes, Host
-from ecomp.model.record import QUEUED, STAGES
-from ecomp.model.text import printable
 
 if TYPE_CHECKING:
     from ecomp.model.audit import Finding
@@ -119,51 +115,6 @@ def _audit(do: Context) -> int:
     for line in _summarize(report):
         do.out.say(line)
     return FOUND if report.findings else 0
-
-
-def _check_canary(name: str, words: Sequence[str], options: Options) -> None:
-    if not options.canary and (any(words) or find_given(options) - {'format'}):
-        raise UsageError(f'{name} alone takes no query, no image and no option but -f: those go with --canary')
-
-
-def _doctor(do: Context) -> int:
-    from ecomp import backends
-    from ecomp.model.health import ComputeFacts, exit_code, lines, of_backends, of_computes, summary
-
-    flight = None
-    if do.options.canary:
-        from ecomp.cli.canary import Canaries, plan  # nearly all that eschedule has: for those who ask for it
-
-        flight = Canaries(do, plan(do))
-    there = backends.look(do.config.etcd, do.config.placement, do.config.path, 'schedule.yaml')
-    found = of_backends(there)
-    computes, canaries = ComputeFacts(ours=__version__), list[Canary]()
-    if not there.away:
-        from ecomp.scheduler.looking.find import all_records
-        from ecomp.scheduler.looking.hosts import all_hosts
-
-        hosts, _ = all_hosts(do.store, do.placement)
-        runs = {each.compute: each.said.version for each in hosts if each.said.version is not None}
-        waiting = [each.name or each.instance for each in all_records(do.store, False)[0] if each.state == QUEUED]
-        computes = ComputeFacts(tuple(hosts), runs, __version__, do.computes.unserved(waiting))
-        found += of_computes(computes)
-        if flight is not None:
-            canaries = flight.fly(hosts)
-            found += of_canaries(canaries, flight.interrupted)
-    about = {
-        'findings': [each._asdict() for each in found],
-        'configuration': there.told,
-        'etcd': {'name': there.etcd, 'version': there.etcd_version or None},
-        'placement': {'name': there.placement, 'microversion': there.placement_version or None},
-        'certificates': {each.path: each.until and each.until.isoformat() for each in there.certificates},
-        'computes': dict(computes.versions),
-    }
-    if flight is not None:
-        about['canaries'] = [each.to_dict() for each in canaries]
-    do.show_document([about], '\n'.join(map(printable, lines(found))))
-    do.out.say(summary(there, found))
-    ended = exit_code(there, found)
-    return EcompError.exit_code if flight is not None and flight.interrupted and not ended else ended
 
 
 # What users read of computes and findings
@@ -287,25 +238,4 @@ COMMANDS: Sequence[Command] = (
             'about, and a sentence. It takes a few seconds, and looks twice where it finds something. stderr says how '
             'each finding is mended.',
             nothing, _audit, {'fix': '', **LISTED}, (8,), example='eschedule audit --fix'),
-    Command('doctor', "doctor ['resources=…'] [URL]", 'what is wrong with the cluster, and what mends it',
-            'Look at etcd, placement, the clocks, our certificates and the computes, and print what is wrong, a line '
-            'each: the check that found it, a sentence, and what mends it. stderr says who was asked, which version '
-            'each has, and which file told where they are. A hypervisor is looked at by `ecompute --check`, there. '
-            'With -f json: one document, with the findings. '
-            'With --canary every compute that is up gets a small guest, all of them at once, which is booted, entered '
-            'and destroyed: of the image at URL, without one schedule.yaml\'s; it asks for what the query or --flavor '
-            f'says, else {SMALL}. With an ssh key it has to say that it is ready, and is logged in to, with the host '
-            'keys that it said; without one it has to get an address. stderr says of each how far it came, and why no '
-            'further: also of computes that are not up or have no room, which is no finding. It is destroyed whatever '
-            'happens, also at Ctrl-C; of what cannot be, a finding has its name and the command that does it.',
-            perhaps_query_and_image, _doctor,
-            {**DOCUMENT, **plain('canary flavor identity'),
-             'on': 'with --canary: on this compute alone: its host name, its uuid, or the beginning of its uuid',
-             'ssh_key': 'with --canary: a file of OpenSSH public keys that may log in; may be given several times. '
-                        'Without: ssh_keys of schedule.yaml',
-             'stage': f'with --canary: the stage that is enough: {", ".join(STAGES)}. Without: ready with an ssh key, '
-                      'else addressed',
-             'timeout': 'with --canary: how long a guest may take to that stage, and how long to be gone. Without: '
-                        f'{PATIENCE:.0f}'},
-            (4, 5, 8), check=_check_canary, example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
 )

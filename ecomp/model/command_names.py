@@ -8,7 +8,8 @@ BY_MODULE = {
     'enter': ('ssh', 'ssh-config', 'console', 'log'),
     'change': ('destroy', 'stop', 'start', 'reboot', 'clear'),
     'sharing': ('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'group list', 'group show', 'quota list', 'quota show', 'quota set'),
-    'operators': ('hosts', 'host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget', 'audit', 'doctor'),
+    'operators': ('hosts', 'host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget', 'audit'),
+    'doctor': ('doctor',),
     'commands': ('help', 'completion'),
 }
 """The names by the module of ecomp/cli that has their rows, in the order of the help."""
