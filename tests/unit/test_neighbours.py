@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.cli.commands import COMMANDS, ELSEWHERE, IN_FAMILIES, LOSSES, NOUNS, parse
+from ecomp.cli.commands import COMMANDS, parse
+from ecomp.cli.near import ELSEWHERE, IN_FAMILIES, LOSSES, NOUNS
 from ecomp.errors import UsageError
 
 NEW = "create 'resources=…' [IMAGE_URL]"
