@@ -20,11 +20,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ecomp import __version__
 from ecomp.agent.host import provider
-from ecomp.agent.host.claims import ClaimKeeper
+from ecomp.agent.host.claims import ClaimKeeper, Generations
 from ecomp.agent.host.digest import Answerer
 from ecomp.agent.host.metadata import GuestData, keep_served, nocloud
 from ecomp.agent.host.provider import Inventory, Registration, check_names, registered
@@ -36,7 +35,7 @@ from ecomp.agent.instance.plan import Kind
 from ecomp.agent.instance.pool import Inline, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import EVERY, LOOKING, Planner, Work
-from ecomp.agent.queue import Puller, Queues, Taker
+from ecomp.agent.queue import Offers, Puller, Queues, Taker
 from ecomp.agent.turns import Complaints, Delays, Threads, Turn
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, Conflict, Denied, EcompError
@@ -47,13 +46,11 @@ from ecomp.model.allocation import GIB
 from ecomp.model.guest import ReservedAddress
 from ecomp.model.host import hostname_in, is_hostname, to_json
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, from_json, timestamp
-from ecomp.store.client import Entry, Put, Store, Unchanged, is_alive
-from ecomp.store.presence import Presence, hashed
+from ecomp.placement.client import Placement
+from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
+from ecomp.store.presence import Lease, Presence, hashed
 from ecomp.store.watch import State as Entries
 from ecomp.virt import Hypervisor
-
-if TYPE_CHECKING:
-    from ecomp.agent.process import Process
 
 log = logging.getLogger(__name__)
 
@@ -332,6 +329,35 @@ class Daemon:
         return self.is_ending() or self._complaints.attempt(doing, work, self.is_ending) is not None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What a compute finds in its process.
+
+    `fake`: its guests are pretended; `accept`: etcd is to be told what lives here; `familiar`: etcd is the one that was
+    known. Where it is not, the compute is read-only from its beginning (rule 10). `accepted` is the revision at which
+    this compute accepted it, to be written to etcd (0: it is there already, or none); `first_seen`: see Puller. Over
+    `spread` seconds the computes of a process begin to ask placement, for they all hear of their requests at once. They
+    share the `threads`, the `lease` on which they are alive, the `offers` of the queues, what is said of `generations`,
+    and `audits`, an etcd connection for answers. `checks_names`: it sees whether placement knows the configured traits
+    and classes, which is not known yet.
+    """
+
+    fake: bool
+    accept: bool
+    familiar: bool
+    accepted: int
+    first_seen: int
+    guard: Guard
+    placement: Placement
+    spread: float
+    threads: Threads
+    lease: Lease
+    offers: Offers
+    generations: Generations
+    audits: Store
+    checks_names: bool
+
+
 class Compute:
     """The parts: register(), start() and, whatever became of these, stop(). Any thread's, one after the other.
 
@@ -340,7 +366,7 @@ class Compute:
     """
 
     def __init__(
-        self, config: ComputeConfig, state: Identity, store: Store, process: Process, at_exit: ExitStack
+        self, config: ComputeConfig, state: Identity, store: Store, environment: Environment, at_exit: ExitStack
     ) -> None:
         self.uuid = state.compute_uuid(config.uuid)
         log.info('compute %s, state in %s, ecomp %s', self.uuid, config.state, __version__)
@@ -348,8 +374,8 @@ class Compute:
         self._state = state
         self._token = state.token()
         self._store = store
-        self._process = process
-        self._control = ControlPlane(self.uuid, store, process.placement, now)
+        self._environment = environment
+        self._control = ControlPlane(self.uuid, store, environment.placement, now)
         self._complaints = Complaints()
         self._at_exit = at_exit
         self._asked: Entries = {}
@@ -360,7 +386,7 @@ class Compute:
         who = {'version': __version__, 'hostname': self._hostname, 'since': now(), 'token': self._token}
         who |= {'boot': boot_id(), 'pid': str(os.getpid())}  # what two with the same token differ in
         key = keys.compute(self.uuid)
-        self._presence = Presence(store, key, who, self._become_read_only, process.lease, self._become_writable)
+        self._presence = Presence(store, key, who, self._become_read_only, environment.lease, self._become_writable)
 
     def register(self) -> None:
         """See that this compute may be one here, and that placement knows it; and make all that start() begins.
@@ -368,8 +394,8 @@ class Compute:
         Errors: Conflict where another ecompute is this compute, or has guests here; those of etcd, of placement and of
         the hypervisor.
         """
-        config, fake, familiar = self._config, self._process.fake, self._process.familiar
-        placement = self._process.placement
+        config, fake, familiar = self._config, self._environment.fake, self._environment.familiar
+        placement = self._environment.placement
         # First, for nothing of a host is touched that a living ecompute looks after.
         if familiar:
             self._presence.check()
@@ -389,7 +415,7 @@ class Compute:
             state=config.state,
         )
         if familiar:
-            if self._process.count is None:
+            if self._environment.checks_names:
                 check_names(placement, config.traits, config.inventory or ())
             # Before placement hears of it, and not before nothing refuses it any more: the next start is this compute.
             self._state.keep()
@@ -398,7 +424,7 @@ class Compute:
             # First, for what is told to etcd anew is claimed on it.
             self._provider.register()
             self.has_noted_acceptance = self._note_acceptance()
-            if self._process.accept:
+            if self._environment.accept:
                 republish(self.uuid, self._store, placement, memory, set(hypervisor.guests()), now())
                 failpoint('republished')
             # After that: with etcd's word on what lives the memory is put right, and DHCP after the memory.
@@ -412,27 +438,27 @@ class Compute:
         self._claims.settled.note(self._provider.new_at)
         far = {'writing down its host name': self._keep_hostname, LOOKING: self._look_at_claims}
         far |= {'looking at the provider': self._keep_registered}
-        first = random.uniform(0.0, self._process.spread)
-        threads = self._process.threads
+        first = random.uniform(0.0, self._environment.spread)
+        threads = self._environment.threads
         self.daemon = Daemon(self.host, self._planner, far, threads, first=first, on_planned=self._say_room)
         self.queues = None
         if config.queues and familiar:
             taker = Taker(self._control, lambda: self._presence.lease)
-            has, first_seen = registered(self._inventory), self._process.first_seen
-            puller = Puller(taker, self._process.offers, self._may_take, has, first_seen, hypervisor.guests)
+            has, first_seen = registered(self._inventory), self._environment.first_seen
+            puller = Puller(taker, self._environment.offers, self._may_take, has, first_seen, hypervisor.guests)
             self.queues = Queues(puller, self._complaints, threads)
-        token, audits = hashed(self._token), self._process.audits
+        token, audits = hashed(self._token), self._environment.audits
         self.answerer = Answerer(
             self.uuid, token, audits, hypervisor, self.host.guest_data, config.state, self._may_remove, threads
         )
 
     def start(self) -> None:
         """Begin to take requests. Errors: Conflict where another ecompute is this compute by now; those of etcd."""
-        familiar, at_exit = self._process.familiar, self._at_exit
-        if not self._process.fake:  # a pretended guest has no cloud-init, and fakes are many
+        familiar, at_exit = self._environment.familiar, self._at_exit
+        if not self._environment.fake:  # a pretended guest has no cloud-init, and fakes are many
             at_exit.callback(self.host.guest_data.on_ready(self._planner.nudge))
         # Before anything can be asked: in another etcd nothing is begun.
-        self._process.guard.when_strange(self._become_read_only)
+        self._environment.guard.when_strange(self._become_read_only)
         # Before it is seen alive, for then it is asked; and also where it is read-only.
         self.answerer.start()
         at_exit.callback(self.answerer.stop)
@@ -490,10 +516,10 @@ class Compute:
         A role of ecomp 1.1 does not allow that, which is an error only while it accepts.
         """
         try:
-            if self._process.accepted:
-                self._store.commit([], [Put(keys.accepted(self.uuid), str(self._process.accepted))])
+            if self._environment.accepted:
+                self._store.commit([], [Put(keys.accepted(self.uuid), str(self._environment.accepted))])
         except Denied as error:
-            if self._process.accept:
+            if self._environment.accept:
                 raise
             log.error('%s', error)
             return False
@@ -509,7 +535,7 @@ class Compute:
 
     def _admit(self, here: Set[str]) -> None:
         """Conflict if guests of another compute are here that nobody looks after (rule 9)."""
-        for other in sorted(here - {self.uuid}) if self._process.familiar else ():
+        for other in sorted(here - {self.uuid}) if self._environment.familiar else ():
             if not is_alive(self._store, other):
                 raise Conflict(
                     f'guests of compute {other} are on this host, and this is compute {self.uuid}: '
@@ -518,7 +544,7 @@ class Compute:
 
     def _look_at_claims(self) -> None:
         self._generation = None
-        self._generation = self._process.generations.of(self.uuid)
+        self._generation = self._environment.generations.of(self.uuid)
         asked = {keys.last(key) for key in self._asked}
         self._claims.look(self.host.hypervisor.guests(), time.monotonic(), self._generation, asked)
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ecomp.agent.compute import Compute, now, workers
+from ecomp.agent.compute import Compute, Environment, now, workers
 from ecomp.agent.host.claims import Generations
 from ecomp.agent.host.provider import check_names
 from ecomp.agent.host.state import Identity, KnownEtcd, is_familiar
@@ -58,12 +58,6 @@ class Process:
     `count` is how many pretended computes there are; None: one, of this machine or, with `fake`, a pretended one.
     `accept`: etcd is another one, and is to be told what lives here. `service` is what systemd knows it as. Errors:
     those of Compute, and those of a start.
-
-    What its computes find in it: `familiar`: etcd is the one that was known. Where it is not, a compute is read-only
-    from its beginning (rule 10). `accepted` is the revision at which they accepted it, to be written to etcd (0: it is
-    there already, or none); `first_seen`: see Puller. Over `spread` seconds they begin to ask placement, for they all
-    hear of their requests at once. They share the `threads`, the `lease` on which they are alive, the `offers` of the
-    queues, what is said of `generations`, and `audits`, an etcd connection for answers.
     """
 
     config: ComputeConfig
@@ -80,9 +74,9 @@ class Process:
         self._alive: Entries = {}
         self._asked: Entries | None = None
         self._asked_of: dict[str, Entries] = {}
-        self.threads = Threads(self.count or 1, 2 * workers(self.config) + (2 if self.fake else MOST_ENDS))
-        self._widening = Turn(self.threads, self.threads.plans, lambda: self.offers.widen())
-        self.offers = Offers(self._widening.at)
+        self._threads = Threads(self.count or 1, 2 * workers(self.config) + (2 if self.fake else MOST_ENDS))
+        self._widening = Turn(self._threads, self._threads.plans, lambda: self._offers.widen())
+        self._offers = Offers(self._widening.at)
 
     def register(self) -> None:
         """Take the state directory, see that etcd is the one we knew, and register each compute."""
@@ -93,37 +87,52 @@ class Process:
         at_exit.callback(self._state.close)
         known = KnownEtcd(config.state)
         before = KnownCluster() if self.accept else known.load()
-        self.guard = Guard(before, known.note)
-        self._store = Store(config.etcd, self.guard)
+        self._guard = Guard(before, known.note)
+        self._store = Store(config.etcd, self._guard)
         at_exit.callback(self._store.close)
-        self.placement = Placement(config.placement)
-        at_exit.callback(self.placement.close)
-        self.familiar = is_familiar(self.guard, self._store, now())
-        self.offers.began_at = now_at = self.guard.known.revision
-        self.offers.term = lambda: self.guard.known.term
-        self.accepted = now_at if self.accept else known.accepted()
+        placement = Placement(config.placement)
+        at_exit.callback(placement.close)
+        familiar = is_familiar(self._guard, self._store, now())
+        self._offers.began_at = now_at = self._guard.known.revision
+        self._offers.term = lambda: self._guard.known.term
+        accepted = now_at if self.accept else known.accepted()
         # Like one that accepts, a compute that remembers no etcd knows nothing of what is older than this moment.
-        self.first_seen = max(self.accepted, known.first_seen()) if before.identity else now_at
-        self.spread = min(SPREAD * (self.count or 0), EVERY)
-        self.lease, self.audits = Lease(self._store, SECONDS), Store(config.etcd)
-        at_exit.callback(self.audits.close)
-        self.generations = Generations(self.placement, several=self.count is not None)
-        if self.count is not None and self.familiar:
-            check_names(self.placement, config.traits, config.inventory or ())  # once for all of them
+        first_seen = max(accepted, known.first_seen()) if before.identity else now_at
+        spread = min(SPREAD * (self.count or 0), EVERY)
+        lease, audits = Lease(self._store, SECONDS), Store(config.etcd)
+        at_exit.callback(audits.close)
+        self._environment = Environment(
+            fake=self.fake,
+            accept=self.accept,
+            accepted=accepted,
+            first_seen=first_seen,
+            familiar=familiar,
+            guard=self._guard,
+            placement=placement,
+            spread=spread,
+            threads=self._threads,
+            lease=lease,
+            offers=self._offers,
+            generations=Generations(placement, several=self.count is not None),
+            audits=audits,
+            checks_names=self.count is None,
+        )
+        if self.count is not None and familiar:
+            check_names(placement, config.traits, config.inventory or ())  # once for all of them
         if not self.fake:
             _warn_of_holes(config, self._store)
         if self.count is not None:
             for name in ('ecomp.compute', 'ecomp.agent.compute', 'ecomp.agent.host.provider'):
                 logging.getLogger(name).setLevel(logging.WARNING)  # of each of a thousand it would say the same
-        at_exit.callback(self.threads.close)
+        at_exit.callback(self._threads.close)
         # The computes end first: whoever follows for them only tells them what they do not do any more.
         at_exit.callback(known.stop)
         at_exit.callback(self._stop_followers)
         at_exit.callback(self._stop_computes)
         _each(self._register_one, range(1, (self.count or 1) + 1))
         # Not before: killed until now, the next start is to find the same strange etcd.
-        if self.familiar:
-            known.note_first_seen(self.first_seen, all(each.has_noted_acceptance for each in self._computes))
+        if familiar:
+            known.note_first_seen(first_seen, all(each.has_noted_acceptance for each in self._computes))
             known.start()
 
     def run(self) -> None:
@@ -135,8 +144,8 @@ class Process:
             requests = [(keys.request_prefix(each.uuid), each.on_requests) for each in self._computes]
         if self.config.queues:
             # In this order: what waits is judged by the other two.
-            requests += [(keys.ACCEPTED, self.offers.on_accepted), (keys.COMPUTES, self._on_computes)]
-            requests.append((keys.QUEUES, self.offers.on_queues))
+            requests += [(keys.ACCEPTED, self._offers.on_accepted), (keys.COMPUTES, self._on_computes)]
+            requests.append((keys.QUEUES, self._offers.on_queues))
         elif self.count is None:
             requests.append((keys.compute(self._computes[0].uuid), self._on_computes))
         else:
@@ -145,11 +154,11 @@ class Process:
         # the other one.
         audits: list[Subscription] = [(keys.AUDIT, self._on_audits)]
         self._followers.append(Follower(self.config.etcd, audits, on_lost=lambda _: None, on_back=lambda: None))
-        if self.familiar:
+        if self._environment.familiar:
             follower = Follower(
                 self.config.etcd,
                 requests,
-                guard=self.guard,
+                guard=self._guard,
                 on_lost=self._on_lost,
                 on_back=self._on_back,
                 largest=SIZE_LIMIT,
@@ -157,7 +166,7 @@ class Process:
             self._followers.append(follower)
         for follower in self._followers:
             follower.start()
-        for each in self._computes if self.familiar else ():
+        for each in self._computes if self._environment.familiar else ():
             ready.info('ready: %s', each if self.count is None else f'compute {each.uuid}, {each}')
         if self.count is not None:
             log.info('%d computes are ready, after %.1f s', self.count, time.monotonic() - self._began)
@@ -166,7 +175,7 @@ class Process:
         self.service.stopping('what is in work comes to an end; the guests go on')
 
     def _status(self) -> str:
-        if not self.familiar:
+        if not self._environment.familiar:
             return 'only watches: this is not the etcd that it knew (see the log)'
         return f'{len(self._computes)} computes' if self.count is not None else str(self._computes[0])
 
@@ -184,7 +193,7 @@ class Process:
                 opened.callback(state.close)
                 # Its own, for what it may write is fenced by its own presence (rule 9).
                 store = store.beside()
-            compute = Compute(config, state, store, self, opened.pop_all())
+            compute = Compute(config, state, store, self._environment, opened.pop_all())
         self._computes.append(compute)
         compute.register()
 
@@ -203,7 +212,7 @@ class Process:
 
     def _on_computes(self, state: Entries) -> None:
         if self.config.queues:
-            self.offers.on_computes(state)
+            self._offers.on_computes(state)
         before, self._alive = self._alive, state
         for each in self._computes:
             key = keys.compute(each.uuid)
