@@ -214,7 +214,7 @@ def withdraw(store: Store, key: str, revision: int) -> bool:
 if TYPE_CHECKING:
     from ecomp.model.cluster import Header
     from ecomp.model.host import Claims
-    from ecomp.store.connection import Member, Watch
+    from ecomp.store.by_h2 import Member, Watch
     from ecomp.store.messages import KeyValue, Reply
 
     Answer = TypeVar('Answer', bound=Reply)

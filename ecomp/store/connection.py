@@ -11,12 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, Unreachable, UsageError
 from ecomp.model.text import printable
 from ecomp.store.messages import Range, Request, WatchCreate
+
+if TYPE_CHECKING:  # h2 is slow to load
+    from ecomp.store.by_h2 import Member, Watch
 
 UNAVAILABLE, DEADLINE_EXCEEDED, NOT_FOUND = 'UNAVAILABLE', 'DEADLINE_EXCEEDED', 'NOT_FOUND'
 INVALID_ARGUMENT, FAILED_PRECONDITION = 'INVALID_ARGUMENT', 'FAILED_PRECONDITION'
@@ -149,34 +152,7 @@ def pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) 
         limit = max(min(limit * 4, limit * EASY // max(size, 1), most), FEWEST)
 
 
-if TYPE_CHECKING:  # a Protocol takes as long to make as three classes, and each command would wait for it
-
-    class Watch(Protocol):
-        """The answers to watches that are asked for on one stream, as they come; for one loop over them.
-
-        It ends where etcd ends the stream. CallFailure: its time is over (DEADLINE_EXCEEDED, and it was sent), or
-        it broke.
-        """
-
-        def __iter__(self) -> Iterator[Any]:
-            """WatchResponse, https://etcd.io/docs/v3.4/learning/api/#watch-streams."""
-
-        def cancel(self) -> None:
-            """End it, from any thread."""
-
-    class Member(Protocol):
-        """One member of etcd: by_h2's, or a test's."""
-
-        def call(self, request: Request, limit: float) -> Any:
-            """What it answers within so many seconds; METHODS names its kind. CallFailure."""
-
-        def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None) -> Watch:
-            """What it answers to these, for so many seconds at most, and to WatchProgress every `asking` seconds."""
-
-        def close(self) -> None:
-            """Let the connection go."""
-
-    Answer = TypeVar('Answer')
+Answer = TypeVar('Answer')
 
 SHORTEST = 0.2
 """Seconds between two tries while etcd takes nothing for a moment, and the least a call is given."""

@@ -24,7 +24,7 @@ from ecomp.store.connection import DEADLINE_EXCEEDED, CallFailure
 from ecomp.store.messages import DELETED, WatchCreate
 
 if TYPE_CHECKING:
-    from ecomp.store.connection import Watch
+    from ecomp.store.by_h2 import Watch
 
 PREFIX = b'/'
 """Before every key of ours. Others' keys are not asked for: a role of etcd's would refuse that."""

@@ -25,7 +25,7 @@ from ecomp.store.messages import DELETED, WatchCreate
 
 if TYPE_CHECKING:
     from ecomp.model.cluster import KnownCluster
-    from ecomp.store.connection import Watch
+    from ecomp.store.by_h2 import Watch
 
 log = logging.getLogger(__name__)
 
