@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome
 from ecomp.model import keys
@@ -25,19 +25,6 @@ from ecomp.store.client import Delete, Entry, Fence, Put, Store, Unchanged
 log = logging.getLogger(__name__)
 
 
-class Member(Protocol):
-    """A key on the lease."""
-
-    def is_kept(self) -> bool:
-        """False once it is not to be looked after any more."""
-
-    def keep(self) -> None:
-        """See that the key is there, as it is to be. Errors: those of etcd; it is done again."""
-
-    def lapse(self, reason: str) -> None:
-        """Take note that its lease has ended and cannot be renewed, though etcd answers. keep() puts the key again."""
-
-
 class Lease:
     """Granted for the first key, renewed as long as there is any, revoked after the last; of so many `seconds`."""
 
@@ -45,9 +32,9 @@ class Lease:
         self._store, self._seconds = store, seconds
         self._granting, self._lock = threading.Lock(), threading.Lock()
         self._woken = threading.Event()
-        self._members: dict[Member, None] = {}
+        self._members: dict[Presence, None] = {}
         # Those of which it is to be seen whether their keys are as they are to be.
-        self._due: dict[Member, None] = {}
+        self._due: dict[Presence, None] = {}
         self._turn = 0
         self._thread: threading.Thread | None = None
         self._lease, self._renewed = 0, -math.inf
@@ -64,14 +51,14 @@ class Lease:
             self._renewed = now
             return self._lease
 
-    def join(self, member: Member) -> None:
+    def join(self, member: Presence) -> None:
         """Look after its key, which has been put, until leave()."""
         with self._lock:
             self._members[member] = None
             if self._thread is None:
                 self._thread = self._begin()
 
-    def look(self, member: Member, soon: bool = True) -> None:
+    def look(self, member: Presence, soon: bool = True) -> None:
         """See whether its key is as it is to be, `soon` or with the next renewal. From any thread."""
         with self._lock:
             if member in self._members:
@@ -79,7 +66,7 @@ class Lease:
         if soon:
             self._woken.set()
 
-    def leave(self, member: Member) -> bool:
+    def leave(self, member: Presence) -> bool:
         """Look after its key no more; False if it was the last: then the lease is gone, and its key with it.
 
         Errors: those of etcd; then both are gone some time.
@@ -135,7 +122,7 @@ class Lease:
                 self._due |= dict.fromkeys(left)
             self._woken.set()
 
-    def _has_lapsed(self, members: list[Member]) -> bool:
+    def _has_lapsed(self, members: list[Presence]) -> bool:
         """Return whether the lease has ended by now because renewals alone fail; the members hear of that once.
 
         That etcd is away altogether is logged by whoever follows it, and ends by itself.
@@ -153,7 +140,7 @@ class Lease:
                     each.lapse(f'{reason}. Fix: see that `etcd:` names members of etcd, or a proxy that renews leases')
         return self._lapsed
 
-    def _put_off(self, members: dict[Member, None], error: Exception) -> None:
+    def _put_off(self, members: dict[Presence, None], error: Exception) -> None:
         # That etcd is away the follower says, once; of an unknown outcome the next look reads what became of it.
         if not isinstance(error, EcompError):
             log.error('unexpected error while keeping a key alive; trying again', exc_info=error)
