@@ -212,12 +212,8 @@ def withdraw(store: Store, key: str, revision: int) -> bool:
 
 
 if TYPE_CHECKING:
-    from ecomp.model.cluster import Header
     from ecomp.model.host import Claims
-    from ecomp.store.by_h2 import Member, Watch
-    from ecomp.store.messages import KeyValue, Reply
-
-    Answer = TypeVar('Answer', bound=Reply)
+    from ecomp.store.by_h2 import Watch
 
 RENEWED = 1.0
 """Seconds in which a fence that did not hold has to be a new one."""
@@ -317,7 +313,7 @@ class Store:
 
     def get(self, key: str) -> Entry | None:
         """The key's entry, None if it is not there."""
-        reply = self._read(_asking(Range(_bytes(key))), about=(key,))
+        reply = self._read(Range(_bytes(key)), about=(key,))
         return entry_of(reply.kvs[0]) if reply.kvs else None
 
     def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
@@ -327,7 +323,7 @@ class Store:
         while first < len(wanted):
             ranges = [Range(_bytes(key), revision=revision) for key in wanted[first : first + count]]
             try:
-                reply = self._read(_asking(Transaction(success=ranges)))
+                reply = self._read(Transaction(success=ranges))
             except TooLong:
                 if len(ranges) == 1:
                     raise
@@ -346,7 +342,7 @@ class Store:
         end = after(start)
         entries: dict[str, Entry] = {}
         revision = 0
-        for reply in pages(lambda each: self._read(_asking(each), about=(prefix,)), start, end, keys_only):
+        for reply in pages(lambda each: self._read(each, about=(prefix,)), start, end, keys_only):
             revision = revision or reply.header.revision
             for kv in reply.kvs:
                 kept = keep(entry_of(kv))
@@ -361,7 +357,7 @@ class Store:
         """
         begin, middle = _bytes(prefix), _bytes(start)
         ranges = [Range(middle, after(begin), limit), Range(begin, middle, limit)]
-        reply = self._read(_asking(Transaction(success=ranges)), about=(prefix,))
+        reply = self._read(Transaction(success=ranges), about=(prefix,))
         found = [each.response_range for each in reply.responses]
         entries = [entry_of(kv) for each in found for kv in each.kvs]
         return entries[:limit], sum(int(each.count) for each in found)
@@ -371,22 +367,22 @@ class Store:
 
         https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status; not asked for a user's rights)
         """
-        return str(self._read(_asking(Status()), linearizable=False).version)
+        return str(self._read(Status(), linearizable=False).version)
 
     def count(self, prefix: str) -> int:
         """How many keys there are under a prefix."""
         key = _bytes(prefix)
-        return int(self._read(_asking(Range(key, after(key), count_only=True)), about=(prefix,)).count)
+        return int(self._read(Range(key, after(key), count_only=True), about=(prefix,)).count)
 
     def has_changed(self, prefix: str, since: int) -> bool:
         """Whether a key that is there under a prefix was changed at this revision or later."""
         key = _bytes(prefix)
         asked = Range(key, after(key), limit=1, keys_only=True, since=since)
-        return bool(self._read(_asking(asked), about=(prefix,)).kvs)
+        return bool(self._read(asked, about=(prefix,)).kvs)
 
     def revision(self) -> int:
         """The revision that etcd is at."""
-        reply = self._read(_asking(Range(_bytes(keys.CLUSTER), count_only=True)), about=(keys.CLUSTER,))
+        reply = self._read(Range(_bytes(keys.CLUSTER), count_only=True), about=(keys.CLUSTER,))
         return int(reply.header.revision)
 
     def commit(
@@ -408,7 +404,7 @@ class Store:
                 failure=[Range(_bytes(held.key), keys_only=True)] if held else [],
             )
             try:
-                reply = self._write(_asking(request), [each.key for each in operations])
+                reply = self._write(request, [each.key for each in operations])
             except NoSpace as error:
                 if self._may_be_written([*conditions, *([held] if held else [])], operations):
                     raise UnknownOutcome(f'{error}; whether this was written before that is not known') from error
@@ -442,7 +438,7 @@ class Store:
         try:
             compare = [_compare(each) for each in telling]
             about = [each.key for each in telling]
-            return not self._read(_asking(Transaction(compare=compare)), about=about).succeeded
+            return not self._read(Transaction(compare=compare), about=about).succeeded
         except EcompError:
             return True
 
@@ -450,13 +446,13 @@ class Store:
         """A new lease. One nobody uses ends by itself, so an unknown outcome harms nobody."""
         if self._guard is not None:
             self._guard.admit()
-        return int(self._read(_asking(Grant(seconds))).ID)
+        return int(self._read(Grant(seconds)).ID)
 
     def keep_alive(self, lease: int) -> int:
         """Refresh a lease; the seconds it now has, 0 when it is gone."""
         if self._guard is not None:
             self._guard.admit()
-        reply = self._read(_asking(KeepAlive(lease)), linearizable=False)
+        reply = self._read(KeepAlive(lease), linearizable=False)
         return max(int(reply.TTL), 0) if reply is not None else 0  # `etcd grpc-proxy` says -1 of one that is gone
 
     def revoke(self, lease: int) -> None:
@@ -501,27 +497,21 @@ class Store:
         """Let the connection go."""
         self._connection.close()
 
-    def _read(
-        self, ask: Callable[[Member, float], Answer], linearizable: bool = True, about: Sequence[str] = ()
-    ) -> Answer:
-        """Ask until one endpoint answers, within the time limit; `ask` may be called again. `about`: which keys."""
-        return self._ask(ask, Unreachable, linearizable, about)
+    def _read(self, request: Request, linearizable: bool = True, about: Sequence[str] = ()) -> Any:
+        """Ask until one endpoint answers, within the time limit; it may be sent again. `about`: which keys."""
+        return self._ask(request, Unreachable, linearizable, about)
 
-    def _write(self, ask: Callable[[Member, float], Answer], about: Sequence[str] = ()) -> Answer:
+    def _write(self, request: Request, about: Sequence[str]) -> Any:
         """The same, but nothing is sent a second time that may have arrived."""
         if self._guard is not None:
             self._guard.admit()
-        return self._ask(ask, UnknownOutcome, True, about)
+        return self._ask(request, UnknownOutcome, True, about)
 
     def _ask(
-        self,
-        ask: Callable[[Member, float], Answer],
-        unanswered: type[Unreachable],
-        linearizable: bool,
-        about: Sequence[str],
-    ) -> Answer:
+        self, request: Request, unanswered: type[Unreachable], linearizable: bool, about: Sequence[str]
+    ) -> Any:
         before = self._guard.known if self._guard is not None else None
-        reply = self._connection.ask(ask, unanswered, about)
+        reply = self._connection.ask(lambda member, limit: member.call(request, limit), unanswered, about)
         if self._guard is not None and before is not None and linearizable:
             self._guard.check(before, header_of(reply), self.where)
         return reply
@@ -554,15 +544,9 @@ def until_committed(attempt: Callable[[], Result | None], lost: EcompError, trie
     raise lost
 
 
-def header_of(reply: Reply) -> Header:
+def header_of(reply: Any) -> Header:
     """The header of a reply, as a value."""
-    from ecomp.model.cluster import Header  # for those who have a guard
-
     return Header(int(reply.header.cluster_id), int(reply.header.revision), int(reply.header.raft_term))
-
-
-def _asking(request: Request) -> Callable[[Member, float], Any]:
-    return lambda member, limit: member.call(request, limit)
 
 
 def after(prefix: bytes) -> bytes:
@@ -576,7 +560,7 @@ def _bytes(key: str) -> bytes:
     return key.encode(errors='surrogatepass')
 
 
-def entry_of(kv: KeyValue) -> Entry:
+def entry_of(kv: Any) -> Entry:
     """A key as etcd tells of it, as a value."""
     return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, 0, kv.create_revision)
 

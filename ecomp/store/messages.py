@@ -7,40 +7,7 @@ has the names that it has there, so that it does not matter whether this module 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:  # a Protocol takes as long to make as three classes, and each command would wait for it
-    from typing import Protocol
-
-    class ReplyHeader(Protocol):
-        """ResponseHeader: which etcd it is, the revision it was at, and the term of its leader."""
-
-        @property
-        def cluster_id(self) -> int: ...
-        @property
-        def revision(self) -> int: ...
-        @property
-        def raft_term(self) -> int: ...
-
-    class Reply(Protocol):
-        """What every answer has."""
-
-        @property
-        def header(self) -> ReplyHeader: ...
-
-    class KeyValue(Protocol):
-        """KeyValue: a key, its value and lease (0: none), and the revisions that made it and wrote it last."""
-
-        @property
-        def key(self) -> bytes: ...
-        @property
-        def value(self) -> bytes: ...
-        @property
-        def lease(self) -> int: ...
-        @property
-        def create_revision(self) -> int: ...
-        @property
-        def mod_revision(self) -> int: ...
+from typing import Any, NamedTuple
 
 EQUAL, GREATER = 0, 1
 """How a key's revision compares with the one that is given."""
