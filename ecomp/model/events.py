@@ -177,11 +177,10 @@ def _request(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
         yield Event(change.revision, 'request', says, instance, after.shares.name or '', compute), ()
         return
     was = before if isinstance(before, Request) else None
-    event = Event(change.revision, 'request', '', after.instance, after.name or '', compute)
     says = _asked(was, after, host(compute)) if change.is_known else ''
     if says:
         new = after.stages.values() if was is None and not after.is_tombstone else ()  # later it repeats the record's
-        yield Event(event.revision, 'request', says, event.instance, event.name, event.compute), new
+        yield Event(change.revision, 'request', says, after.instance, after.name or '', compute), new
 
 
 def _asked(was: Request | None, after: Request, host: str) -> str:
@@ -231,7 +230,7 @@ def _name(change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
 
 def _compute(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
     compute = keys.last(change.key)
-    before, after = (_object(value) for value in (change.before, change.after))
+    before, after = (load_if_object(value or b'') for value in (change.before, change.after))
     told = after or before
     said = (told.get(name) for name in ('hostname', 'version', 'since'))
     hostname, version, since = (each if is_text(each) else '' for each in said)
@@ -242,10 +241,6 @@ def _compute(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
         which = f', ecomp {version}' if version else ''
         words = 'came up' if change.before is None and change.is_known else 'is up'
         yield Event(change.revision, 'compute', f'compute {called} {words}{which}', compute=compute), (str(since),)
-
-
-def _object(value: bytes | None) -> dict[str, Any]:
-    return {} if value is None else load_if_object(value)
 
 
 def _shared(kind: str, describe: Callable[[str, bytes], str]) -> Callable[[Change, Host, Mapping[str, str]], Told]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 from ecomp.errors import BuildFailed
-from ecomp.model.json_object import dump, load_object
+from ecomp.model.json_object import dump, load_if_object, load_object
 from ecomp.model.text import printable
 
 MOST_INTERFACES = 8
@@ -90,10 +90,7 @@ def parse_word(data: bytes) -> GuestWord:
 
     So is an empty one: an older metadata server writes that.
     """
-    try:
-        said = load_object(data)
-    except (ValueError, RecursionError):
-        return GuestWord()
+    said = load_if_object(data)
     return GuestWord(host_keys(said.get('host_keys')), failed(said.get('stage'), said.get('error')))
 
 

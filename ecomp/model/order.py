@@ -33,7 +33,7 @@ from ecomp.model.choose import SPREAD, Why, why_from
 from ecomp.model.group import Membership, membership_from
 from ecomp.model.guest import USER_DATA_LIMIT, SharedUserData
 from ecomp.model.image import check_image
-from ecomp.model.json_object import dump, is_version, load_object
+from ecomp.model.json_object import dump, is_version, load_if_object, load_object
 from ecomp.model.text import is_label, printable
 
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
@@ -392,10 +392,7 @@ def shares(wish: Request | Invalid) -> Shares:
 
 def shares_in(value: bytes) -> tuple[Shares, Mapping[str, Any]]:
     """The name and the group in a value that is refused, each as far as it can be understood; and all that it says."""
-    try:
-        data = load_object(value) if len(value) <= SIZE_LIMIT else {}
-    except ValueError:
-        data = {}
+    data = load_if_object(value) if len(value) <= SIZE_LIMIT else {}
     group = _or_none(lambda: membership_from(data.get('group')))
     return Shares(_or_none(lambda: name_field(data)), group.name if group else None), data
 

@@ -147,10 +147,7 @@ def mark_to_json(compute: str) -> str:
 
 def marked_by(value: bytes) -> str | None:
     """The compute that a taker's key is of; None if it makes no sense."""
-    try:
-        compute = load_object(value).get('compute')
-    except ValueError:
-        return None
+    compute = load_if_object(value).get('compute')
     return compute if isinstance(compute, str) else None
 
 

@@ -32,7 +32,7 @@ from ecomp.model.boots import Boot, Boots
 from ecomp.model.choose import Why, why_from
 from ecomp.model.group import Membership
 from ecomp.model.guest import GuestFailure, failed, host_keys
-from ecomp.model.json_object import dump, is_version, load_object
+from ecomp.model.json_object import dump, is_version, load_if_object, load_object
 from ecomp.model.order import FIELDS, REASON_LIMIT, Invalid, Order, Request
 from ecomp.model.text import printable
 
@@ -229,10 +229,7 @@ def from_json(value: bytes, instance: str | None = None, compute: str | None = N
 
 def is_newer(value: bytes) -> bool:
     """True for what says of itself that a newer ecomp wrote it: whoever does not know its fields leaves it alone."""
-    try:
-        version = load_object(value).get('version')
-    except ValueError:
-        return False
+    version = load_if_object(value).get('version')
     return type(version) is int and version > VERSION
 
 

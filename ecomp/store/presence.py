@@ -19,7 +19,7 @@ from typing import Any
 
 from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome
 from ecomp.model import keys
-from ecomp.model.json_object import dump, load_object
+from ecomp.model.json_object import dump, load_if_object
 from ecomp.store.client import Delete, Entry, Fence, Put, Store, Unchanged
 
 log = logging.getLogger(__name__)
@@ -363,10 +363,7 @@ def hashed(token: str) -> str:
 
 def _holder(entry: Entry) -> dict[str, Any] | None:
     """What an ecompute wrote; None if none did."""
-    try:
-        holder = load_object(entry.value)
-    except ValueError:
-        return None
+    holder = load_if_object(entry.value)
     return holder if 'token' in holder else None
 
 

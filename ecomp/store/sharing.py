@@ -20,7 +20,7 @@ from ecomp.model.group import LARGEST, Group, Membership, allowed, settle
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.host import Places, by_instance
-from ecomp.model.json_object import dump, load_object
+from ecomp.model.json_object import dump, load_if_object
 from ecomp.model.order import name_to_json, named
 from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
@@ -377,10 +377,7 @@ def released_to_json(generations: Mapping[str, int]) -> str:
 
 def released_from_json(value: bytes) -> dict[str, int]:
     """What a key says: {instance: generation}; nothing where nobody of ours wrote it."""
-    try:
-        found = load_object(value).get('generations')
-    except ValueError:
-        return {}
+    found = load_if_object(value).get('generations')
     entries = found.items() if isinstance(found, dict) else ()
     return {name: min(number, MAX_NOTED) for name, number in entries if type(number) is int and number > 0}
 
