@@ -28,7 +28,7 @@ from ecomp.model import keys, status
 from ecomp.model.allocation import LARGEST, MOST, Resources, Room, capacity, is_amount, is_class, summed
 from ecomp.model.json_object import dump, load_if_object
 from ecomp.model.order import Invalid, Request
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record, from_json
 from ecomp.model.text import printable, renamed, some
 
 
@@ -143,8 +143,6 @@ def _add(places: dict[str, Places[Kind]], compute: str, key: str, instance: str,
 
 def _compute_in(value: bytes) -> str | None:
     """The compute that a record names, '' if it names none; None if the record cannot be read."""
-    from ecomp.model.record import from_json  # of an older ecompute's alone
-
     try:
         return from_json(value).compute
     except ValueError:

@@ -8,16 +8,13 @@ has been delivered) to the transaction that removes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ecomp.model.allocation import LARGEST, MOST, NEEDED, Resources, is_amount, is_class, summed
 from ecomp.model.json_object import DIGITS, dump, is_version, load_object
 from ecomp.model.order import Request
-from ecomp.model.record import ERROR, GONE
+from ecomp.model.record import ERROR, GONE, Record
 from ecomp.model.text import did_you_mean
-
-if TYPE_CHECKING:
-    from ecomp.model.record import Record
 
 VERSION = 1
 INSTANCES = 'instances'

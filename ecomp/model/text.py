@@ -38,7 +38,6 @@ def near(word: str, known: Iterable[str], like: float = LIKE) -> str | None:
 
 def _are_opposites(one: str, other: str) -> bool:
     """True if they are more alike once one of them has lost a beginning that turns its meaning round."""
-    import re
     from difflib import SequenceMatcher
 
     def compare(left: str, right: str) -> float:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreadable
 from ecomp.model import keys
@@ -25,11 +25,10 @@ from ecomp.model.order import name_to_json, named
 from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
-from ecomp.model.record import ERROR, GONE, KEPT
+from ecomp.model.record import ERROR, GONE, KEPT, Record
+from ecomp.model.record import from_json as record_from_json
+from ecomp.model.record import to_json as record_to_json
 from ecomp.store.client import AT_ONCE, Delete, Entry, Exists, Put, Store, Unchanged
-
-if TYPE_CHECKING:
-    from ecomp.model.record import Record
 
 Shared = TypeVar('Shared', Group, Quota)
 
@@ -193,11 +192,8 @@ def write_end(
     # Only the record of an instance in error is on a lease before its end.
     before = store.get(key) if record.state == GONE and record.error is not None else None
     lease = store.grant(seconds or KEPT[record.state])
-    from ecomp.model.record import to_json as record_to_json
-
     put = Put(key, record_to_json(record), lease)
     named = lease if record.state == ERROR else 0
-
     shared = partial(ended, store, record, named) if shares else unshared
     written = commit_with(store, conditions, [put, *map(Delete, removed)], shared, lease)
     if written is not None and before is not None:
@@ -433,13 +429,11 @@ def near(store: Store, instance: str, among: Index | None = None) -> Places[Entr
 
 def lives(store: Store, instance: str) -> bool:
     """Whether any compute has a record of it that says so. ValueError for one that cannot be understood."""
-    from ecomp.model.record import from_json  # seldom asked
-
     among = index(store)
     # All of them, wherever it is asked for; and where it is asked for also what was not there yet.
     mine = {*_records_of(among, instance), *among.records.get(instance, ())}
     at = by_instance(store.read(sorted(mine)).items()).get(instance) or Places()
-    records = [from_json(each.value) for each in at.records.values()]
+    records = [record_from_json(each.value) for each in at.records.values()]
     return any(each.state not in (GONE, ERROR) for each in records)
 
 
