@@ -132,11 +132,8 @@ def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
 
 def of_provider(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:
     """What each consumer holds of one provider: {consumer: {class: amount}}."""
-    data = placement.get(f'/resource_providers/{provider}/allocations')
-    try:
-        return dict(parse_allocations(data['allocations']))
-    except WRONG as error:
-        raise placement.foreign() from error
+    path = f'/resource_providers/{provider}/allocations'
+    return placement.take(path, lambda data: dict(parse_allocations(data['allocations'])))
 
 
 def _put(placement: Placement, instance: str, body: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ecomp.conf import PlacementConfig
 from ecomp.errors import (
@@ -90,6 +90,8 @@ TIMEOUT = (3.05, 30.0)
 Slow = tuple[float, Callable[[str, float], None]]
 """Seconds that an answer may take, and what is called, from a thread, if it takes longer: placement's name, seconds."""
 
+Taken = TypeVar('Taken')
+
 DETAIL = 900
 """Characters of what placement says is wrong, at most."""
 
@@ -140,6 +142,14 @@ class Placement:
         try:
             return parse(answer.content)
         except ValueError as error:
+            raise self.foreign() from error
+
+    def take(self, path: str, read: Callable[[dict[str, Any]], Taken]) -> Taken:
+        """What `read` takes out of the JSON object at a path (with its query); Unreachable where that is WRONG."""
+        data = self.get(path)
+        try:
+            return read(data)
+        except WRONG as error:
             raise self.foreign() from error
 
     def about(self) -> About:

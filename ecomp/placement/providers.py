@@ -22,7 +22,7 @@ from ecomp.model.json_object import is_text
 from ecomp.model.query import Amount, Constraint, Has, Named, unknown_words, words
 from ecomp.model.status import CUSTOM
 from ecomp.placement.allocations import rooms
-from ecomp.placement.client import MOST, WRONG, Placement, number, text, whole
+from ecomp.placement.client import WRONG, Placement, number, text, whole
 
 TRIES = 60
 """A claim on the provider moves its generation too: of 30 races with 30 claims a second on it, the longest took 15,
@@ -49,10 +49,7 @@ def generation(placement: Placement, provider: str) -> int:
 
     A DELETE of a claim is not counted (openstack-placement 16); `PUT {}` is.
     """
-    found: int = _part(placement, f'/resource_providers/{provider}', 'generation', int)
-    if abs(found) > MOST:
-        raise placement.foreign()
-    return found
+    return placement.take(f'/resource_providers/{provider}', lambda data: whole(data['generation']))
 
 
 def listed(placement: Placement, part: Callable[[Mapping[str, Any]], Each], query: str = '') -> dict[str, Each]:
@@ -60,11 +57,8 @@ def listed(placement: Placement, part: Callable[[Mapping[str, Any]], Each], quer
 
     One call, which takes as long as there are many. PlacementRefusal: placement does not know a trait of the query.
     """
-    data = placement.get('/resource_providers' + (query and f'?{query}'))
-    try:
-        return {text(each['uuid']): part(each) for each in data['resource_providers']}
-    except WRONG as error:
-        raise placement.foreign() from error
+    path = '/resource_providers' + (query and f'?{query}')
+    return placement.take(path, lambda data: {text(each['uuid']): part(each) for each in data['resource_providers']})
 
 
 def generations(placement: Placement) -> dict[str, int]:
@@ -113,11 +107,8 @@ def raced(write: Callable[[], Each]) -> Each:
 
 def inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
     """The inventory as placement has it: {class: {'total', 'reserved', 'allocation_ratio', …}}, all of them numbers."""
-    found: dict[str, Any] = _part(placement, f'/resource_providers/{provider}/inventories', 'inventories', dict)
-    try:
-        return {text(name): _checked(each) for name, each in found.items()}
-    except WRONG as error:
-        raise placement.foreign() from error
+    path = f'/resource_providers/{provider}/inventories'
+    return placement.take(path, lambda data: {text(k): _checked(v) for k, v in data['inventories'].items()})
 
 
 def inventories(
@@ -151,11 +142,8 @@ def is_as(placement: Placement, provider: str, wanted: Mapping[str, Mapping[str,
 
 def usages(placement: Placement, provider: str) -> dict[str, int]:
     """How much of each class is used."""
-    found: dict[str, int] = _part(placement, f'/resource_providers/{provider}/usages', 'usages', dict)
-    try:
-        return {text(name): whole(amount) for name, amount in found.items()}
-    except WRONG as error:
-        raise placement.foreign() from error
+    path = f'/resource_providers/{provider}/usages'
+    return placement.take(path, lambda data: {text(k): whole(v) for k, v in data['usages'].items()})
 
 
 def project_usages(placement: Placement, project: str) -> tuple[int, dict[str, int]]:
@@ -189,11 +177,9 @@ def names(placement: Placement) -> dict[str, str]:
 def name(placement: Placement, provider: str) -> str | None:
     """A provider's name, None if there is no such provider."""
     try:
-        return text(placement.get(f'/resource_providers/{provider}').get('name'))
+        return placement.take(f'/resource_providers/{provider}', lambda data: text(data['name']))
     except NotFound:
         return None
-    except ValueError as error:
-        raise placement.foreign() from error
 
 
 def shares(placement: Placement, wanted: Collection[str]) -> dict[str, dict[str, Room]]:
@@ -238,14 +224,6 @@ def _shares(placement: Placement, provider: str) -> dict[str, Room]:
         name: Room(each.capacity, each.used, name == 'VCPU' and each.is_shut)
         for name, each in inventories(placement, provider).items()
     }
-
-
-def _part(placement: Placement, path: str, name: str, kind: type) -> Any:
-    """One part of an answer; Unreachable if it is none of placement's."""
-    found = placement.get(path).get(name)
-    if type(found) is not kind:  # True is an int to Python
-        raise placement.foreign()
-    return found
 
 
 def _checked(each: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,11 +297,8 @@ def _known(placement: Placement, wanted: Collection[str]) -> Names:
 
 
 def _read(placement: Placement, provider: str, kind: str) -> tuple[Names, int]:
-    data = placement.get(f'/resource_providers/{provider}/{kind}')
-    try:
-        return _names(placement, data, kind), whole(data.get('resource_provider_generation'))
-    except ValueError as error:
-        raise placement.foreign() from error
+    path, counter = f'/resource_providers/{provider}/{kind}', 'resource_provider_generation'
+    return placement.take(path, lambda data: (_names(placement, data, kind), whole(data[counter])))
 
 
 def _names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
@@ -346,7 +321,7 @@ class Unknown(NamedTuple):
 def unknown_names(placement: Placement, wanted: Named, more: Collection[str] = ()) -> Unknown:
     """What placement does not know of these names, with what was probably meant by each: `more` may have been, too."""
     classes = _classes(placement) if wanted.classes else frozenset()
-    traits = _traits(placement) if wanted.traits else frozenset()
+    traits = _names(placement, placement.get('/traits'), TRAITS) if wanted.traits else frozenset()
     kinds = ('resource class', wanted.classes, classes), ('trait', wanted.traits, traits)
     parts: list[list[str]] = [[], []]
     for what, names_of, known in kinds:
@@ -358,19 +333,8 @@ def unknown_names(placement: Placement, wanted: Named, more: Collection[str] = (
 
 
 def _classes(placement: Placement) -> frozenset[str]:
-    data = placement.get('/resource_classes')
-    try:
-        return frozenset(text(each['name']) for each in data['resource_classes'])
-    except WRONG as error:
-        raise placement.foreign() from error
-
-
-def _traits(placement: Placement) -> frozenset[str]:
-    data = placement.get('/traits')
-    try:
-        return frozenset(text(each) for each in data['traits'])
-    except WRONG as error:
-        raise placement.foreign() from error
+    found = 'resource_classes'
+    return placement.take(f'/{found}', lambda data: frozenset(text(each['name']) for each in data[found]))
 
 
 SHARES = 'MISC_SHARES_VIA_AGGREGATE'
