@@ -28,6 +28,7 @@ Prefixes end with a slash, or /hosts/1 would also match /hosts/10.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Protocol
 
 HOSTS = '/hosts/'
@@ -74,6 +75,40 @@ class StoredValue(Protocol):
     def lease(self) -> int: ...
 
 
+def _below(prefix: str) -> Callable[[str], str]:
+    """The function from a name, a uuid or a hash to its key directly below a prefix."""
+    return lambda part: prefix + part
+
+
+attempt = _below(ATTEMPTS)
+"""The key that says an eschedule is at it. Two at one uuid collide.
+
+The uuid is the one that was asked for: of a set, the one of the set.
+"""
+booted = _below(BOOTED)
+"""The key of an instance's address."""
+old_record = _below(INSTANCES)
+"""Where ecomp 1.0 has an instance's record, of whichever compute."""
+name = _below(NAMES)
+"""The key that says whose name it is."""
+group = _below(GROUPS)
+"""The key of a group."""
+quota = _below(QUOTAS)
+"""The key of a project's limits and of what it uses."""
+flavor = _below(FLAVORS)
+"""The key of a flavor."""
+user_data = _below(USER_DATA)
+"""The key of user-data that several requests refer to."""
+compute = _below(COMPUTES)
+"""The key that says an ecompute is alive."""
+hostname = _below(HOSTNAMES)
+"""The key that says what a compute's host is called, also while that compute is away."""
+accepted = _below(ACCEPTED)
+"""The key that says at which revision a compute accepted this etcd; it stays when that is forgotten."""
+audit = _below(AUDIT)
+"""The key that asks every compute for a digest."""
+
+
 def request_prefix(compute: str) -> str:
     """The prefix one ecompute watches."""
     return f'{HOSTS}{compute}/'
@@ -84,53 +119,15 @@ def request(compute: str, instance: str) -> str:
     return f'{HOSTS}{compute}/{instance}'
 
 
-def attempt(instance: str) -> str:
-    """The key that says an eschedule is at it. Two at one uuid collide.
-
-    `instance` is the uuid that was asked for: of a set, the one of the set.
-    """
-    return ATTEMPTS + instance
-
-
-def booted(instance: str) -> str:
-    """The key of an instance's address."""
-    return BOOTED + instance
-
-
 def record(compute: str, instance: str) -> str:
     """The key of an instance's record on a compute, '' for none."""
     return f'{INSTANCES}{compute or NONE}/{instance}'
-
-
-def old_record(instance: str) -> str:
-    """Where ecomp 1.0 has an instance's record, of whichever compute."""
-    return INSTANCES + instance
 
 
 def recorded(key: str) -> tuple[str | None, str]:
     """The compute ('': none; None: only the record itself says) and the instance of a key below INSTANCES."""
     compute, slash, instance = key.removeprefix(INSTANCES).partition('/')
     return ('' if compute == NONE else compute, instance) if slash else (None, compute)
-
-
-def name(name: str) -> str:
-    """The key that says whose name it is."""
-    return NAMES + name
-
-
-def group(name: str) -> str:
-    """The key of a group."""
-    return GROUPS + name
-
-
-def quota(project: str) -> str:
-    """The key of a project's limits and of what it uses."""
-    return QUOTAS + project
-
-
-def flavor(name: str) -> str:
-    """The key of a flavor."""
-    return FLAVORS + name
 
 
 def queue(flavor: str, instance: str) -> str:
@@ -162,31 +159,6 @@ def released_prefix(instance: str) -> str:
 def released(instance: str, lease: int) -> str:
     """The key of one such note."""
     return f'{released_prefix(instance)}{lease:x}'
-
-
-def user_data(sha256: str) -> str:
-    """The key of user-data that several requests refer to."""
-    return USER_DATA + sha256
-
-
-def compute(compute: str) -> str:
-    """The key that says an ecompute is alive."""
-    return COMPUTES + compute
-
-
-def hostname(compute: str) -> str:
-    """The key that says what a compute's host is called, also while that compute is away."""
-    return HOSTNAMES + compute
-
-
-def accepted(compute: str) -> str:
-    """Return the key that says at which revision a compute accepted this etcd; it stays when that is forgotten."""
-    return ACCEPTED + compute
-
-
-def audit(audit: str) -> str:
-    """The key that asks every compute for a digest."""
-    return AUDIT + audit
 
 
 def clearance(audit: str, compute: str) -> str:
