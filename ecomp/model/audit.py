@@ -16,7 +16,7 @@ from ecomp.model.allocation import Resources, capacity, difference, summed, word
 from ecomp.model.command_names import RESERVED
 from ecomp.model.group import Group
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
-from ecomp.model.host import SILENT
+from ecomp.model.host import QUOTED, SILENT
 from ecomp.model.order import Invalid, Request
 from ecomp.model.planes import Leftover, Planes, World
 from ecomp.model.quota import Quota, counted
@@ -301,15 +301,15 @@ def _computes(world: World) -> Iterator[Finding]:
 
 
 def _attempts(world: World) -> Iterator[Finding]:
-    for key, kept in world.attempts().items():
+    for key, kept in world.under(keys.ATTEMPTS).items():
         if not kept.lease:
             said = f'{key} is on no lease: it will stay for ever'
             yield Finding('attempt-unleased', keys.last(key), said, keys=(key,))
 
 
 def _queues(world: World) -> Iterator[Finding]:
-    for key, kept in world.marks().items():
-        if not kept.lease:
+    for key, kept in world.under(keys.QUEUES).items():
+        if key.endswith(keys.TAKER) and not kept.lease:
             said = f'{key} is on no lease: nobody else ever takes it'
             yield Finding('taker-unleased', keys.in_queue(key), said, keys=(key,))
     for instance, queues in sorted(world.queued.items()):
@@ -593,10 +593,6 @@ def _domains(world: World, instance: str) -> Mapping[str, bool]:
 
 def _words(held: Mapping[str, Resources]) -> str:
     return ' and '.join(f'{words(resources)} on {provider}' for provider, resources in sorted(held.items()))
-
-
-QUOTED = 3
-"""How many instances a finding names at most; it says how many more there are."""
 
 
 def groups(world: World) -> Iterator[Finding]:

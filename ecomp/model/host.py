@@ -409,7 +409,7 @@ LIVING = (SCHEDULED, BUILDING, ACTIVE, STOPPED)
 """States of an instance that has not ended and that nobody asked to destroy."""
 
 QUOTED = 3
-"""How many instances a refusal names at most; it says how many more there are."""
+"""How many instances a refusal or a finding names at most; it says how many more there are."""
 
 
 @dataclass(frozen=True)

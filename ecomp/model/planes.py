@@ -69,8 +69,8 @@ class World:
 
     def __init__(self, planes: Planes) -> None:
         self.planes = planes
-        self.alive = {keys.last(key) for key, kept in self._under(keys.COMPUTES).items() if kept.lease}
-        self.known = computes_of(self._under(keys.COMPUTES), self._under(keys.HOSTNAMES))
+        self.alive = {keys.last(key) for key, kept in self.under(keys.COMPUTES).items() if kept.lease}
+        self.known = computes_of(self.under(keys.COMPUTES), self.under(keys.HOSTNAMES))
         self.records: dict[str, Record] = {}
         self.unreadable: dict[str, str] = {}
         # What computes other than the believed one say, by the state of their records: that it lives, or that there
@@ -92,12 +92,12 @@ class World:
                     self.contradicting.setdefault(name, {})[compute] = record.state
             self._record_keys[name] = at.record_key or keys.record(at.compute, name)
         self.wishes: dict[str, dict[str, Request | Invalid]] = {}
-        for key, kept in self._under(keys.HOSTS).items():
+        for key, kept in self.under(keys.HOSTS).items():
             compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
             self.wishes.setdefault(name, {})[compute] = parse_request(compute, key, kept.value)
         # Whose each name is; None where its key says nothing that can be understood.
         self.names: dict[str, str | None] = {}
-        for key, kept in self._under(keys.NAMES).items():
+        for key, kept in self.under(keys.NAMES).items():
             try:
                 self.names[key.removeprefix(keys.NAMES)] = named(kept.value)
             except ValueError:
@@ -107,14 +107,14 @@ class World:
         # What waits in which flavor's queue; a mark of its taker says only that somebody is at it.
         self.queued: dict[str, dict[str, QueueEntry | Invalid]] = {}
         self.at_it: set[str] = set()
-        for key, kept in self._under(keys.QUEUES).items():
+        for key, kept in self.under(keys.QUEUES).items():
             if not key.endswith(keys.TAKER):
                 name = keys.last(key)
                 flavor = key.removeprefix(keys.QUEUES).removesuffix(name).rstrip('/')
                 self.queued.setdefault(name, {})[flavor] = parse_waiting(key, kept.value)
             if kept.lease or not key.endswith(keys.TAKER):
                 self.at_it.add(keys.in_queue(key))
-        for key, kept in self._under(keys.ATTEMPTS).items():
+        for key, kept in self.under(keys.ATTEMPTS).items():
             if kept.lease:
                 self.at_it |= announced(key, kept.value)
         self.computes = self.alive | {name for name, each in planes.providers.items() if each.name == name}
@@ -144,7 +144,7 @@ class World:
         """Every instance that any plane names, sorted. A consumer that holds nothing of a compute is none of ours."""
         found = {*self.wishes, *self.records, *self.unreadable, *self.guests}
         found |= {*self.metadata, *self.seeds, *self.reserved}
-        found |= {keys.last(key) for key in self._under(keys.BOOTED)}
+        found |= {keys.last(key) for key in self.under(keys.BOOTED)}
         found |= {consumer for consumer, held in self.held.items() if not self.computes.isdisjoint(held)}
         return sorted(found)
 
@@ -168,14 +168,6 @@ class World:
         """The revision of a key, 0 for one that is not there."""
         kept = self.kept(key)
         return kept.revision if kept is not None else 0
-
-    def attempts(self) -> Mapping[str, KeyValue]:
-        """The keys by which eschedules say that they are at work on an order."""
-        return self._under(keys.ATTEMPTS)
-
-    def marks(self) -> Mapping[str, KeyValue]:
-        """The keys by which computes say that they take a waiting request."""
-        return {key: kept for key, kept in self._under(keys.QUEUES).items() if key.endswith(keys.TAKER)}
 
     def called(self, instance: str) -> set[str]:
         """The names its record and its requests give an instance; a record of an older ecompute has none."""
@@ -223,11 +215,10 @@ class World:
         vcpu = provider.inventory.get('VCPU') if provider else None
         return CLOSED if vcpu and vcpu.get('reserved', 0) >= vcpu.get('total', 0) else SILENT
 
-
     def _read(self, parse: Callable[[str, bytes], Parsed], prefix: str) -> dict[str, Parsed | str]:
         """{name: what `parse` makes of its key, or the reason why it cannot} of the keys `prefix` + name."""
         found: dict[str, Parsed | str] = {}
-        for key, kept in self._under(prefix).items():
+        for key, kept in self.under(prefix).items():
             name = key.removeprefix(prefix)
             try:
                 found[name] = parse(name, kept.value)
@@ -235,7 +226,8 @@ class World:
                 found[name] = str(error)
         return found
 
-    def _under(self, prefix: str) -> dict[str, KeyValue]:
+    def under(self, prefix: str) -> dict[str, KeyValue]:
+        """The keys below a prefix."""
         return {key: kept for key, kept in self.planes.etcd.items() if key.startswith(prefix)}
 
 

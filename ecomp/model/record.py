@@ -287,13 +287,9 @@ def _take(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
     return value
 
 
-def _object(data: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
-    values: dict[str, Any] = _take(data, name, dict, {})
-    return {key: _take(values, key, kind) for key in values}
-
-
 def _resources(data: Mapping[str, Any]) -> dict[str, int]:
-    values = _object(data, 'resources', int)
+    there = _take(data, 'resources', dict, {})
+    values = {name: _take(there, name, int) for name in there}
     if not all(map(is_amount, values.values())):
         raise ValueError(f'not a record: resources is {values!r}')
     return values
