@@ -88,10 +88,6 @@ class Words:
         """Make the error for a call that got no answer, and why."""
         return kind(f'{self.name} cannot be reached: {why}', self.name)
 
-    def no_tls(self, kind: type[Unreachable], failure: TlsFailure) -> Unreachable:
-        """Make the error for a call for which TLS failed."""
-        return self.lost(kind, SENTENCES[failure])
-
     def broken(self, kind: type[Unreachable]) -> Unreachable:
         """Make the error for a call whose connection broke."""
         # Whoever does not take our certificate often hangs up before its word about that arrives.
@@ -143,21 +139,15 @@ class Overlong(OSError):
     """The answer has more bytes than are taken."""
 
 
-class _Left(NamedTuple):
-    """What is left of a call: bytes of each answer, and until when on the monotonic clock."""
-
-    size: int
-    until: float
-
-
-_LEFT: ContextVar[_Left] = ContextVar('what is left of the call of this thread')
+_LEFT: ContextVar[tuple[int, float]] = ContextVar('what is left of the call of this thread')
+"""Bytes of each answer, and until when on the monotonic clock."""
 
 
 def _begin(limits: AnswerLimits) -> float:
     """Start these limits for the next call of this thread, retries included; return when its time is up."""
-    left = _Left(limits.size, time.monotonic() + limits.seconds)
-    _LEFT.set(left)
-    return left.until
+    until = time.monotonic() + limits.seconds
+    _LEFT.set((limits.size, until))
+    return until
 
 
 class _Reader(io.RawIOBase):
@@ -277,7 +267,7 @@ class Connections:
         if isinstance(error, TimeoutError):
             return self._words.late(unanswered, until)
         if isinstance(error, ssl.SSLError):
-            return self._words.no_tls(unanswered, tls_failure(error))
+            return self._words.lost(unanswered, SENTENCES[tls_failure(error)])
         if isinstance(error, OSError) and not isinstance(error, Overlong):
             return self._words.broken(unanswered)
         return self._words.foreign(unanswered)
@@ -305,7 +295,7 @@ class Connections:
         except (OSError, ValueError) as error:
             sock.close()
             if isinstance(error, ssl.SSLError):
-                raise self._words.no_tls(Unreachable, tls_failure(error)) from error
+                raise self._words.lost(Unreachable, SENTENCES[tls_failure(error)]) from error
             if isinstance(error, ConnectionError):
                 raise self._words.broken(Unreachable) from error
             raise self._words.lost(Unreachable, 'no connection') from error
@@ -336,7 +326,7 @@ class Connections:
             if config.cert_cert is not None:
                 context.load_cert_chain(config.cert_cert, config.cert_key)
         except OSError as error:
-            raise self._words.no_tls(Unreachable, TlsFailure.UNUSABLE_FILES) from error
+            raise self._words.lost(Unreachable, SENTENCES[TlsFailure.UNUSABLE_FILES]) from error
         return context
 
 

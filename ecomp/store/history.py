@@ -105,7 +105,7 @@ class History:
         first = self._next if self._follow else self._last or self._next
         past = _Past(self._now, first == self._last)
         self._part = []
-        for reply in _Stream(self._store, first, None if self._follow else self._now, self._config.timeout):
+        for reply in _answers(self._store, first, None if self._follow else self._now, self._config.timeout):
             yield from self._changes(reply)
             if self._follow:
                 continue
@@ -234,45 +234,40 @@ class _Past:
             self._counted = moment
 
 
-class _Stream:
+def _answers(store: Store, first: int, now: int | None, patience: float) -> Iterator[Any]:
     """The answers to one watch, until STREAM seconds are over.
 
     With a past to be told up to the revision `now` (None: there is none) etcd is asked how far it is as long as it says
     nothing, and it is _Broken once it has said nothing of use for `patience` seconds. Taken in a thread of its own, so
     that whoever reads them can be interrupted.
     """
-
-    def __init__(self, store: Store, first: int, now: int | None, patience: float) -> None:
-        self._store, self._first, self._now, self._patience = store, first, now, patience
-
-    def __iter__(self) -> Iterator[Any]:
-        wanted = WatchCreate(PREFIX, after(PREFIX), self._first, previous=True, fragment=True)
-        call = self._store.watch([wanted], STREAM, None if self._now is None else ASKING)
-        replies: queue.Queue[Any] = queue.Queue(WAITING)
-        ended = threading.Event()
-        threading.Thread(target=_take, args=(call, replies, ended), name='history', daemon=True).start()
-        try:
-            heard = time.monotonic()
-            while True:
-                if self._now is not None and time.monotonic() >= heard + self._patience:
-                    raise _Broken(f'nothing came for {self._patience:g} s')
-                try:
-                    reply = replies.get(timeout=0.5)
-                except queue.Empty:
-                    continue
-                if isinstance(reply, Exception):
-                    raise reply
-                if reply is None:
-                    return
-                yield reply
-                if reply.canceled:
-                    return
-                # A member that is behind and stays there answers, too.
-                if reply.events or self._now is None or reply.header.revision >= self._now:
-                    heard = time.monotonic()
-        finally:
-            ended.set()
-            call.cancel()
+    wanted = WatchCreate(PREFIX, after(PREFIX), first, previous=True, fragment=True)
+    call = store.watch([wanted], STREAM, None if now is None else ASKING)
+    replies: queue.Queue[Any] = queue.Queue(WAITING)
+    ended = threading.Event()
+    threading.Thread(target=_take, args=(call, replies, ended), name='history', daemon=True).start()
+    try:
+        heard = time.monotonic()
+        while True:
+            if now is not None and time.monotonic() >= heard + patience:
+                raise _Broken(f'nothing came for {patience:g} s')
+            try:
+                reply = replies.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            if isinstance(reply, Exception):
+                raise reply
+            if reply is None:
+                return
+            yield reply
+            if reply.canceled:
+                return
+            # A member that is behind and stays there answers, too.
+            if reply.events or now is None or reply.header.revision >= now:
+                heard = time.monotonic()
+    finally:
+        ended.set()
+        call.cancel()
 
 
 def _take(call: Watch, replies: queue.Queue[Any], ended: threading.Event) -> None:

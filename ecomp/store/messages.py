@@ -171,22 +171,16 @@ class WatchProgress(NamedTuple):
 Request = Range | Transaction | Grant | KeepAlive | Revoke | Status
 
 
-class Method(NamedTuple):
-    """What is called for a request: its path, and the name of the message that answers."""
-
-    path: str
-    answer: str
-
-
-METHODS: Mapping[type, Method] = {
-    Range: Method('/etcdserverpb.KV/Range', 'RangeResponse'),
-    Transaction: Method('/etcdserverpb.KV/Txn', 'TxnResponse'),
-    Grant: Method('/etcdserverpb.Lease/LeaseGrant', 'LeaseGrantResponse'),
-    KeepAlive: Method('/etcdserverpb.Lease/LeaseKeepAlive', 'LeaseKeepAliveResponse'),
-    Revoke: Method('/etcdserverpb.Lease/LeaseRevoke', 'LeaseRevokeResponse'),
-    Status: Method('/etcdserverpb.Maintenance/Status', 'StatusResponse'),
-    WatchCreate: Method('/etcdserverpb.Watch/Watch', 'WatchResponse'),
+METHODS: Mapping[type, tuple[str, str]] = {
+    Range: ('/etcdserverpb.KV/Range', 'RangeResponse'),
+    Transaction: ('/etcdserverpb.KV/Txn', 'TxnResponse'),
+    Grant: ('/etcdserverpb.Lease/LeaseGrant', 'LeaseGrantResponse'),
+    KeepAlive: ('/etcdserverpb.Lease/LeaseKeepAlive', 'LeaseKeepAliveResponse'),
+    Revoke: ('/etcdserverpb.Lease/LeaseRevoke', 'LeaseRevokeResponse'),
+    Status: ('/etcdserverpb.Maintenance/Status', 'StatusResponse'),
+    WatchCreate: ('/etcdserverpb.Watch/Watch', 'WatchResponse'),
 }
+"""What is called for a request: its path, and the name of the message that answers."""
 
 
 class _Message:
