@@ -95,7 +95,8 @@ def claim_once(
     Errors: NoCapacity (somebody was faster), GenerationConflict (the instance holds something already, or
     too many claim there at once), UnknownOutcome.
     """
-    _put(placement, instance, _body(allocations, user_id, project_id, generation))
+    body = _body(allocations, user_id, project_id, generation)
+    placement.write('PUT', f'/allocations/{instance}', body)
 
 
 def claim_set_once(
@@ -124,7 +125,7 @@ def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
     if not held.allocations:
         return True
     try:
-        _put(placement, instance, _body({}, held.user_id, held.project_id, held.generation))
+        claim_once(placement, instance, {}, held.user_id, held.project_id, held.generation)
     except GenerationConflict:
         return False
     return True
@@ -134,10 +135,6 @@ def of_provider(placement: Placement, provider: str) -> dict[str, Mapping[str, i
     """What each consumer holds of one provider: {consumer: {class: amount}}."""
     path = f'/resource_providers/{provider}/allocations'
     return placement.take(path, lambda data: dict(parse_allocations(data['allocations'])))
-
-
-def _put(placement: Placement, instance: str, body: dict[str, Any]) -> None:
-    placement.write('PUT', f'/allocations/{instance}', body)
 
 
 def _body(allocations: Allocations, user_id: str, project_id: str, generation: int | None) -> dict[str, Any]:
