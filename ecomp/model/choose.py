@@ -69,9 +69,7 @@ class Choice(NamedTuple):
     skipped: Sequence[str]
 
 
-def choose(
-    offer: Offer, alive: Iterable[str], weigh: str, rng: random.Random, group: Group | None = None
-) -> Choice:
+def choose(offer: Offer, alive: Iterable[str], weigh: str, rng: random.Random, group: Group | None = None) -> Choice:
     """The candidates whose compute is in `alive` and allowed by the group: those it prefers first, then the heaviest.
 
     Equal ones are shuffled, for racing schedulers must not all want the same one. A candidate may name several

@@ -129,9 +129,7 @@ def miss(query: Sequence[Constraint], provider: Provider) -> Miss:
     return Miss(provider.uuid, tuple(sorted(failures, key=lambda each: not each.is_disabled)))
 
 
-def apart(
-    found: Miss, group: Group | None, taken: Sequence[str] = (), called: Callable[[str], str] = str
-) -> Miss:
+def apart(found: Miss, group: Group | None, taken: Sequence[str] = (), called: Callable[[str], str] = str) -> Miss:
     """The miss with a failure added if the instance's group excludes this provider; None means no group.
 
     `taken` are the computes that the others of its set take, in order: with these its group has members, too. `called`

@@ -376,9 +376,7 @@ def unproven(
     `began_at`, etcd's revision when this process began, or once every lease of then has ended.
     """
     alive = {
-        keys.last(key)
-        for key, each in presence.items()
-        if each.lease and (has_lease_ended or each.revision > began_at)
+        keys.last(key) for key, each in presence.items() if each.lease and (has_lease_ended or each.revision > began_at)
     }
     return sorted(uuid for uuid, name in providers.items() if uuid == name and uuid not in alive)
 
@@ -503,9 +501,7 @@ def living(compute: str, etcd: InEtcd) -> set[str]:
         for name, wish in requests.items()
         if not _is_tombstone(wish) and not _is_stray(compute, etcd.records.get(name))
     }
-    recorded = {
-        name for name, record in etcd.records.items() if record.compute == compute and record.state in LIVING
-    }
+    recorded = {name for name, record in etcd.records.items() if record.compute == compute and record.state in LIVING}
     return wanted | (recorded - requests.keys())
 
 

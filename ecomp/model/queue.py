@@ -209,9 +209,7 @@ def order(instance: str, resources: Resources, takers: Takers) -> dict[str, int]
     at, full = point(instance), set[str]()
     if takers.left:
         full = {compute for compute in takers.left if not takers.has_room(compute, resources)}
-    scored = sorted(
-        (compute in full, ((at ^ each) * ODD & WORD), compute) for compute, each in takers.points.items()
-    )
+    scored = sorted((compute in full, ((at ^ each) * ODD & WORD), compute) for compute, each in takers.points.items())
     return {compute: number for number, (*_, compute) in enumerate(scored)}
 
 
@@ -367,9 +365,7 @@ def next_of(
 
     Instances in `passed_over` are left out.
     """
-    fit = (
-        each for each in places if takes.get(each.waiting.flavor.query) and each.waiting.instance not in passed_over
-    )
+    fit = (each for each in places if takes.get(each.waiting.flavor.query) and each.waiting.instance not in passed_over)
     first = list(islice(fit, among))
     return rng.choice(first) if first else None
 

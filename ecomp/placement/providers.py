@@ -111,9 +111,7 @@ def inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
     return placement.take(path, lambda data: {text(k): _checked(v) for k, v in data['inventories'].items()})
 
 
-def inventories(
-    placement: Placement, provider: str, used: Mapping[str, int] | None = None
-) -> dict[str, Inventory]:
+def inventories(placement: Placement, provider: str, used: Mapping[str, int] | None = None) -> dict[str, Inventory]:
     """What the provider has of each class, and how much of it is `used`: None, if that is not known, is asked."""
     have = inventory(placement, provider)
     used = usages(placement, provider) if used is None else used

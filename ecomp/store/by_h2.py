@@ -406,12 +406,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        wanted: Sequence[WatchCreate],
-        seconds: float,
-        timeout: float,
-        asking: float | None,
+        self, transport: Transport, wanted: Sequence[WatchCreate], seconds: float, timeout: float, asking: float | None
     ) -> None:
         """`timeout` is how many seconds the connection may take to be made, and the watches to be asked for."""
         self._transport, self._wanted = transport, wanted

@@ -422,9 +422,7 @@ class Store:
             if time.monotonic() >= until:
                 raise Unreachable(f'{held.key} is not as we put it: nothing is written before it is')
 
-    def _may_be_written(
-        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]
-    ) -> bool:
+    def _may_be_written(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> bool:
         """Whether what etcd has no space for may be there. False where nothing is compared that would tell.
 
         etcd looks twice whether it has space: before it passes a write on, and when that is its turn. Then it writes,
@@ -507,9 +505,7 @@ class Store:
             self._guard.admit()
         return self._ask(request, UnknownOutcome, True, about)
 
-    def _ask(
-        self, request: Request, unanswered: type[Unreachable], linearizable: bool, about: Sequence[str]
-    ) -> Any:
+    def _ask(self, request: Request, unanswered: type[Unreachable], linearizable: bool, about: Sequence[str]) -> Any:
         before = self._guard.known if self._guard is not None else None
         reply = self._connection.ask(lambda member, limit: member.call(request, limit), unanswered, about)
         if self._guard is not None and before is not None and linearizable:
