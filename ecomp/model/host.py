@@ -592,14 +592,7 @@ def _some(instances: list[str], etcd: InEtcd) -> str:
     return f'instance{"s" if len(instances) > 1 else ""} {named}'
 
 
-class FollowedValue(keys.StoredValue, Protocol):
-    """What a follower has of a key; `dropped` is how many bytes of the value it does not keep."""
-
-    @property
-    def dropped(self) -> int: ...
-
-
-Each = TypeVar('Each', bound=FollowedValue)
+Each = TypeVar('Each', bound=keys.StoredValue)
 
 
 def changed_hosts(
@@ -624,7 +617,7 @@ def changed_hosts(
             continue
         if known is None:
             removed += 1
-        elif (known.revision, known.dropped) == (entry.revision, entry.dropped):
+        elif keys.version(known) == keys.version(entry):
             continue
         part(key)[key] = entry
     if removed:

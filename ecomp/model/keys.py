@@ -75,6 +75,11 @@ class StoredValue(Protocol):
     def lease(self) -> int: ...
 
 
+def version(written: StoredValue) -> tuple[int, int]:
+    """What tells one value of a key from another; a value that was too long to be kept may be kept later."""
+    return written.revision, len(written.value)
+
+
 def _below(prefix: str) -> Callable[[str], str]:
     """The function from a name, a uuid or a hash to its key directly below a prefix."""
     return lambda part: prefix + part

@@ -283,7 +283,7 @@ def backlog_of(state: Mapping[str, keys.StoredValue], before: Backlog) -> Backlo
     touched = [
         key
         for key, entry in state.items()
-        if (old := known.get(key)) is not entry and (old is None or _version(old) != _version(entry))
+        if (old := known.get(key)) is not entry and (old is None or keys.version(old) != keys.version(entry))
     ]
     new = sum(key not in known for key in touched)
     gone = known.keys() - state.keys() if len(state) < len(known) + new else set()
@@ -317,11 +317,6 @@ def backlog_of(state: Mapping[str, keys.StoredValue], before: Backlog) -> Backlo
         counts[flavor.query] = counts.get(flavor.query, 0) + 1
     marks, has_more = _marks(state, takers, parsed), bool(added)
     return Backlog(_in_order(places, len(added)), flavors, marks, has_more, state, parsed, frozenset(takers), counts)
-
-
-def _version(written: keys.StoredValue) -> tuple[int, int]:
-    """What tells one value of a key from another; a value that was too long to be kept may be kept later."""
-    return written.revision, len(written.value)
 
 
 def _in_order(places: dict[str, Place], added: int) -> dict[str, Place]:
