@@ -27,15 +27,6 @@ FAMILIES = (
 """The prefixes of the keys an audit reads."""
 
 
-class KeyValue(NamedTuple):
-    """One etcd key: its value, the revision that wrote it last, its lease (0: none), the revision that made it."""
-
-    value: bytes
-    revision: int
-    lease: int = 0
-    created: int = 0
-
-
 class ProviderState(NamedTuple):
     """One resource provider. `inventory` is placement's {class: {'total', 'allocation_ratio', …}}."""
 
@@ -52,7 +43,7 @@ class Planes(NamedTuple):
     """
 
     providers: Mapping[str, ProviderState]
-    etcd: Mapping[str, KeyValue]
+    etcd: Mapping[str, keys.StoredValue]
     digests: Mapping[str, Digest]
     mute: Mapping[str, str] = {}
     usages: Mapping[str, Mapping[str, int]] = {}
@@ -148,7 +139,7 @@ class World:
         found |= {consumer for consumer, held in self.held.items() if not self.computes.isdisjoint(held)}
         return sorted(found)
 
-    def kept(self, key: str) -> KeyValue | None:
+    def kept(self, key: str) -> keys.StoredValue | None:
         """What is at a key; None if there is no such key."""
         return self.planes.etcd.get(key)
 
@@ -226,12 +217,12 @@ class World:
                 found[name] = str(error)
         return found
 
-    def under(self, prefix: str) -> dict[str, KeyValue]:
+    def under(self, prefix: str) -> dict[str, keys.StoredValue]:
         """The keys below a prefix."""
         return {key: kept for key, kept in self.planes.etcd.items() if key.startswith(prefix)}
 
 
-def involved(etcd: Mapping[str, KeyValue]) -> dict[str, dict[str, int]]:
+def involved(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
     """{instance, compute or project: {key: revision}} of the keys that are about each.
 
     Of a compute's life it is the lease: on the same one the same process lives, whatever it says of the room it has.

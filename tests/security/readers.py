@@ -25,7 +25,7 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.guest import Guest, SharedUserData, shared_user_data
 from ecomp.model.host import NOBODY, Computes, InEtcd, hosts, living_in
 from ecomp.model.order import SIZE_LIMIT, Invalid, Power, Request
-from ecomp.model.planes import KeyValue, Planes, ProviderState, involved
+from ecomp.model.planes import Planes, ProviderState, involved
 from ecomp.model.query import parse
 from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.store.client import Entry
@@ -129,7 +129,7 @@ def read_flavor(value: bytes) -> None:
     shown(*texts(as_flavors({'f': (found, 'etcd')})))
 
 
-def compared(etcd: dict[str, KeyValue], digests: dict[str, planes.Digest]) -> None:
+def compared(etcd: dict[str, Entry], digests: dict[str, planes.Digest]) -> None:
     involved(etcd)
     shown(*texts(as_findings(audit(Planes({COMPUTE: ProviderState(COMPUTE)}, etcd, digests)))))
 
@@ -156,7 +156,7 @@ def read_compute(value: bytes) -> None:
 
 def read_announced(value: bytes) -> None:
     assert INSTANCE in requesting.announced(keys.attempt(INSTANCE), value)
-    compared({keys.attempt(INSTANCE): KeyValue(value, 1, 7)}, {})
+    compared({keys.attempt(INSTANCE): Entry(keys.attempt(INSTANCE), value, 1, 7)}, {})
 
 
 def read_known(value: bytes) -> None:

@@ -18,11 +18,12 @@ from ecomp.model.audit import audit
 from ecomp.model.choose import WEIGHS, choose, distribute
 from ecomp.model.explain import miss, nearest
 from ecomp.model.host import Computes, InEtcd, InPlacement, Living, hosts
-from ecomp.model.planes import KeyValue, Planes, ProviderState
+from ecomp.model.planes import Planes, ProviderState
 from ecomp.model.query import parse
 from ecomp.placement import allocations, providers
 from ecomp.placement.by_http import Answer, AnswerLimits
 from ecomp.placement.client import Placement
+from ecomp.store.client import Entry
 from tests.kit.forms import texts
 from tests.kit.hostile import COMPUTE, INSTANCE, OTHER
 from tests.security.mutants import mutant
@@ -81,7 +82,7 @@ def take_free(client: Placement) -> None:
 
 def take_plane(client: Placement) -> None:
     provider = ProviderState(COMPUTE, providers.inventory(client, COMPUTE), allocations.of_provider(client, COMPUTE))
-    etcd = {key: KeyValue(json.dumps(READERS[name][1]).encode(), 1, 1) for name, key in PLACES.items()}
+    etcd = {key: Entry(key, json.dumps(READERS[name][1]).encode(), 1, 1) for name, key in PLACES.items()}
     _, used = providers.project_usages(client, 'p')
     shown(*texts(as_findings(audit(Planes({COMPUTE: provider}, etcd, {}, {}, {'p': used})))))
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import keys, planes
-from ecomp.model.planes import KeyValue
 from ecomp.schedule import terminal
+from ecomp.store.client import Entry
 from tests.kit.hostile import COMPUTE, INSTANCE
 from tests.security.mutants import NASTY, mutant
 from tests.security.readers import PLACES, READERS, case, cases, compared
@@ -58,9 +58,9 @@ def test_an_audit_of_it_all_comes_to_its_end(number: int) -> None:
             good = READERS[name][1]
             value = mutant(good, rng) if rng.random() < 0.4 else json.dumps(good).encode()
             if name == 'record' and rng.random() < 0.2:
-                etcd[keys.old_record(INSTANCE)] = KeyValue(value, rng.randrange(3), rng.randrange(2))
+                etcd[keys.old_record(INSTANCE)] = Entry('/', value, rng.randrange(3), rng.randrange(2))
             if rng.random() < 0.8:
-                etcd[key] = KeyValue(value, rng.randrange(3), rng.randrange(2))
+                etcd[key] = Entry(key, value, rng.randrange(3), rng.randrange(2))
         digests = {}
         with suppress(ValueError):
             digests[COMPUTE] = planes.from_pages([mutant(READERS['digest'][1], rng)])

@@ -15,10 +15,11 @@ from ecomp.model.group import ANTI_AFFINITY, Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest import Guest, mac_address
 from ecomp.model.order import Request, name_to_json, to_json
-from ecomp.model.planes import Digest, KeyValue, Planes, ProviderState
+from ecomp.model.planes import Digest, Planes, ProviderState
 from ecomp.model.queue import QueueEntry
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.record import Failure, Interface, Record
+from ecomp.store.client import Entry
 
 ONE, TWO, AWAY = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in 'abc')
 """Computes: two that live and one that is silent."""
@@ -34,7 +35,7 @@ LEASE = 7
 class Making:
     """The planes while a test changes them."""
 
-    etcd: dict[str, KeyValue] = field(default_factory=dict)
+    etcd: dict[str, Entry] = field(default_factory=dict)
     inventories: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     held: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Making:
     usages: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def put(self, key: str, value: str, lease: int = 0) -> None:
-        self.etcd[key] = KeyValue(value.encode(), len(self.etcd) + 1, lease)
+        self.etcd[key] = Entry(key, value.encode(), len(self.etcd) + 1, lease)
 
     def ask(self, compute: str, instance: str, tombstone: bool = False, name: str | None = None) -> None:
         allocations, image = ({}, None) if tombstone else ({compute: SIZE}, IMAGE)

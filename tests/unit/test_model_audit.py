@@ -18,9 +18,10 @@ from ecomp.model.audit import CODES, Finding, audit, confirmed
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import to_json as computes_to_json
-from ecomp.model.planes import Digest, KeyValue, Planes, involved
+from ecomp.model.planes import Digest, Planes, involved
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_to_json
+from ecomp.store.client import Entry
 from tests.unit.audit_world import (
     ACTIVE,
     AWAY,
@@ -64,7 +65,7 @@ def _fault(fault: str) -> Callable[[Making], None]:
         key = keys.record(ONE, ACTIVE)
         kept = world.etcd[key]
         changed = replace(record.from_json(kept.value), fault=fault)
-        world.etcd[key] = kept._replace(value=record.to_json(changed).encode())
+        world.etcd[key] = replace(kept, value=record.to_json(changed).encode())
 
     return plant
 
@@ -333,9 +334,11 @@ def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) 
         ),
         st.text(max_size=80) | st.sampled_from([ACTIVE, f'{ONE}/{ACTIVE}', f'/{ONE}//', '']),
     ),
-    st.builds(KeyValue, st.binary(max_size=60) | st.sampled_from([b'{}', b'[]']), st.just(1), st.sampled_from([0, 1])),
+    st.builds(
+        Entry, st.just('/'), st.binary(max_size=60) | st.sampled_from([b'{}', b'[]']), st.just(1), st.integers(0, 1)
+    ),
 ))  # fmt: skip
-def test_whatever_stands_in_etcd_is_compared(etcd: dict[str, KeyValue]) -> None:
+def test_whatever_stands_in_etcd_is_compared(etcd: dict[str, Entry]) -> None:
     for each in audit(Planes({}, etcd, {ONE: Digest()}, {TWO: 'x'})):
         assert each.code in CODES
     involved(etcd)

@@ -34,7 +34,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.sharing import recount
 from ecomp.store.client import AT_ONCE as MOST
-from ecomp.store.client import Delete, Put, Store, Unchanged, at_it, wanted
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, at_it, wanted
 from ecomp.store.sharing import commit_with, given_back, lives, note_released, put_group, rejoined, unshared
 
 LEASE_SECONDS = 180
@@ -161,7 +161,7 @@ def _look(store: Store, placement: Placement, stalled: Collection[str]) -> plane
     return planes.Planes(states, etcd, digests, mute, usages, stalled_now)
 
 
-def _projects(etcd: Mapping[str, planes.KeyValue]) -> list[str]:
+def _projects(etcd: Mapping[str, Entry]) -> list[str]:
     """The projects that have a quota; what placement would refuse to be asked about is none, whatever its key says."""
     named = (key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS))
     return [project for project in named if 0 < len(project) <= LONGEST_PROJECT]
@@ -173,12 +173,8 @@ def _usage(placement: Placement, project: str) -> dict[str, int]:
     return {**used, **({INSTANCES: count} if count else {})}
 
 
-def _etcd(store: Store) -> dict[str, planes.KeyValue]:
-    return {
-        key: planes.KeyValue(entry.value, entry.revision, entry.lease, entry.created)
-        for family in planes.FAMILIES
-        for key, entry in store.snapshot(family).entries.items()
-    }
+def _etcd(store: Store) -> dict[str, Entry]:
+    return {key: entry for family in planes.FAMILIES for key, entry in store.snapshot(family).entries.items()}
 
 
 def _provider(placement: Placement, provider: str, name: str) -> tuple[str, planes.ProviderState | None]:
