@@ -67,41 +67,6 @@ class Answer(NamedTuple):
     headers: Mapping[str, str]
 
 
-class Words:
-    """What is said of placement at an endpoint. `seconds` are without a byte, and in all."""
-
-    def __init__(self, endpoint: str, token_file: Path | None, seconds: tuple[float, float]) -> None:
-        self.endpoint = endpoint.rstrip('/')
-        self.name = f'placement at {self.endpoint}'
-        self._token_file = token_file
-        self._seconds = seconds
-
-    def token(self) -> str:
-        """What the file has at each call, or `admin`, which placement takes without authentication. Unreachable."""
-        return 'admin' if self._token_file is None else _token_in(self._token_file, self.name)
-
-    def foreign(self, kind: type[Unreachable] = Unreachable) -> Unreachable:
-        """Make the error for an answer that placement does not give, so that something else is listening there."""
-        return kind(f'{self.endpoint} answers, but not as placement does: is `placement:` right?', self.name)
-
-    def lost(self, kind: type[Unreachable], why: str) -> Unreachable:
-        """Make the error for a call that got no answer, and why."""
-        return kind(f'{self.name} cannot be reached: {why}', self.name)
-
-    def broken(self, kind: type[Unreachable]) -> Unreachable:
-        """Make the error for a call whose connection broke."""
-        # Whoever does not take our certificate often hangs up before its word about that arrives.
-        question = ': does it take our certificate?' if self.endpoint.startswith('https:') else ''
-        return self.lost(kind, f'the connection broke{question}')
-
-    def late(self, kind: type[Unreachable], until: float) -> Unreachable:
-        """Make the error for an answer that did not come, or not whole; `until` is when its time is up."""
-        between, whole = self._seconds
-        if time.monotonic() < until:
-            return kind(f'{self.name} gave no answer in {between:g} s', self.name)
-        return kind(f'{self.name} gave no whole answer in {whole:g} s', self.name)
-
-
 def _token_in(path: Path, placement: str) -> str:
     """The token in a file. Unreachable for one that cannot be read, is empty or is none of a header's words.
 
@@ -196,11 +161,12 @@ class _Http(http.client.HTTPConnection):
 class Connections:
     """The connections to placement. May be shared by threads."""
 
-    def __init__(
-        self, config: PlacementConfig, timeout: tuple[float, float], limits: AnswerLimits, words: Words
-    ) -> None:
-        self._config, self._timeout, self._limits, self._words = config, timeout, limits, words
-        parts = urlsplit(words.endpoint)
+    def __init__(self, config: PlacementConfig, timeout: tuple[float, float], limits: AnswerLimits) -> None:
+        """`timeout` is how many seconds it may take to connect, and pass without a byte."""
+        self._config, self._timeout, self._limits = config, timeout, limits
+        self.endpoint = config.endpoint.rstrip('/')
+        self.name = f'placement at {self.endpoint}'
+        parts = urlsplit(self.endpoint)
         self._is_secure = parts.scheme == 'https'
         self._host, self._path = parts.hostname or '', parts.path
         self._port = parts.port or (443 if self._is_secure else 80)
@@ -212,6 +178,30 @@ class Connections:
         with self._lock:
             while self._idle:
                 self._idle.pop()[1].close()
+
+    def token(self) -> str:
+        """What the file has at each call, or `admin`, which placement takes without authentication. Unreachable."""
+        return 'admin' if self._config.token_file is None else _token_in(self._config.token_file, self.name)
+
+    def foreign(self, kind: type[Unreachable] = Unreachable) -> Unreachable:
+        """Make the error for an answer that placement does not give, so that something else is listening there."""
+        return kind(f'{self.endpoint} answers, but not as placement does: is `placement:` right?', self.name)
+
+    def lost(self, kind: type[Unreachable], why: str) -> Unreachable:
+        """Make the error for a call that got no answer, and why."""
+        return kind(f'{self.name} cannot be reached: {why}', self.name)
+
+    def broken(self, kind: type[Unreachable]) -> Unreachable:
+        """Make the error for a call whose connection broke."""
+        # Whoever does not take our certificate often hangs up before its word about that arrives.
+        question = ': does it take our certificate?' if self.endpoint.startswith('https:') else ''
+        return self.lost(kind, f'the connection broke{question}')
+
+    def late(self, kind: type[Unreachable], until: float) -> Unreachable:
+        """Make the error for an answer that did not come, or not whole; `until` is when its time is up."""
+        if time.monotonic() < until:
+            return kind(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name)
+        return kind(f'{self.name} gave no whole answer in {self._limits.seconds:g} s', self.name)
 
     def send(self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]) -> Answer:
         """Send a request and return the answer, whatever its status.
@@ -233,14 +223,14 @@ class Connections:
                 answer = self._exchange(method, path, content, unanswered)
             except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
                 if not pauses or not _may_pass(error):
-                    raise self._lost(error, unanswered, until) from error
+                    raise self._failure(error, unanswered, until) from error
             else:
                 if not pauses or answer.status_code not in BUSY:
                     return answer
             time.sleep(pauses.pop(0) * random.uniform(0.8, 1.2))
 
     def _exchange(self, method: str, path: str, content: bytes | None, unanswered: type[Unreachable]) -> Answer:
-        headers = {**HEADERS, 'x-auth-token': self._words.token()}
+        headers = {**HEADERS, 'x-auth-token': self.token()}
         if content is not None:
             headers['content-type'] = 'application/json'
         connection = self._connected()
@@ -248,7 +238,7 @@ class Connections:
             connection.request(method, path, content, headers)
             response = connection.getresponse()
             if response.headers.get('content-encoding', 'identity') != 'identity':
-                raise self._words.foreign(unanswered)
+                raise self.foreign(unanswered)
             told = {name.lower(): value for name, value in response.headers.items()}
             answer = Answer(response.status, _whole(response), told)
         except BaseException as error:
@@ -262,15 +252,15 @@ class Connections:
             self._keep(connection)
         return answer
 
-    def _lost(self, error: Exception, unanswered: type[Unreachable], until: float) -> Unreachable:
+    def _failure(self, error: Exception, unanswered: type[Unreachable], until: float) -> Unreachable:
         """Make the error for a call without an answer, or without a whole one."""
         if isinstance(error, TimeoutError):
-            return self._words.late(unanswered, until)
+            return self.late(unanswered, until)
         if isinstance(error, ssl.SSLError):
-            return self._words.lost(unanswered, SENTENCES[tls_failure(error)])
+            return self.lost(unanswered, SENTENCES[tls_failure(error)])
         if isinstance(error, OSError) and not isinstance(error, Overlong):
-            return self._words.broken(unanswered)
-        return self._words.foreign(unanswered)
+            return self.broken(unanswered)
+        return self.foreign(unanswered)
 
     def _connected(self) -> http.client.HTTPConnection:
         """Return an idle connection, or a new one. Unreachable if there is none."""
@@ -287,7 +277,7 @@ class Connections:
         try:
             sock = connection_to(where, self._port, self._timeout[0], self._timeout[0])
         except (OSError, ValueError) as error:
-            raise self._words.lost(Unreachable, 'no connection') from error
+            raise self.lost(Unreachable, 'no connection') from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             made = _Http(self._host, self._port)
@@ -295,10 +285,10 @@ class Connections:
         except (OSError, ValueError) as error:
             sock.close()
             if isinstance(error, ssl.SSLError):
-                raise self._words.lost(Unreachable, SENTENCES[tls_failure(error)]) from error
+                raise self.lost(Unreachable, SENTENCES[tls_failure(error)]) from error
             if isinstance(error, ConnectionError):
-                raise self._words.broken(Unreachable) from error
-            raise self._words.lost(Unreachable, 'no connection') from error
+                raise self.broken(Unreachable) from error
+            raise self.lost(Unreachable, 'no connection') from error
         made.sock.settimeout(self._timeout[1])
         return made
 
@@ -318,7 +308,7 @@ class Connections:
                     path.open('rb').close()  # ssl does not name the file that it cannot read
         except OSError as error:
             # Its `backend` is another one, as that of a token is: see _token_in().
-            name, why = self._words.name, f'{error.filename}: {error.strerror}'
+            name, why = self.name, f'{error.filename}: {error.strerror}'
             raise Unreachable(f'{name} cannot be asked: {why}', f'{name} (its certificates)') from error
         try:
             context = ssl.create_default_context(cafile=config.ca_cert)
@@ -326,7 +316,7 @@ class Connections:
             if config.cert_cert is not None:
                 context.load_cert_chain(config.cert_cert, config.cert_key)
         except OSError as error:
-            raise self._words.lost(Unreachable, SENTENCES[TlsFailure.UNUSABLE_FILES]) from error
+            raise self.lost(Unreachable, SENTENCES[TlsFailure.UNUSABLE_FILES]) from error
         return context
 
 

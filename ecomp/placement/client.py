@@ -28,7 +28,7 @@ from ecomp.errors import (
     Unreachable,
 )
 from ecomp.model.json_object import is_text
-from ecomp.placement.by_http import LIMITS, MICROVERSION, Answer, AnswerLimits, Connections, Words
+from ecomp.placement.by_http import LIMITS, MICROVERSION, Answer, AnswerLimits, Connections
 
 MOST = 10**50
 """More than placement can say, which multiplies 2**31 by a ratio of single precision; any float holds it squared."""
@@ -131,10 +131,9 @@ class Placement:
         slow: Slow | None = None,
     ) -> None:
         config = where if isinstance(where, PlacementConfig) else PlacementConfig(where)
-        self._words = Words(config.endpoint, config.token_file, (timeout[1], limits.seconds))
-        self.endpoint, self.name = self._words.endpoint, self._words.name
         self._slow = slow
-        self._connections = Connections(config, timeout, limits, self._words)
+        self._connections = Connections(config, timeout, limits)
+        self.endpoint, self.name = self._connections.endpoint, self._connections.name
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at a path (with its query)."""
@@ -169,14 +168,14 @@ class Placement:
 
     def foreign(self) -> Unreachable:
         """Make the error for an answer that placement does not give, so that something else is listening there."""
-        return self._words.foreign()
+        return self._connections.foreign()
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
         """Carry out a POST, PUT or DELETE. No answer: UnknownOutcome, unless nothing was ever sent."""
         answer = self._send(method, path, body, UnknownOutcome)
         # Where placement has something to say about what it wrote, the generation is in it; else it is a proxy's word.
         if answer.status_code == 200 and b'generation' not in answer.content:
-            raise self._words.foreign(UnknownOutcome)
+            raise self._connections.foreign(UnknownOutcome)
 
     def close(self) -> None:
         """Let the connections go."""
