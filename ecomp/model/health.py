@@ -358,14 +358,9 @@ class ComputeFacts:
     unserved: str | None = None
 
 
-def _no_etcd(facts: Backends) -> Iterator[Found]:
-    if facts.no_etcd:
-        yield facts.no_etcd, _right('etcd', facts.no_etcd, facts)
-
-
-def _no_placement(facts: Backends) -> Iterator[Found]:
-    if facts.no_placement:
-        yield facts.no_placement, _right('placement', facts.no_placement, facts)
+def _away(section: str, why: str, facts: Backends) -> Iterator[Found]:
+    if why:
+        yield why, _right(section, why, facts)
 
 
 def _right(section: str, why: str, facts: Backends) -> str:
@@ -468,8 +463,8 @@ def _parts(version: str) -> list[int]:
 
 
 OF_BACKENDS: Mapping[str, Callable[[Backends], Iterable[Found]]] = {
-    'etcd': _no_etcd,
-    'placement': _no_placement,
+    'etcd': lambda facts: _away('etcd', facts.no_etcd, facts),
+    'placement': lambda facts: _away('placement', facts.no_placement, facts),
     'etcd-version': _etcd_version,
     'placement-version': _placement_version,
     'clock': _clock,
