@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -185,18 +186,15 @@ def shares(placement: Placement, wanted: Collection[str]) -> dict[str, dict[str,
 
     Most come with one request, which names every provider with a VCPU free; each of the others takes two.
     """
-    data = placement.get('/allocation_candidates?resources=VCPU:1')
-    try:
-        roomy = {each: rooms(summary['resources']) for each, summary in data['provider_summaries'].items()}
-        found = {}
-        for provider in wanted:
-            try:
-                found[provider] = roomy[provider] if provider in roomy else _shares(placement, provider)
-            except NotFound:
-                continue
-        return found
-    except WRONG as error:
-        raise placement.foreign() from error
+    roomy = placement.take(
+        '/allocation_candidates?resources=VCPU:1',
+        lambda data: {each: rooms(summary['resources']) for each, summary in data['provider_summaries'].items()},
+    )
+    found = {}
+    for provider in wanted:
+        with suppress(NotFound):
+            found[provider] = roomy[provider] if provider in roomy else _shares(placement, provider)
+    return found
 
 
 def delete(placement: Placement, provider: str) -> bool:

@@ -220,20 +220,16 @@ def ended(store: Store, record: Record, lease: int = 0) -> Change:
     has given its share of a quota back by then; a destroy of it, put by hand, does not once more.
     """
     conditions, operations = freed(store, record.name, record.instance, lease)
-    try:
+    with suppress(Unreadable):
         theirs, unchanged = group(store, record.group.name) if record.group else (None, None)
         if theirs is not None and unchanged is not None and record.instance in theirs.members:
             conditions.append(unchanged)
             operations.append(put_group(theirs.without(record.instance)))
-    except Unreadable:
-        pass
-    try:
+    with suppress(Unreadable):
         counted, unchanged = quota(store, record.project_id)
         conditions.append(unchanged)  # one that is made this moment counts what is there
         if counted is not None and not (record.state == GONE and record.error is not None):
             operations.append(put_quota(counted.without_used(charge(record.resources))))
-    except Unreadable:
-        pass
     return conditions, operations
 
 
