@@ -485,7 +485,8 @@ class Store:
 
         Where nothing comes for `asking` seconds etcd is asked how far it has told (WatchProgress), again and again.
         """
-        return self._connection.watch(wanted, seconds, asking)
+        found: Watch = self._connection.client.watch(wanted, seconds, asking)
+        return found
 
     def move_on(self) -> None:
         """Use a new connection, to the next endpoint, in place of the present one."""

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, Unreachable, UsageError
 from ecomp.model.text import printable
-from ecomp.store.messages import Range, Request, WatchCreate
+from ecomp.store.messages import Range, Request
 
 if TYPE_CHECKING:  # h2 is slow to load
-    from ecomp.store.by_h2 import Member, Watch
+    from ecomp.store.by_h2 import Member
 
 UNAVAILABLE, DEADLINE_EXCEEDED, NOT_FOUND = 'UNAVAILABLE', 'DEADLINE_EXCEEDED', 'NOT_FOUND'
 INVALID_ARGUMENT, FAILED_PRECONDITION = 'INVALID_ARGUMENT', 'FAILED_PRECONDITION'
@@ -230,10 +230,6 @@ class Connection:
         except CallFailure:
             self.move_on(client)
             raise
-
-    def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None) -> Watch:
-        """What the present member answers to these, for so many seconds at most, and to WatchProgress (see Store)."""
-        return self.client.watch(wanted, seconds, asking)
 
     def move_on(self, failed: Member | None = None) -> None:
         """Use a new connection, to the next endpoint, in place of the present one (of `failed`, if it still is)."""
