@@ -30,11 +30,6 @@ class Boot:
     reason: str
     stages: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def goes_on(self) -> bool:
-        """True until its guest is seen off."""
-        return STOPPED not in self.stages
-
 
 Boots = tuple[Boot, ...]
 
@@ -48,7 +43,7 @@ def of(boots: Boots, stages: Mapping[str, str]) -> Boots:
 
 def begun(boots: Boots, reason: str, now: str) -> Boots:
     """The boots once the guest was seen running: the last one, if that goes on, else one more."""
-    if boots and boots[-1].goes_on:
+    if boots and STOPPED not in boots[-1].stages:
         return boots
     number = boots[-1].number + 1 if boots else 1
     return (*boots, Boot(number, reason, {STARTED: now}))[-KEPT:]
