@@ -183,10 +183,6 @@ def _user_data(data: Mapping[str, Any], name: str) -> bytes | None:
     return decoded
 
 
-def _base64(data: bytes) -> str:
-    return binascii.b2a_base64(data, newline=False).decode()
-
-
 def _other_project(there: Order) -> str:
     return f'of project {there.project_id}'
 
@@ -241,7 +237,7 @@ class Order:
     user_data: bytes | None = _field(
         None,
         _user_data,
-        _base64,
+        lambda data: binascii.b2a_base64(data, newline=False).decode(),
         recorded=False,
         differs=lambda _: 'with other user-data',
         compared='user_data_hash',
