@@ -32,8 +32,18 @@ from h2.exceptions import H2Error
 from h2.settings import SettingCodes
 
 from ecomp.conf import EtcdConfig, connection_to
-from ecomp.store.connection import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE, CallFailure
-from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate, WatchProgress, answer
+from ecomp.store.messages import (
+    DEADLINE_EXCEEDED,
+    METHODS,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    CallFailure,
+    KeepAlive,
+    Request,
+    WatchCreate,
+    WatchProgress,
+    answer,
+)
 from ecomp.tls import ETCD_SENTENCES, TlsFailure, tls_failure
 
 WINDOW = 4 * 1024**2

@@ -22,10 +22,12 @@ from ecomp.errors import EcompError, GenerationConflict, NoSpace, StrangeEtcd, U
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import Header, KnownCluster
 from ecomp.model.order import announced
-from ecomp.store.connection import NOT_FOUND, CallFailure, Connection, TooLong, pages
+from ecomp.store.connection import Connection, TooLong, pages
 from ecomp.store.messages import (
     EQUAL,
     GREATER,
+    NOT_FOUND,
+    CallFailure,
     Comparison,
     Grant,
     KeepAlive,

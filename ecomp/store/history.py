@@ -20,8 +20,7 @@ from ecomp.errors import EcompError, Unreachable
 from ecomp.model.backoff import Backoff
 from ecomp.model.events import Change
 from ecomp.store.client import Store, after
-from ecomp.store.connection import DEADLINE_EXCEEDED, CallFailure
-from ecomp.store.messages import DELETED, WatchCreate
+from ecomp.store.messages import DEADLINE_EXCEEDED, DELETED, CallFailure, WatchCreate
 
 if TYPE_CHECKING:
     from ecomp.store.by_h2 import Watch

@@ -20,8 +20,7 @@ from ecomp.model.backoff import Backoff
 from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.model.text import printable
 from ecomp.store.client import Entry, Guard, Store, after, entry_of, header_of
-from ecomp.store.connection import DEADLINE_EXCEEDED, CallFailure
-from ecomp.store.messages import DELETED, WatchCreate
+from ecomp.store.messages import DEADLINE_EXCEEDED, DELETED, CallFailure, WatchCreate
 
 if TYPE_CHECKING:
     from ecomp.model.cluster import KnownCluster

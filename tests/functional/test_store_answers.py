@@ -19,8 +19,8 @@ from h2.exceptions import H2Error
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.store.client import Put, Store, Unchanged
-from ecomp.store.connection import UNAVAILABLE, CallFailure, TooLong
-from ecomp.store.messages import WatchCreate
+from ecomp.store.connection import TooLong
+from ecomp.store.messages import UNAVAILABLE, CallFailure, WatchCreate
 from ecomp.store.roles import etcdrpc
 from tests.kit.listening import Listening
 from tests.kit.servers import Etcd

@@ -16,8 +16,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Unreachable
 from ecomp.store.by_h2 import Member
 from ecomp.store.client import Store
-from ecomp.store.connection import DEADLINE_EXCEEDED, UNAVAILABLE, CallFailure
-from ecomp.store.messages import WatchCreate
+from ecomp.store.messages import DEADLINE_EXCEEDED, UNAVAILABLE, CallFailure, WatchCreate
 from tests.kit.servers import PATIENCE
 
 SECONDS = 20

@@ -20,8 +20,14 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store, Unchanged
-from ecomp.store.connection import FAILED_PRECONDITION, UNAVAILABLE, CallFailure, may_work_elsewhere, was_not_sent
-from ecomp.store.messages import WatchCreate
+from ecomp.store.messages import (
+    FAILED_PRECONDITION,
+    UNAVAILABLE,
+    CallFailure,
+    WatchCreate,
+    may_work_elsewhere,
+    was_not_sent,
+)
 from ecomp.tls import ETCD_SENTENCES, TlsFailure
 from tests.kit.certificates import Authority
 from tests.kit.etcd_member import Member, Tls
