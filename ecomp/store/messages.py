@@ -10,7 +10,6 @@ A CallFailure has one of gRPC's codes (https://grpc.io/docs/guides/status-codes/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ecomp.model.text import printable
@@ -427,9 +426,9 @@ def is_denied(error: CallFailure) -> bool:
     return nobody or error.code == PERMISSION_DENIED
 
 
-def denied(certificate: Path | None, about: Sequence[str], read: bool) -> str:
-    """Whom it does not let do what, and why. Of several keys etcd does not say which."""
-    who = str(certificate) if certificate else 'whoever has no certificate (cert_cert)'
+def denied(certificate: str, about: Sequence[str], read: bool) -> str:
+    """Whom it does not let do what, and why ('': nobody's certificate). Of several keys etcd does not say which."""
+    who = certificate or 'whoever has no certificate (cert_cert)'
     named = [printable(each, 200) for each in about[:NAMED]]
     more = [f'{len(about) - NAMED} more'] if len(about) > NAMED else []
     what = f'{"read" if read else "write"} {", ".join([*named, *more])}' if about else 'do that'
