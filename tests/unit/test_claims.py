@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ecomp.agent.host.claims import APART, due, orphans
@@ -24,36 +24,17 @@ def test_an_orphan_is_held_and_nothing_else(
     }
 
 
-def test_nothing_is_due_at_first_sight() -> None:
-    seen, ready = due({}, {'a', 'b'}, 100.0)
-    assert seen == {'a': 100.0, 'b': 100.0}
-    assert ready == set()
-
-
-def test_what_is_seen_twice_apart_is_due() -> None:
-    seen, _ = due({}, {'a'}, 100.0)
-    seen, ready = due(seen, {'a', 'b'}, 100.0 + APART - 0.1)
-    assert ready == set()
-    seen, ready = due(seen, {'a', 'b'}, 100.0 + APART)
-    assert ready == {'a'}
-    assert seen == {'a': 100.0, 'b': 100.0 + APART - 0.1}
-
-
-def test_what_was_not_there_in_between_is_new() -> None:
-    seen, _ = due({}, {'a'}, 0.0)
-    seen, _ = due(seen, set(), 30.0)
-    assert seen == {}
-    _, ready = due(seen, {'a'}, APART + 1)
-    assert ready == set()
-
-
 @given(st.lists(st.tuples(st.floats(0, 1000), names), max_size=8))
-def test_nothing_is_due_before_its_time(looks: list[tuple[float, set[str]]]) -> None:
+@example([(100.0, {'a', 'b'})])
+@example([(100.0, {'a'}), (100.0 + APART - 0.1, {'a', 'b'}), (100.0 + APART, {'a', 'b'})])
+@example([(0.0, {'a'}), (30.0, set()), (APART + 1, {'a'})])
+def test_what_is_seen_at_each_look_is_due_when_its_time_has_come(looks: list[tuple[float, set[str]]]) -> None:
     seen: dict[str, float] = {}
     since: dict[str, float] = {}
     for now, found in sorted(looks, key=lambda look: look[0]):
         since = {name: since.get(name, now) for name in found}
         seen, ready = due(seen, found, now)
+        assert seen == since
         assert ready == {name for name in found if now - since[name] >= APART}
 
 
