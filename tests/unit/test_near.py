@@ -7,42 +7,31 @@ import pytest
 from ecomp.model.text import did_you_mean, near
 
 CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB', 'VGPU', 'instances')
+NAMES = ('hv12', 'hv3', 'web')
 
 
 @pytest.mark.parametrize(
-    ('word', 'meant'),
+    ('word', 'known', 'meant'),
     [
-        ('VCPUS', 'VCPU'),
-        ('vcpu', 'VCPU'),
-        ('INSTANCES', 'instances'),
-        ('MEMORY', 'MEMORY_MB'),
-        ('DISK', 'DISK_GB'),
-        ('NOPE', None),
-        ('', None),
-        ('VCPU' + 'x' * 10_000, None),
+        ('VCPUS', CLASSES, 'VCPU'),
+        ('vcpu', CLASSES, 'VCPU'),
+        ('INSTANCES', CLASSES, 'instances'),
+        ('MEMORY', CLASSES, 'MEMORY_MB'),
+        ('DISK', CLASSES, 'DISK_GB'),
+        ('NOPE', CLASSES, None),
+        ('', CLASSES, None),
+        ('VCPU' + 'x' * 10_000, CLASSES, None),
+        ('VCPU', (), None),
+        # Two letters that changed places.
+        *(('wbe', NAMES, 'web'), ('hv9', NAMES, None), ('hv21', NAMES, 'hv12'), ('hvv', NAMES, None)),
+        # The opposite is never near; a beginning that was misspelt is none.
+        *((word, (opposite,), None) for word, opposite in (
+            ('undrain', 'drain'), ('unset', 'set'), ('inactive', 'active'), ('--no-wait', '--wait'),
+            ('--dequeue', '--queue'), ('--header', '--no-header'), ('undisable', 'disable'),
+        )),
+        *((word, ('disable',), 'disable') for word in ('isable', 'desable', 'disabel', 'disables')),
     ],
 )
-def test_the_nearest_word(word: str, meant: str | None) -> None:
-    assert near(word, CLASSES) == meant
-    assert did_you_mean(word, CLASSES) == (f' (did you mean {meant}?)' if meant else '')
-
-
-@pytest.mark.parametrize(('word', 'meant'), [('wbe', 'web'), ('hv9', None), ('hv21', 'hv12'), ('hvv', None)])
-def test_two_letters_that_changed_places(word: str, meant: str | None) -> None:
-    assert near(word, ['hv12', 'hv3', 'web']) == meant
-
-
-def test_nothing_is_near_to_nothing() -> None:
-    assert near('VCPU', []) is None
-
-
-@pytest.mark.parametrize(('word', 'opposite'), [('undrain', 'drain'), ('unset', 'set'), ('inactive', 'active'),
-                                                ('--no-wait', '--wait'), ('--dequeue', '--queue'),
-                                                ('--header', '--no-header'), ('undisable', 'disable')])  # fmt: skip
-def test_the_opposite_is_never_near(word: str, opposite: str) -> None:
-    assert near(word, [opposite]) is None
-
-
-@pytest.mark.parametrize('word', ['isable', 'desable', 'disabel', 'disables'])
-def test_a_beginning_that_was_misspelt_is_no_opposite(word: str) -> None:
-    assert near(word, ['disable']) == 'disable'
+def test_the_nearest_word(word: str, known: tuple[str, ...], meant: str | None) -> None:
+    assert near(word, known) == meant
+    assert did_you_mean(word, known) == (f' (did you mean {meant}?)' if meant else '')

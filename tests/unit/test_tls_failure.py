@@ -14,46 +14,32 @@ def test_each_failure_has_a_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ('code', 'failure'),
+    ('kind', 'said', 'failure'),
     [
-        (9, TlsFailure.NOT_YET_VALID),
-        (10, TlsFailure.EXPIRED),
-        (20, TlsFailure.UNTRUSTED),
-        (62, TlsFailure.OTHER_NAME),
-        (64, TlsFailure.OTHER_ADDRESS),
-        (66, TlsFailure.TOO_WEAK),
-        (85, TlsFailure.NO_KEY_IDENTIFIER),
-        (None, TlsFailure.UNTRUSTED),
+        *((ssl.SSLCertVerificationError, {'verify_code': code}, failure) for code, failure in (
+            (9, TlsFailure.NOT_YET_VALID), (10, TlsFailure.EXPIRED), (20, TlsFailure.UNTRUSTED),
+            (62, TlsFailure.OTHER_NAME), (64, TlsFailure.OTHER_ADDRESS), (66, TlsFailure.TOO_WEAK),
+            (85, TlsFailure.NO_KEY_IDENTIFIER),
+        )),
+        (ssl.SSLCertVerificationError, {}, TlsFailure.UNTRUSTED),
+        *((ssl.SSLError, {'reason': reason}, failure) for reason, failure in (
+            ('SSLV3_ALERT_CERTIFICATE_EXPIRED', TlsFailure.OWN_EXPIRED),
+            ('TLSV13_ALERT_CERTIFICATE_REQUIRED', TlsFailure.OWN_MISSING),
+            ('TLSV1_ALERT_UNKNOWN_CA', TlsFailure.OWN_REFUSED),
+            ('SSLV3_ALERT_BAD_CERTIFICATE', TlsFailure.OWN_REFUSED),
+            ('TLSV1_ALERT_ACCESS_DENIED', TlsFailure.OWN_REFUSED),
+            ('TLSV1_ALERT_PROTOCOL_VERSION', TlsFailure.OTHER),
+            ('WRONG_VERSION_NUMBER', TlsFailure.PLAIN_TEXT),
+            ('UNSUPPORTED_PROTOCOL', TlsFailure.OTHER),
+        )),
+        (ssl.SSLError, {}, TlsFailure.OTHER),
+        *((kind, {}, TlsFailure.HUNG_UP) for kind in (ssl.SSLEOFError, ssl.SSLZeroReturnError)),
     ],
 )
-def test_certificate_that_does_not_verify_is_told_by_its_number(code: int | None, failure: TlsFailure) -> None:
-    error = ssl.SSLCertVerificationError('whatever the server says')
-    if code is not None:
-        error.verify_code = code
+def test_failure_is_told_by_its_number_its_reason_or_its_kind(
+    kind: type[ssl.SSLError], said: dict[str, object], failure: TlsFailure
+) -> None:
+    error = kind('whatever the server says')
+    for name, value in said.items():
+        setattr(error, name, value)
     assert tls_failure(error) is failure
-
-
-@pytest.mark.parametrize(
-    ('reason', 'failure'),
-    [
-        ('SSLV3_ALERT_CERTIFICATE_EXPIRED', TlsFailure.OWN_EXPIRED),
-        ('TLSV13_ALERT_CERTIFICATE_REQUIRED', TlsFailure.OWN_MISSING),
-        ('TLSV1_ALERT_UNKNOWN_CA', TlsFailure.OWN_REFUSED),
-        ('SSLV3_ALERT_BAD_CERTIFICATE', TlsFailure.OWN_REFUSED),
-        ('TLSV1_ALERT_ACCESS_DENIED', TlsFailure.OWN_REFUSED),
-        ('TLSV1_ALERT_PROTOCOL_VERSION', TlsFailure.OTHER),
-        ('WRONG_VERSION_NUMBER', TlsFailure.PLAIN_TEXT),
-        ('UNSUPPORTED_PROTOCOL', TlsFailure.OTHER),
-        (None, TlsFailure.OTHER),
-    ],
-)
-def test_other_failure_is_told_by_its_reason(reason: str | None, failure: TlsFailure) -> None:
-    error = ssl.SSLError('whatever the server says')
-    if reason is not None:
-        error.reason = reason
-    assert tls_failure(error) is failure
-
-
-@pytest.mark.parametrize('kind', [ssl.SSLEOFError, ssl.SSLZeroReturnError])
-def test_end_of_the_connection_is_told_by_its_kind(kind: type[ssl.SSLError]) -> None:
-    assert tls_failure(kind('whatever the server says')) is TlsFailure.HUNG_UP

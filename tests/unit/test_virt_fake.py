@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,23 +44,20 @@ def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize('text', ['', '{', '{}x', '[1]', '[{"instance": "x"}]', '{"a": 1}'])
-def test_a_file_that_is_not_ours(text: str, tmp_path: Path) -> None:
-    (tmp_path / 'fake.json').write_text(text)
-    with pytest.raises(EcompError, match=r'fake\.json .* remove it'):
-        FakeHypervisor(tmp_path).prepare()
-
-
 @pytest.mark.parametrize(
-    ('what', 'text'),
+    ('name', 'text'),
     [
-        *(('reserved', each) for each in ('', '{', '[1]', 'null', '{"52:54:00:00:00:01": 7}', '{"x": [1, 2, 3]}')),
-        *(('seeds', each) for each in ('', '{', '7', 'null')),
+        *(('fake.json', each) for each in ('', '{', '{}x', '[1]', '[{"instance": "x"}]', '{"a": 1}')),
+        *(
+            ('fake-reserved.json', each)
+            for each in ('', '{', '[1]', 'null', '{"52:54:00:00:00:01": 7}', '{"x": [1, 2, 3]}')
+        ),
+        *(('fake-seeds.json', each) for each in ('', '{', '7', 'null')),
     ],
 )
-def test_a_file_beside_it_that_is_not_ours(what: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / f'fake-{what}.json').write_text(text)
-    with pytest.raises(EcompError, match=rf'fake-{what}\.json .* remove it'):
+def test_a_file_that_is_not_ours(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(EcompError, match=rf'{re.escape(name)} .* remove it'):
         FakeHypervisor(tmp_path).prepare()
 
 
