@@ -28,22 +28,23 @@ LOADED = ('ecomp.log', 'ecomp.errors', 'ecomp.cli.options', 'ecomp.cli.commands'
 LOADED = (*LOADED, 'ecomp.conf', 'yaml')
 
 
+def interrupted(directory: Path, **words: object) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of a program that is interrupted as it loads a module."""
+    command = [sys.executable, '-c', INTERRUPTED.format(**words)]
+    done = subprocess.run(
+        command, cwd=directory, env=environment(), capture_output=True, text=True, check=False, timeout=60
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.parametrize('name', [*LOADED, 'ecomp.scheduler.looking.find', 'h2', 'ssl'])
 def test_ctrl_c_while_modules_load_is_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / 'schedule.yaml').write_text('etcd: {endpoints: ["127.0.0.1:1"]}\n')
-    command = [sys.executable, '-c', INTERRUPTED.format(name=name, words=['list'], number='SIGINT', run=SCHEDULE)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (1, '', 'eschedule: interrupted\n')
+    said = interrupted(tmp_path, name=name, words=['list'], number='SIGINT', run=SCHEDULE)
+    assert said == (1, '', 'eschedule: interrupted\n')
 
 
 @pytest.mark.parametrize('number', ['SIGINT', 'SIGTERM'])
 def test_a_check_that_is_interrupted_says_not_that_all_is_well(number: str, tmp_path: Path) -> None:
-    words = {'name': 'ecomp.agent.checking', 'words': ['--check'], 'number': number, 'run': CHECK}
-    done = subprocess.run(
-        [sys.executable, '-c', INTERRUPTED.format(**words)],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    said = 'ecompute: interrupted: not everything was looked at\n'
-    assert (done.returncode, done.stdout, done.stderr) == (1, '', said)
+    said = interrupted(tmp_path, name='ecomp.agent.checking', words=['--check'], number=number, run=CHECK)
+    assert said == (1, '', 'ecompute: interrupted: not everything was looked at\n')

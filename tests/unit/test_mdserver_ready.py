@@ -32,14 +32,22 @@ def config(tmp_path: Path) -> Config:
     return Config(guests=tmp_path / 'guests', leases=str(tmp_path / '*.status'), neighbours=tmp_path / 'arp')
 
 
-def say_ready(config: Config) -> str:
-    """What the server answers to this guest's word."""
-    environ = {'REMOTE_ADDR': ADDRESS, 'REQUEST_METHOD': 'POST', 'PATH_INFO': f'/phone-home/{UUID}/'}
-    environ['HTTP_HOST'] = config.listen_address
+def ask(config: Config, server: Callable[..., Iterable[bytes]] | None = None, **environ: str) -> str:
+    """What the server, a new one unless it is given, answers to this guest."""
+    environ = {'REMOTE_ADDR': ADDRESS, 'HTTP_HOST': config.listen_address, **environ}
     setup_testing_defaults(environ)
     answered = []
-    list(make_app(files.Files(config))(environ, lambda status, *_: answered.append(status)))
+    list((server or make_app(files.Files(config)))(environ, lambda status, *_: answered.append(status)))
     return answered[0]
+
+
+def say_ready(config: Config) -> str:
+    """What the server answers to this guest's word."""
+    return ask(config, REQUEST_METHOD='POST', PATH_INFO=f'/phone-home/{UUID}/')
+
+
+def look(config: Config, server: Callable[..., Iterable[bytes]] | None = None) -> str:
+    return ask(config, server, REQUEST_METHOD='GET', PATH_INFO='/latest/meta-data/instance-id')
 
 
 def test_it_is_noted(config: Config) -> None:
@@ -61,16 +69,6 @@ def test_of_one_that_is_removed_meanwhile_nothing_stays(config: Config, monkeypa
     assert list(config.guests.iterdir()) == []
 
 
-def ask(server: Callable[..., Iterable[bytes]]) -> str:
-    """What the server answers to this guest."""
-    environ = {'REMOTE_ADDR': ADDRESS, 'REQUEST_METHOD': 'GET', 'PATH_INFO': '/latest/meta-data/instance-id'}
-    environ['HTTP_HOST'] = '169.254.169.254'
-    setup_testing_defaults(environ)
-    answered = []
-    list(server(environ, lambda status, *_: answered.append(status)))
-    return answered[0]
-
-
 @pytest.mark.parametrize(('change', 'said'), [
     (lambda config: Path(config.leases.replace('*', 'virbr0')).write_text('[]'), 'no current DHCP lease for'),
     (lambda config: (config.guests / f'{MAC}.json').unlink(), 'no instance with the MAC address'),
@@ -85,14 +83,14 @@ def test_ecompute_hears_of_a_guest_that_is_refused_until_it_is_answered(
     kept[Path(config.leases.replace('*', 'virbr0'))] = Path(config.leases.replace('*', 'virbr0')).read_text()
     server, data = make_app(files.Files(config)), GuestData(config.guests)
     for _ in range(2):
-        assert ask(server) == '200 OK'
+        assert look(config, server) == '200 OK'
         assert MAC not in data.read_refusals()
         change(config)
-        assert ask(server).startswith(('404', '500'))
+        assert look(config, server).startswith(('404', '500'))
         assert said in data.read_refusals()[MAC]
         for path, text in kept.items():
             path.write_text(text)
-    assert ask(make_app(files.Files(config))) == '200 OK'
+    assert look(config) == '200 OK'
     assert MAC not in data.read_refusals()
 
 
@@ -102,7 +100,7 @@ def test_who_sends_from_many_macs_does_not_fill_the_directory(config: Config, mo
     server = make_app(files.Files(config))
     for number in range(9):
         config.neighbours.write_text(NEIGHBOURS.replace(MAC, f'52:54:00:00:00:0{number}'))
-        ask(server)
+        look(config, server)
     refused = GuestData(config.guests).read_refusals()
     assert len(refused) == 3
     GuestData(config.guests).forget_refusals(refused)

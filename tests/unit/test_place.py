@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -35,20 +35,21 @@ def offer(computes: int) -> Offer:
     return Offer([{name: SIZE} for name in names], rooms)
 
 
+def placing(
+    claimer: type[Claimer], look: Callable[[], Offer], wanted: SetOrder, alive: list[str],
+    others: tuple[int, int] = (0, 0), seed: int = 0,
+) -> Placer:  # fmt: skip
+    """A placer whose claims go by `claimer`; placement is not asked. `others`: how many are ahead and behind."""
+    claims = claimer(None, '', '', lambda: True)  # type: ignore[arg-type]
+    return Placer(claims, look, lambda: others, alive, lambda _: True, wanted, random.Random(seed))
+
+
 def placed(found: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, count: int = 1) -> list[str]:
     """The computes of one request's instances."""
     wanted = SetOrder(
         str(uuid.UUID(int=seed)), query='query', image='image', weigh=weigh, count=count, minimum=count
     )
-    placer = Placer(
-        Willing(None, '', '', lambda: True),  # type: ignore[arg-type]  # placement is not asked
-        lambda: found,
-        lambda: (ahead, behind),
-        list(found.rooms),
-        lambda _: True,
-        wanted,
-        random.Random(seed),
-    )
+    placer = placing(Willing, lambda: found, wanted, list(found.rooms), (ahead, behind), seed)
     return [each.compute for each in placer.place(found, Terms(None, None), {}).values()]
 
 
@@ -109,12 +110,7 @@ def test_of_a_compute_with_several_places_one_that_was_taken_leaves_the_others()
         return Offer([{compute: SIZE, gpu: {'CUSTOM_GPU': 1}} for gpu in sorted(left)], {})
 
     wanted = SetOrder(str(uuid.uuid4()), query='query', image='image')
-    alone = (0, 0)
-    placer = Placer(
-        Late(None, '', '', lambda: True),  # type: ignore[arg-type]  # placement is not asked
-        look, lambda: alone, [compute], lambda _: True, wanted, random.Random(0),
-    )  # fmt: skip
-    (placed,) = placer.place(look(), Terms(None, None), {}).values()
+    (placed,) = placing(Late, look, wanted, [compute]).place(look(), Terms(None, None), {}).values()
     assert placed.allocations.keys() == {compute, *left}
 
 

@@ -118,21 +118,26 @@ def test_quickstart_proposes_to_destroy_only_what_it_made() -> None:
         assert 'elab status' in done.stdout
 
 
+def asked_by_make_venv(directory: Path, script: str, **settings: str) -> str:
+    """What make_venv of a script has pip and venv do, run alone in a directory."""
+    text = (TOP / script).read_text()
+    text = text[text.index('make_venv() {') :]
+    text = text[: text.index('\n}\n') + 3]
+    around = 'begin() { :; }; finish() { :; }; say() { :; }; check_python() { :; }; quietly() { echo "$@" >>asked; }'
+    (directory / 'asked').write_text('')
+    words = f'{around}\n{text}\nmake_venv'
+    subprocess.run(['bash', '-euc', words], cwd=directory, env={**os.environ, **settings}, check=True)
+    return (directory / 'asked').read_text()
+
+
 @pytest.mark.parametrize(('script', 'stamp'), [('quickstart.sh', 'installed-quickstart'), ('tests/run', 'installed')])
 def test_a_venv_whose_making_was_ended_is_made_anew(script: str, stamp: str, tmp_path: Path) -> None:
     """Its Python is there before its pip."""
-    text = (TOP / script).read_text()
-    make_venv = text[text.index('make_venv() {') :]
-    make_venv = make_venv[: make_venv.index('\n}\n') + 3]
-    around = 'begin() { :; }; finish() { :; }; say() { :; }; check_python() { :; }; quietly() { echo "$@" >>asked; }'
     for name in ('setup.py', 'constraints.txt'):
         (tmp_path / name).write_text('')
 
     def asked() -> str:
-        (tmp_path / 'asked').write_text('')
-        words = f'{around}\n{make_venv}\nPYTHON={sys.executable} make_venv'
-        subprocess.run(['bash', '-euc', words], cwd=tmp_path, check=True)
-        return (tmp_path / 'asked').read_text()
+        return asked_by_make_venv(tmp_path, script, PYTHON=sys.executable)
 
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', tmp_path / '.venv'], check=True)
     (packages,) = (tmp_path / '.venv/lib').glob('python*/site-packages')
@@ -147,20 +152,11 @@ def test_a_venv_whose_making_was_ended_is_made_anew(script: str, stamp: str, tmp
 
 
 def test_quickstart_installs_what_ecomp_was_tested_with_and_again_where_that_has_changed(tmp_path: Path) -> None:
-    text = (TOP / 'quickstart.sh').read_text()
-    make_venv = text[text.index('make_venv() {') : text.index('make_lab() {')]
-    words = f'begin() {{ :; }}; finish() {{ :; }}; quietly() {{ echo "$@" >>asked; }}\n{make_venv}\nmake_venv'
-
-    def asked() -> str:
-        (tmp_path / 'asked').write_text('')
-        subprocess.run(['bash', '-euc', words], cwd=tmp_path, check=True)
-        return (tmp_path / 'asked').read_text()
-
     subprocess.run([sys.executable, '-m', 'venv', tmp_path / '.venv'], check=True)
     (tmp_path / 'setup.py').write_text('')
     for constraints in ('one', 'another'):
         (tmp_path / 'constraints.txt').write_text(constraints)
-        first, second = asked().splitlines()
+        first, second = asked_by_make_venv(tmp_path, 'quickstart.sh').splitlines()
         assert '--require-hashes -r constraints.txt' in first
         assert '--no-deps -e .' in second
-        assert asked() == ''
+        assert asked_by_make_venv(tmp_path, 'quickstart.sh') == ''
