@@ -6,6 +6,8 @@ import base64
 import json
 from typing import Any
 
+from hypothesis import strategies as st
+
 from ecomp.model.guest import USER_DATA_LIMIT
 from ecomp.model.order import SIZE_LIMIT
 
@@ -172,3 +174,11 @@ XML = [
     '\ud800',
     '\r\n',
 ]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+"""Any value of JSON; what json.dumps makes of a float that is no number is refused as such."""

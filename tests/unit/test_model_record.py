@@ -32,6 +32,7 @@ from ecomp.model.record import (
     to_dict,
     to_json,
 )
+from tests.kit.hostile import JSON
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
@@ -121,13 +122,6 @@ def test_what_an_older_or_newer_ecomp_wrote_is_read(value: dict[str, Any], recor
 def test_what_is_no_record_is_refused_in_words(value: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         from_json(value)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 @given(st.sampled_from([*to_dict(RECORD)]), JSON)

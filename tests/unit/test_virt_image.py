@@ -20,6 +20,10 @@ from ecomp.virt import image
 
 MIB = 2**20
 BOOT = b'\0' * 510 + b'\x55\xaa'
+PARTITION = struct.pack('<B3BB3BII', 0x80, 0, 2, 0, 0x83, 0, 0, 0, 2048, 2048)
+HYBRID = struct.pack('<B3BB3BII', 0x80, 0, 2, 0, 0x17, 0, 0, 0, 0, 200)
+"""The partition of an ISO 9660 image with a partition table in front."""
+ISO = b'\x01CD001\x01' + b'\0' * 4096
 needs_qemu_img = pytest.mark.skipif(shutil.which('qemu-img') is None, reason='qemu-img (qemu-utils) is not installed')
 
 
@@ -51,18 +55,12 @@ def qcow2(raw: Path) -> Path:
 
 
 def test_raw(raw: Path) -> None:
-    assert image.inspect(raw) == BaseImage(str(raw), 'raw', 4 * MIB)
-
-
-def test_raw_with_a_partition_table(raw: Path) -> None:
-    with raw.open('r+b') as file:
-        file.seek(446)
-        file.write(struct.pack('<B3BB3BII', 0x80, 0, 2, 0, 0x83, 0, 0, 0, 2048, 2048))
-    assert image.inspect(raw) == BaseImage(str(raw), 'raw', 4 * MIB)
-    # A boot sector's code may begin as a packed file does.
-    with raw.open('r+b') as file:
-        file.write(b'\x1f\x8b')
-    assert image.inspect(raw) == BaseImage(str(raw), 'raw', 4 * MIB)
+    # A boot sector, then one with a partition table, whose code may begin as a packed file does.
+    for offset, content in ((510, BOOT[510:]), (446, PARTITION), (0, b'\x1f\x8b')):
+        with raw.open('r+b') as file:
+            file.seek(offset)
+            file.write(content)
+        assert image.inspect(raw) == BaseImage(str(raw), 'raw', 4 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,8 @@ def test_raw_with_a_partition_table(raw: Path) -> None:
         (b'QFI\xfb\0\0\0\1' + b'\0' * 1016, 'Unsupported qcow2 version'),
         (b'LUKS\xba\xbe\0\1' + b'\0' * MIB, 'luks'),
         (b'QED\0' + b'\0' * MIB, 'in qed format'),
-        (b'\0' * 32768 + b'\x01CD001\x01' + b'\0' * 4096, 'in iso format'),
+        (b'\0' * 32768 + ISO, 'in iso format'),
+        (b'\0' * 446 + HYBRID + b'\0' * 48 + b'\x55\xaa' + b'\0' * 32256 + ISO, 'iso'),
     ],
 )
 def test_not_taken(content: bytes, words: str, tmp_path: Path) -> None:
@@ -118,25 +117,25 @@ def test_qcow2_as_a_guest_writes_it(tmp_path: Path) -> None:
 
 
 @needs_qemu_img
-@pytest.mark.parametrize('compat', ['0.10', '1.1'])
-def test_qcow2_with_an_internal_snapshot_is_refused_until_it_is_converted(compat: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ('compat', 'add', 'named'),
+    [
+        ('0.10', [('snapshot', '-c', 'one')], 'internal snapshots'),
+        ('1.1', [('snapshot', '-c', 'one')], 'internal snapshots'),
+        ('1.1', [('bitmap', '--add', 'b0')], 'dirty bitmaps'),
+        ('1.1', [('bitmap', '--add', f'b{number}') for number in range(3)], 'dirty bitmaps'),
+    ],
+)
+def test_qcow2_with_what_a_disk_would_lose_is_refused_until_it_is_converted(
+    compat: str, add: list[tuple[str, ...]], named: str, tmp_path: Path
+) -> None:
     path, converted = tmp_path / 'x.qcow2', tmp_path / 'converted'
     qemu_img('create', '-f', 'qcow2', '-o', f'compat={compat}', path, '5G')
-    qemu_img('snapshot', '-c', 'one', path)
-    assert 'a qcow2 with internal snapshots. Fix: qemu-img convert -O qcow2 OLD NEW' in refusal(path)
+    for command, option, name in add:
+        qemu_img(command, option, *((name, path) if command == 'snapshot' else (path, name)))
+    assert f'a qcow2 with {named}. Fix: qemu-img convert -O qcow2 OLD NEW' in refusal(path)
     qemu_img('convert', '-O', 'qcow2', path, converted)
     assert image.inspect(converted).virtual_size == 5 * GIB
-
-
-@needs_qemu_img
-@pytest.mark.parametrize('bitmaps', [1, 3])
-def test_qcow2_with_dirty_bitmaps_is_refused_until_it_is_converted(bitmaps: int, qcow2: Path) -> None:
-    converted = qcow2.with_name('converted')
-    for number in range(bitmaps):
-        qemu_img('bitmap', '--add', qcow2, f'b{number}')
-    assert 'a qcow2 with dirty bitmaps. Fix: qemu-img convert -O qcow2 OLD NEW' in refusal(qcow2)
-    qemu_img('convert', '-O', 'qcow2', qcow2, converted)
-    assert image.inspect(converted).virtual_size == 4 * MIB
 
 
 @needs_qemu_img
@@ -197,14 +196,6 @@ def test_other_formats(format: str, raw: Path) -> None:
     path = raw.with_name('x')
     qemu_img('convert', '-f', 'raw', '-O', format, raw, path)
     assert f'in {"vhd" if format == "vpc" else format} format' in refusal(path)
-
-
-def test_two_formats_in_one_file(tmp_path: Path) -> None:
-    """A hybrid: an ISO 9660 image with a partition table in front."""
-    path = tmp_path / 'hybrid.iso'
-    table = struct.pack('<B3BB3BII', 0x80, 0, 2, 0, 0x17, 0, 0, 0, 0, 200)
-    path.write_bytes(b'\0' * 446 + table + b'\0' * 48 + b'\x55\xaa' + b'\0' * 32256 + b'\x01CD001\x01' + b'\0' * 4096)
-    assert 'iso' in refusal(path).lower()
 
 
 def spec(disk_gb: int | None, size: int) -> GuestSpec:
