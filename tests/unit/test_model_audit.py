@@ -47,17 +47,12 @@ def test_a_world_in_which_all_agree(world: Making) -> None:
 # One defect each: the code, whom it is about, and how it is planted.
 
 
-def _misplaced(world: Making) -> None:
-    del world.etcd[keys.request(ONE, ACTIVE)]
-    world.ask(TWO, ACTIVE, name='web1')
-
-
-def _differs(world: Making) -> None:
-    world.held[ONE][ACTIVE] = {**SIZE, 'MEMORY_MB': 32}
-
-
 def _two_of_a_name(world: Making) -> None:
     world.lives(TWO, NOBODY, name='web1')
+
+
+def _digest(**changed: dict[str, str]) -> Callable[[Making], None]:
+    return lambda world: world.digests.update({ONE: replace(world.digests[ONE], **changed)})
 
 
 def _fault(fault: str) -> Callable[[Making], None]:
@@ -70,34 +65,6 @@ def _fault(fault: str) -> Callable[[Making], None]:
     return plant
 
 
-def _no_record(world: Making) -> None:
-    del world.etcd[keys.record(ONE, ACTIVE)]
-
-
-def _two_requests_and_no_record(world: Making) -> None:
-    world.ask(TWO, NOBODY)
-    world.ask(AWAY, NOBODY)
-
-
-def _elsewhere_in_its_group(world: Making) -> None:
-    world.belong(ACTIVE, 'web')
-    world.join('web', ANTI_AFFINITY, {ACTIVE: TWO})
-
-
-def _used_by_somebody_else(world: Making) -> None:
-    world.put(keys.quota('web'), quota_to_json(Quota('web', {'VCPU': 9})))
-    world.usages['web'] = {'VCPU': 1, 'instances': 1}
-
-
-def _base(world: Making) -> None:
-    world.digests[ONE] = replace(world.digests[ONE], without_base={ACTIVE: '/images/base-x.qcow2'})
-
-
-def _two_domains(world: Making) -> None:
-    world.guest(ONE, NOBODY)
-    world.guest(TWO, NOBODY)
-
-
 def _mute(world: Making) -> None:
     world.mute[TWO] = 'it does not answer'
     del world.digests[TWO]
@@ -108,12 +75,8 @@ def _unreserved(world: Making) -> None:
     world.digests[ONE] = replace(world.digests[ONE], reservations=reservations)
 
 
-def _no_provider(world: Making) -> None:
-    del world.names[TWO]
-
-
 PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
-    ('provider-missing', TWO, _no_provider),
+    ('provider-missing', TWO, lambda w: w.names.pop(TWO)),
     ('inventory-missing', TWO, lambda w: w.provider(TWO, {})),
     ('capacity-exceeded', ONE, lambda w: w.provider(ONE, {**TOTALS, 'VCPU': 1})),
     ('compute-silent', AWAY, lambda w: w.inventories[AWAY]['VCPU'].update(reserved=0)),
@@ -121,11 +84,13 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('allocation-orphaned', GONE, lambda w: w.held[TWO].update({GONE: SIZE})),
     ('allocation-missing', ACTIVE, lambda w: w.held[ONE].pop(ACTIVE)),
     ('allocation-missing', ELSEWHERE, lambda w: w.held[AWAY].pop(ELSEWHERE)),
-    ('allocation-differs', ACTIVE, _differs),
+    ('allocation-differs', ACTIVE, lambda w: w.held[ONE].update({ACTIVE: {**SIZE, 'MEMORY_MB': 32}})),
     ('allocation-doubled', ACTIVE, lambda w: w.held[TWO].update({ACTIVE: SIZE})),
     ('request-doubled', ACTIVE, lambda w: w.ask(TWO, ACTIVE)),
-    ('request-doubled', NOBODY, _two_requests_and_no_record),
-    ('request-misplaced', ACTIVE, _misplaced),
+    ('request-doubled', NOBODY, lambda w: (w.ask(TWO, NOBODY), w.ask(AWAY, NOBODY))),
+    ('request-misplaced', ACTIVE, lambda w: (
+        w.etcd.pop(keys.request(ONE, ACTIVE)), w.ask(TWO, ACTIVE, name='web1'),
+    )),
     ('request-misplaced', GONE, lambda w: w.ask(TWO, GONE)),
     ('request-missing', ACTIVE, lambda w: w.etcd.pop(keys.request(ONE, ACTIVE))),
     ('request-ended', GONE, lambda w: w.ask(ONE, GONE)),
@@ -142,7 +107,7 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('taker-unleased', NOBODY, lambda w: (w.wait(NOBODY), w.put(keys.taker(keys.queue('small', NOBODY)), '{}'))),
     ('record-doubled', ACTIVE, lambda w: w.write(ACTIVE, record.STOPPED, TWO)),
     ('record-doubled', GONE, lambda w: w.write(GONE, record.ACTIVE, TWO)),
-    ('record-missing', ACTIVE, _no_record),
+    ('record-missing', ACTIVE, lambda w: w.etcd.pop(keys.record(ONE, ACTIVE))),
     ('record-unreadable', ACTIVE, lambda w: w.put(keys.record(ONE, ACTIVE), '{"version": 99}')),
     ('record-unreadable', 'no-uuid', lambda w: w.put(keys.record(ONE, 'no-uuid'), '{}')),
     ('record-unleased', GONE, lambda w: w.write(GONE, record.GONE)),
@@ -169,10 +134,13 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('group-orphaned', 'web', lambda w: w.join('web', AFFINITY, {ACTIVE: ONE, NOBODY: ONE})),
     ('group-orphaned', 'web', lambda w: w.join('web', AFFINITY, {GONE: ONE})),
     ('group-missing', ACTIVE, lambda w: w.belong(ACTIVE, 'web')),
-    ('group-missing', ACTIVE, _elsewhere_in_its_group),
+    ('group-missing', ACTIVE, lambda w: (w.belong(ACTIVE, 'web'), w.join('web', ANTI_AFFINITY, {ACTIVE: TWO}))),
     ('quota-unreadable', 'a/b', lambda w: w.put(keys.quota('a/b'), '{}')),
     ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), quota_to_json(Quota('web', {}, {'VCPU': 1})))),
-    ('usage-differs', 'web', _used_by_somebody_else),
+    ('usage-differs', 'web', lambda w: (
+        w.put(keys.quota('web'), quota_to_json(Quota('web', {'VCPU': 9}))),
+        w.usages.update(web={'VCPU': 1, 'instances': 1}),
+    )),
     ('attempt-unleased', NOBODY, lambda w: w.put(keys.attempt(NOBODY), json.dumps({'instances': [NOBODY]}))),
     ('presence-unleased', TWO, lambda w: w.alive(TWO, lease=0)),
     ('compute-mute', TWO, _mute),
@@ -190,9 +158,9 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('domain-misplaced', ACTIVE, lambda w: w.guest(ONE, ACTIVE, compute=AWAY)),
     ('domain-misplaced', NOBODY, lambda w: w.guest(ONE, NOBODY, compute=TWO)),
     ('domain-doubled', ACTIVE, lambda w: w.guest(TWO, ACTIVE)),
-    ('domain-doubled', NOBODY, _two_domains),
+    ('domain-doubled', NOBODY, lambda w: (w.guest(ONE, NOBODY), w.guest(TWO, NOBODY))),
     ('disk-missing', ACTIVE, lambda w: w.guest(ONE, ACTIVE, disk=False)),
-    ('base-missing', ACTIVE, _base),
+    ('base-missing', ACTIVE, _digest(without_base={ACTIVE: '/images/base-x.qcow2'})),
     ('disk-orphaned', NOBODY, lambda w: w.guest(ONE, NOBODY, compute=None, defined=False, running=False)),
     ('disk-orphaned', GONE, lambda w: w.guest(ONE, GONE, compute=None, defined=False, running=False)),
     ('seed-orphaned', NOBODY, lambda w: w.seed(ONE, NOBODY)),
@@ -209,9 +177,9 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('domain-differs', ACTIVE, _fault(PAUSED)),
     ('domain-differs', ACTIVE, _fault(f'{PAUSED}; {UNLIKE}: VCPU:3 for 2')),
     ('metadata-refused', ACTIVE, _fault(f'{REFUSED_METADATA}: no current DHCP lease for 10.0.0.9')),
-    ('dhcp-open', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], open_dhcp={'default': ''})})),
-    ('base-differs', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], bad_bases={'ab12': ''})})),
-    ('part-orphaned', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], parts={'images/x.part': '1'})})),
+    ('dhcp-open', ONE, _digest(open_dhcp={'default': ''})),
+    ('base-differs', ONE, _digest(bad_bases={'ab12': ''})),
+    ('part-orphaned', ONE, _digest(parts={'images/x.part': '1'})),
 ]
 
 

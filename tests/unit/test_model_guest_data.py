@@ -1,9 +1,11 @@
-"""What may be a guest's user-data and ssh keys; what is refused, by its line, and never quoted."""
+"""What may be a guest's user-data and ssh keys; what is refused, by its line, and never quoted.
+
+What is taken as user-data is in test_given.py.
+"""
 
 from __future__ import annotations
 
 import base64
-import gzip
 import re
 from collections.abc import Callable
 
@@ -15,7 +17,6 @@ from ecomp.model.guest import (
     USER_DATA_LIMIT,
     SharedUserData,
     check_user_data,
-    looks_unknown,
     public_keys,
     shared_user_data,
 )
@@ -41,29 +42,6 @@ SSH2 = f'---- BEGIN SSH2 PUBLIC KEY ----\nComment: "x"\n{CANARY}\n---- END SSH2 
 
 
 # User-data
-
-
-@pytest.mark.parametrize(
-    'data',
-    [
-        b'#cloud-config\npackages: [nginx]\n',
-        b'#!/bin/sh\necho hello\n',
-        b' #!',
-        b'Content-Type: multipart/mixed; boundary="x"\nMIME-Version: 1.0\n\n--x--\n',
-        b'## template: jinja\n#cloud-config\n',
-        b'#include\nhttp://h/x\n',
-        gzip.compress(b'#cloud-config\n', mtime=0),
-    ],
-)
-def test_what_cloud_init_takes(data: bytes) -> None:
-    assert check_user_data(data) == data
-    assert not looks_unknown(data)
-
-
-@pytest.mark.parametrize('data', [b'packages: []\n', b'{"ignition": {}}', '\ufeff#cloud-config\n'.encode(), b'x #!'])
-def test_what_it_would_pass_over_is_taken_and_noticed(data: bytes) -> None:
-    assert check_user_data(data) == data
-    assert looks_unknown(data)
 
 
 @pytest.mark.parametrize(
