@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv4Network
 from pathlib import Path
 
 import pytest
 
 from ecomp.lab import machine, state
+from ecomp.lab.machine import Process
+from ecomp.lab.network import Layout
+from ecomp.lab.state import Lab
 
 
 @pytest.fixture
@@ -25,3 +29,11 @@ def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """No lab has a namespace, and nobody needs to be root."""
     monkeypatch.setattr(machine, 'require_root', lambda _: None)
     monkeypatch.setattr(machine, 'of_lab', lambda _: [])
+
+
+def make_lab(root: Path, name: str = 'one', hosts: int = 1, **processes: Process) -> Lab:
+    """A lab that elab remembers, of whose servers these were started."""
+    (root / name).mkdir(exist_ok=True)
+    lab = Lab(root / name, Layout(name, IPv4Network('10.33.0.0/16')), hosts, dict(processes))
+    lab.save()
+    return lab

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ecomp.model.allocation import Allocations, Room
-from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, WEIGHS, Choice, Offer, choose, distribute, share_left
+from ecomp.model.allocation import Room
+from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, WEIGHS, Offer, choose, distribute, share_left
 
 COMPUTES = [f'compute-{n}' for n in range(6)]
 ONE = {'VCPU': 1}
 SHARED = {'storage': {'DISK_GB': 1}, 'compute-1': {'VCPU': 1}}
-
-
-def spread(found: Sequence[Allocations], alive: Collection[str], seed: int = 0) -> Choice:
-    return choose(Offer(found), alive, SPREAD, random.Random(seed))
 
 
 candidates = st.lists(
@@ -56,7 +51,8 @@ def test_the_first_choice_is_spread() -> None:
 
 def test_the_same_randomness_chooses_the_same() -> None:
     def tries(seed: int) -> list[str]:
-        return [each.compute for each in spread([{name: ONE} for name in COMPUTES], COMPUTES, seed).tries]
+        offer = Offer([{name: ONE} for name in COMPUTES])
+        return [each.compute for each in choose(offer, COMPUTES, SPREAD, random.Random(seed)).tries]
 
     assert tries(7) == tries(7)
     assert {tuple(tries(seed)) for seed in range(9)} > {tuple(tries(7))}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from ipaddress import IPv4Network
 from pathlib import Path
 
 import pytest
 
 from ecomp.lab import machine, state
 from ecomp.lab.elab import main
-from ecomp.lab.network import Layout
-from ecomp.lab.state import Lab
+from tests.unit.lab_root import make_lab
 
 
 @pytest.mark.usefixtures('as_root')
@@ -20,7 +18,7 @@ def test_a_lab_behind_a_link_is_removed_with_the_link(root: Path, capsys: pytest
     for place, link in ((there, root / 'one'), (somebodys, root / 'two')):
         place.mkdir()
         link.symlink_to(place)
-    Lab(root / 'one', Layout('one', IPv4Network('10.33.0.0/16')), 1).save()
+    make_lab(root)
     for place in (there, somebodys):
         (place / 'images').mkdir()
         (place / 'images/file').write_text('')
@@ -43,9 +41,7 @@ def test_what_is_mounted_in_a_lab_is_said_before_anything_ends(
     if linked:
         there.mkdir()
         (root / 'one').symlink_to(there)
-    lab = Lab(root / 'one', Layout('one', IPv4Network('10.33.0.0/16')), 1)
-    there.mkdir(exist_ok=True)
-    lab.save()
+    make_lab(root)
     (there / 'images').mkdir()
     (there / 'images/mine').write_text('')
     monkeypatch.setattr(machine, 'end_processes', lambda *_: pytest.fail('something was ended'))
@@ -71,7 +67,7 @@ def test_a_down_that_was_killed_is_gone_on_with_behind_a_link(root: Path, monkey
     there = root.parent / 'there'
     there.mkdir()
     (root / 'one').symlink_to(there)
-    Lab(root / 'one', Layout('one', IPv4Network('10.33.0.0/16')), 1).save()
+    make_lab(root)
     for name in ('control', 'images', 'zoo'):
         (there / name).mkdir()
     remove = shutil.rmtree

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import threading
-from ipaddress import IPv4Network
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,19 @@ import pytest
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.lab import machine, state
 from ecomp.lab.machine import Process
-from ecomp.lab.network import Layout
-from ecomp.lab.state import Lab
+from tests.unit.lab_root import make_lab
 
 
-def make(root: Path, processes: dict[str, Process] | None = None) -> Lab:
-    (root / 'one').mkdir()
-    lab = Lab(root / 'one', Layout('one', IPv4Network('10.33.0.0/16')), 2, processes or {})
-    lab.save()
-    return lab
+def ended(directory: Path, script: str) -> Process:
+    """A server that a shell script stood for."""
+    process = machine.start('server', ['sh', '-c', script], directory / 'log', directory)
+    while machine.alive(process):
+        pass
+    return process
 
 
 def test_a_lab_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
-    lab = make(tmp_path, {'etcd': Process('etcd', 4711, 99)})
+    lab = make_lab(tmp_path, hosts=2, etcd=Process('etcd', 4711, 99))
 
     assert state.load('one', tmp_path) == lab
     assert [each.layout.name for each in state.all_labs(tmp_path)] == ['one']
@@ -39,7 +38,7 @@ def test_no_lab(tmp_path: Path) -> None:
 
 
 def test_processes_of_another_boot_are_forgotten(tmp_path: Path) -> None:
-    make(tmp_path, {'etcd': Process('etcd', 4711, 99)})
+    make_lab(tmp_path, hosts=2, etcd=Process('etcd', 4711, 99))
     written = tmp_path / 'one/lab.json'
     written.write_text(json.dumps({**json.loads(written.read_text()), 'boot': 'another'}))
 
@@ -47,7 +46,7 @@ def test_processes_of_another_boot_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_version_is_refused(tmp_path: Path) -> None:
-    make(tmp_path)
+    make_lab(tmp_path)
     written = tmp_path / 'one/lab.json'
     written.write_text(json.dumps({**json.loads(written.read_text()), 'version': 99}))
 
@@ -93,13 +92,10 @@ def test_a_server_that_ends_while_starting_is_reported_with_its_last_word(tmp_pa
 
 
 def test_a_server_that_ended_is_none_whoever_answers_in_its_place(tmp_path: Path) -> None:
-    log = tmp_path / 'log'
-    process = machine.start('server', ['sh', '-c', 'echo port is taken'], log, tmp_path)
-    while machine.alive(process):
-        pass
+    process = ended(tmp_path, 'echo port is taken')
 
     with pytest.raises(EcompError, match=r'has its place \(elab down ends that\): port is taken'):
-        machine.wait_for('server', lambda: True, process, log, 10)
+        machine.wait_for('server', lambda: True, process, tmp_path / 'log', 10)
 
 
 def test_no_server_runs_that_nobody_has_written_down(tmp_path: Path) -> None:
@@ -118,9 +114,7 @@ def test_no_server_runs_that_nobody_has_written_down(tmp_path: Path) -> None:
 
 
 def test_a_server_reads_nothing_of_who_started_it(tmp_path: Path) -> None:
-    process = machine.start('server', ['sh', '-c', 'cat; readlink /proc/$$/fd/0'], tmp_path / 'log', tmp_path)
-    while machine.alive(process):
-        pass
+    ended(tmp_path, 'cat; readlink /proc/$$/fd/0')
     assert machine.last_line(tmp_path / 'log') == '/dev/null'
 
 

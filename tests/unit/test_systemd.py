@@ -102,14 +102,10 @@ def test_the_program_is_found_from_any_directory(tmp_path: Path, monkeypatch: py
 
 
 @pytest.fixture
-def of_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose the clone and this test's directory are does not matter."""
-    monkeypatch.setattr(systemd, 'in_root_s_way', lambda _: None)
-
-
-def units(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """Each unit as its --unit prints it, for a program in a directory whose name has to be quoted."""
-    where = directory / 'a $b %c'
+    monkeypatch.setattr(systemd, 'in_root_s_way', lambda _: None)
+    where = tmp_path / 'a $b %c'
     where.mkdir()
     monkeypatch.chdir(where)
     made = {}
@@ -126,14 +122,10 @@ def units(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return made
 
 
-@pytest.mark.usefixtures('of_root')
-def test_systemd_takes_each_unit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_systemd_takes_each_unit(units: dict[str, str], tmp_path: Path) -> None:
     assert shutil.which('systemd-analyze'), 'apt-get install systemd'
-    made = units(tmp_path, monkeypatch, capsys)
     paths = []
-    for name, text in made.items():
+    for name, text in units.items():
         paths.append(tmp_path / f'{name}.service')
         paths[-1].write_text(text)
         assert not re.search(r'@\w+@', text), 'each place of the unit is filled in'
@@ -141,18 +133,14 @@ def test_systemd_takes_each_unit(
     done = subprocess.run(verify, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, '')
     # It has to be able to say no.
-    paths[0].write_text(made['ecompute'].replace('WatchdogSec=60', 'WatchdogSec=often\nNoSuchThing=yes'))
+    paths[0].write_text(units['ecompute'].replace('WatchdogSec=60', 'WatchdogSec=often\nNoSuchThing=yes'))
     done = subprocess.run(verify, capture_output=True, text=True, check=False)
     assert 'often' in done.stderr
     assert 'NoSuchThing' in done.stderr
 
 
-@pytest.mark.usefixtures('of_root')
-def test_what_each_unit_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = units(tmp_path, monkeypatch, capsys)
-    for name, text in made.items():
+def test_what_each_unit_says(units: dict[str, str], tmp_path: Path) -> None:
+    for name, text in units.items():
         parser = configparser.RawConfigParser(strict=False)
         parser.read_string(text)
         assert parser['Service']['Type'] == 'notify', name
@@ -164,10 +152,10 @@ def test_what_each_unit_says(
         assert parser['Service'].get('ProtectProc') == (None if name == 'ecompute' else 'invisible'), name
     where = f'"{tmp_path}/a $$b %%c'
     program = where.replace('$$', '$')
-    assert f'ExecStart={program}/ecompute" --config {where}/\\"c\\".yaml"\n' in made['ecompute']
+    assert f'ExecStart={program}/ecompute" --config {where}/\\"c\\".yaml"\n' in units['ecompute']
     told = f'--data {where}/d" --etcd-port 2379 --placement-port 8080 --certs {where}/certs"'
-    assert f'ExecStart={program}/elab" control --bind 10.0.0.5 {told}\n' in made['ecomp-control']
-    assert f'ExecStart={program}/mdserver" {where}/mdserver.conf" --bridge virbr0 --user 65520\n' in made['mdserver']
+    assert f'ExecStart={program}/elab" control --bind 10.0.0.5 {told}\n' in units['ecomp-control']
+    assert f'ExecStart={program}/mdserver" {where}/mdserver.conf" --bridge virbr0 --user 65520\n' in units['mdserver']
 
 
 def test_the_service_s_configuration_is_the_same_wherever_it_is_printed() -> None:
@@ -193,22 +181,19 @@ def test_no_option_is_left_out_of_a_metadata_server_s_unit(words: list[str], cap
     assert said.startswith('mdserver: --unit goes with CONF alone')
 
 
-@pytest.mark.usefixtures('of_root')
 @pytest.mark.parametrize('more', [[], ['--unit']])
 @pytest.mark.parametrize('address', ['fe80::1%lo', '::1%lo'])
 def test_an_address_that_no_certificate_takes_is_refused(
     address: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(systemd, 'in_root_s_way', lambda _: None)
     monkeypatch.chdir(tmp_path)
     assert elab.main(['control', '--bind', address, *more]) == 2
     why = f'--bind {address}: an address with a % cannot be certified: say another of this machine'
     assert capsys.readouterr() == ('', f'elab: {why}\n')
-    assert not [*tmp_path.iterdir()]
-
-
-def test_a_unit_for_no_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert elab.main(['control', '--bind', '0.0.0.0', '--unit']) == 2
     assert capsys.readouterr().out == ''
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.fixture
