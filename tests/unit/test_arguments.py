@@ -24,6 +24,10 @@ IMAGE = 'http://images.invalid/a.img'
         ([QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options())),
         (['create', QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options())),
         (['create', QUERY, '--wait', 'ready'], Invocation('create', (QUERY,), Options(wait='ready'))),
+        ([QUERY, '--wait', 'ready'], Invocation('create', (QUERY,), Options(wait='ready'))),
+        (['--wait', 'ready', QUERY], Invocation('create', (QUERY,), Options(wait='ready'))),
+        (['--wait=ready', QUERY], Invocation('create', (QUERY,), Options(wait='ready'))),
+        (['stop', '--wait', 'ready'], Invocation('stop', ('ready',), Options(wait=''))),  # an instance may be called so
         (['create', '--flavor', 'x'], Invocation('create', ('',), Options(flavor='x'))),
         (['--flavor', 'x', 'create', IMAGE], Invocation('create', ('', IMAGE), Options(flavor='x'))),
         (['--wait', QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options(wait=''))),
@@ -50,6 +54,15 @@ IMAGE = 'http://images.invalid/a.img'
         ),
         (['--queue', '--flavor', 'x', IMAGE], Invocation('create', ('', IMAGE), Options(flavor='x', queue=True))),
         (['show', A, '--config', 'x.yaml'], Invocation('show', (A,), Options(config='x.yaml'))),
+        # The help of what is typed beside it.
+        (['--help'], Invocation('help', (), Options())),
+        (['--help', '--nonsense'], Invocation('help', (), Options())),
+        ([A, '--help'], Invocation('help', (), Options())),
+        (['-h', 'wait', A], Invocation('help', ('wait',), Options())),
+        (['--timeout', '5', 'host', 'drain', 'hv1', '--help'], Invocation('help', ('host', 'drain'), Options())),
+        ([QUERY, '--help'], Invocation('help', ('create',), Options())),
+        (['create', '--help'], Invocation('help', ('create',), Options())),
+        (['host', '--help'], Invocation('help', ('host',), Options())),
     ],
 )
 def test_each_form(argv: list[str], command: Invocation) -> None:
@@ -75,22 +88,6 @@ def test_the_help_of_a_command_speaks_of_its_own_options_alone(name: str) -> Non
     assert found == [each for each in shown if len(each) > 2]
     fields = {*COMMANDS[name].options, 'config'}
     assert set(shown) == {flag for field in fields for each in OPTIONS[field] for flag in each.flags}
-
-
-@pytest.mark.parametrize(
-    ('argv', 'name'),
-    [
-        (['--help'], ''),
-        (['-h', 'wait', A], 'wait'),
-        (['--timeout', '5', 'host', 'drain', 'hv1', '--help'], 'host drain'),
-        ([QUERY, '--help'], 'create'),
-        (['create', '--help'], 'create'),
-        (['--help', '--nonsense'], ''),
-        ([A, '--help'], ''),
-    ],
-)
-def test_help_is_of_what_is_typed_beside_it(argv: list[str], name: str) -> None:
-    assert parse(argv) == Invocation('help', tuple(name.split()), Options())
 
 
 def test_every_option_is_some_command_s() -> None:
@@ -148,20 +145,8 @@ def test_what_is_refused_names_what_was_probably_meant(argv: list[str], said: st
     assert '\n' not in str(refused.value)
 
 
-@pytest.mark.parametrize('argv', [[QUERY, '--wait', 'ready'], ['--wait', 'ready', QUERY], ['--wait=ready', QUERY]])
-def test_a_stage_behind_wait_is_what_is_waited_for(argv: list[str]) -> None:
-    found = parse(argv)
-    assert (found.name, found.words, found.options.wait) == ('create', (QUERY,), 'ready')
-
-
-def test_an_instance_may_be_called_as_a_stage_is() -> None:
-    found = parse(['stop', '--wait', 'ready'])
-    assert (found.name, found.words, found.options.wait) == ('stop', ('ready',), '')
-
-
 def test_help_of_several_commands_by_their_first_word() -> None:
     helped = help_of('host')
     assert [line.split('<')[0].split('   ')[0].strip() for line in helped.splitlines() if line.startswith('  ')] == [
         *('host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget'),
     ]
-    assert parse(['host', '--help']) == Invocation('help', ('host',), Options())

@@ -8,7 +8,7 @@ import uuid
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ecomp.errors import Conflict, UsageError
@@ -135,22 +135,6 @@ def solved(offer: Offer, group: Group | None, count: int, weigh: str = SPREAD, s
     return distribute(choice.tries, offer.rooms, count, weigh, rng, group)
 
 
-def test_together_is_where_all_have_room() -> None:
-    # One at a time, the first would go to the emptiest by share, and the third would not fit there.
-    offer = roomy(2, 3, 2)
-    assert Counter(each.compute for each in solved(offer, TOGETHER, 3)) == {HOSTS[1]: 3}
-    assert len(solved(offer, TOGETHER, 4)) == 3
-    there = TOGETHER.with_members({MEMBERS[0]: HOSTS[2]})
-    assert Counter(each.compute for each in solved(offer, there, 3)) == {HOSTS[2]: 2}
-
-
-def test_apart_is_one_each() -> None:
-    offer = roomy(9, 9, 9)
-    assert Counter(each.compute for each in solved(offer, APART, 3)) == dict.fromkeys(HOSTS[:3], 1)
-    assert len(solved(offer, APART, 4)) == 3
-    assert solved(offer, APART.with_members(dict(zip(MEMBERS, HOSTS[:3], strict=False))), 1) == []
-
-
 def test_softly_apart_is_even_and_softly_together_is_full() -> None:
     offer = roomy(9, 9, 1)
     spread = Counter(each.compute for each in solved(offer, Group('web', ANTI_AFFINITY, False), 5))
@@ -167,6 +151,13 @@ def test_softly_apart_is_even_and_softly_together_is_full() -> None:
     st.dictionaries(st.sampled_from(MEMBERS), hosts),
     st.integers(),
 )
+# One at a time, the first would go to the emptiest by share, and the third would not fit there.
+@example([2, 3, 2], AFFINITY, 3, SPREAD, {}, 1)
+@example([2, 3, 2], AFFINITY, 4, SPREAD, {}, 1)
+@example([2, 3, 2], AFFINITY, 3, SPREAD, {MEMBERS[0]: HOSTS[2]}, 1)
+@example([9, 9, 9], ANTI_AFFINITY, 3, SPREAD, {}, 1)
+@example([9, 9, 9], ANTI_AFFINITY, 4, SPREAD, {}, 1)
+@example([9, 9, 9], ANTI_AFFINITY, 1, SPREAD, dict(zip(MEMBERS, HOSTS[:3], strict=False)), 1)
 def test_a_strict_set_never_breaks_its_group_and_is_as_large_as_it_can_be(
     rooms: list[int], policy: str, count: int, weigh: str, members: dict[str, str], seed: int
 ) -> None:
@@ -181,5 +172,6 @@ def test_a_strict_set_never_breaks_its_group_and_is_as_large_as_it_can_be(
         assert len(taken) == min(count, sum(1 for host, room in free.items() if room and host not in group.on))
     else:
         assert len(on) <= 1
+        assert not group.on or on.keys() <= group.on.keys()
         homes = group.on.keys() & free.keys() if group.on else free.keys()
         assert len(taken) == min(count, max((free[host] for host in homes), default=0))

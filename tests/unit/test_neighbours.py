@@ -59,6 +59,7 @@ NEIGHBOURS: Mapping[str, Mapping[str, str]] = {
         'host off': 'host disable', 'host on': 'host enable', 'host rm': 'host forget', 'host describe': 'host show',
         'host kill': 'host disable', 'quota rm': NO_LIMIT, 'quota clear': NO_LIMIT, 'flavor rm': 'flavor delete',
         'group ls': 'group list', 'enable': 'host enable', 'disable': 'host disable',
+        'host disenable': 'host disable',  # a negated command may hint at its opposite
     },
 }  # fmt: skip
 OPPOSITES = [('start', 'stop'), ('host enable', 'host disable'), ('host enable', 'host drain')]
@@ -83,11 +84,8 @@ def suggested(line: str) -> str:
 def test_a_word_of_another_tool_hints_at_the_same_command_here(line: str, meant: str) -> None:
     assert suggested(line) == meant
     assert suggested(line.upper()) == meant
-
-
-@pytest.mark.parametrize('line', ['rm', 'delete', 'undefine', 'server delete', 'container rm', 'delete pod'])
-def test_a_hint_at_destroy_names_the_loss(line: str) -> None:
-    assert 'did you mean eschedule destroy, which deletes the disk?' in refusal(line)
+    names_the_loss = 'did you mean eschedule destroy, which deletes the disk?' in refusal(line)
+    assert names_the_loss == (meant == 'destroy')
 
 
 def test_every_command_that_is_suggested_exists() -> None:
@@ -122,10 +120,6 @@ def test_no_typing_error_hints_at_a_loss_or_the_opposite(case: tuple[str, str, s
     for pair in OPPOSITES:
         if command in pair and not negation:
             assert hint not in {*pair} - {command}
-
-
-def test_a_negated_command_may_hint_at_its_opposite() -> None:
-    assert suggested('host disenable') == 'host disable'
 
 
 @pytest.mark.parametrize('name', sorted({*COMMANDS} - {'query'}))

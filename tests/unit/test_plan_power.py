@@ -39,6 +39,7 @@ def planned(
     state: str = '',
     fault: str | None = None,
     before_reboot: bool = False,
+    vanished: bool = False,
 ) -> list[Kind]:
     request = Request(
         INSTANCE,
@@ -55,6 +56,7 @@ def planned(
         guests={INSTANCE: guest} if guest else {},
         patience={INSTANCE: patience} if patience else {},
         before_reboot=[INSTANCE] if before_reboot else [],
+        vanished=[INSTANCE] if vanished else [],
     )
     tasks = plan({INSTANCE: request}, {INSTANCE: record}, seen)
     assert all(task.reason for task in tasks)
@@ -108,10 +110,7 @@ def test_of_whom_nothing_is_seen_nothing_is_done(action: str) -> None:
     """It may have been missed: then it is done when it is seen again; else it ends."""
     power = Power(action, THIS)
     assert planned(power, None, None, fault=GONE_BOTH) == []
-    request = Request(INSTANCE, {HERE: {'VCPU': 1}}, image='http://h/i', user_id='u', project_id='p', power=power)
-    record = Record(INSTANCE, HERE, STOPPED, image='http://h/i', fault=GONE_BOTH)
-    tasks = plan({INSTANCE: request}, {INSTANCE: record}, replace(NOTHING, vanished=[INSTANCE]))
-    assert [each.kind for each in tasks] == [Kind.VANISHED]
+    assert planned(power, None, None, fault=GONE_BOTH, vanished=True) == [Kind.VANISHED]
 
 
 def test_a_start_that_failed_is_a_fault_until_the_guest_runs() -> None:
