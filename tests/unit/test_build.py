@@ -57,29 +57,24 @@ class Recording(FakeHypervisor):
         self.asked.append('let go')
 
     def create_disk(self, spec: GuestSpec) -> None:
-        """See Hypervisor."""
         super().create_disk(spec)
         self._did('create_disk')
 
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
-        """See Hypervisor."""
         assert self.guests()[instance].disk, 'by its overlay an instance is known to be here'
         super().create_seed(instance, files)
         self._did('create_seed')
 
     def start(self, spec: GuestSpec) -> None:
-        """See Hypervisor."""
         self.spec = spec
         super().start(spec)
         self._did('start')
 
     def destroy(self, instance: str, compute: str) -> None:
-        """See Hypervisor."""
         super().destroy(instance, compute)
         self.asked.append('destroy')
 
     def delete_disk(self, instance: str) -> None:
-        """See Hypervisor."""
         assert not self.guests().get(instance, Guest(instance, None, False, False, False)).running
         super().delete_disk(instance)
         self.asked.append('delete_disk')
@@ -96,16 +91,12 @@ def made(hypervisor: Recording, checkpoint: Callable[[], None] = lambda: None, j
     return reached
 
 
-def guests(hypervisor: Recording) -> Mapping[str, Guest]:
-    return hypervisor.guests()
-
-
 def test_it_is_made_in_order() -> None:
     hypervisor = Recording()
     assert made(hypervisor) == ALL
     # The base volume may be evicted once a disk lies on it, and not before.
     assert hypervisor.asked == ['image', 'create_disk', 'let go', 'start']
-    assert guests(hypervisor)[INSTANCE].running
+    assert hypervisor.guests()[INSTANCE].running
     assert hypervisor.spec is not None
     assert hypervisor.spec.base == BASE
 
@@ -124,7 +115,6 @@ class Large(Recording):
     """One on which disks of /large.qcow2 cannot be made."""
 
     def create_disk(self, spec: GuestSpec) -> None:
-        """See Hypervisor."""
         if spec.base.path == '/large.qcow2':
             raise BuildFailed('disk', 'the image is larger than DISK_GB')
         super().create_disk(spec)
@@ -144,7 +134,7 @@ def test_it_fails_for_what_the_image_is_and_not_for_what_it_was(bases: list[str 
     if fails:
         with pytest.raises(BuildFailed, match='larger'):
             carry_out(JOB, hypervisor, hypervisor, told.append, lambda: None)
-        assert guests(hypervisor) == {}
+        assert hypervisor.guests() == {}
     else:
         carry_out(JOB, hypervisor, hypervisor, told.append, lambda: None)
     assert told == (ALL[:2] if fails else ALL), 'the image is there, whatever comes of the disk'
@@ -167,7 +157,7 @@ def test_a_step_that_fails_leaves_nothing(step: str) -> None:
     hypervisor = Recording(fails_at=step)
     with pytest.raises(BuildFailed, match='it was told to'):
         made(hypervisor, job=TOLD)
-    assert guests(hypervisor) == {}
+    assert hypervisor.guests() == {}
     assert hypervisor.seeds() == set()
 
 
@@ -182,7 +172,7 @@ def test_a_build_that_is_cancelled_at_any_look_leaves_nothing(look: int) -> None
 
     with pytest.raises(Cancelled):
         made(hypervisor, checkpoint, TOLD)
-    assert guests(hypervisor) == {}
+    assert hypervisor.guests() == {}
     assert hypervisor.seeds() == set()
 
 
@@ -212,7 +202,7 @@ def test_the_domain_goes_before_its_disk() -> None:
     hypervisor.asked.clear()
     Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)
     assert hypervisor.asked == ['destroy', 'delete_disk']
-    assert guests(hypervisor) == {}
+    assert hypervisor.guests() == {}
     Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)  # nothing there is success
 
 
@@ -227,7 +217,7 @@ def test_what_is_left_of_one_without_a_trace_goes_unless_it_came_back(there: boo
     carry_out(Forget(INSTANCE, COMPUTE), hypervisor, hypervisor, lambda _: None, lambda: None)
     assert hypervisor.asked == ([] if there else ['delete_disk'])
     assert hypervisor.seeds() == ({INSTANCE} if there else set())
-    assert bool(guests(hypervisor)) == there
+    assert bool(hypervisor.guests()) == there
 
 
 def test_its_power_is_switched_and_nothing_of_it_goes() -> None:
@@ -236,7 +226,7 @@ def test_its_power_is_switched_and_nothing_of_it_goes() -> None:
     hypervisor.asked.clear()
     for job, running in ((Shutdown, False), (Resume, True), (SwitchOff, False), (SwitchOff, False), (Resume, True)):
         carry_out(job(INSTANCE, COMPUTE), hypervisor, hypervisor, lambda _: None, lambda: None)
-        assert guests(hypervisor)[INSTANCE] == Guest(INSTANCE, COMPUTE, True, running, True)
+        assert hypervisor.guests()[INSTANCE] == Guest(INSTANCE, COMPUTE, True, running, True)
     assert hypervisor.asked == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kit.hypervisor import without_stillborn
 
 STILLBORN = """\
@@ -21,20 +23,18 @@ KeyError: 'x'
 """
 
 
-def test_a_workers_whose_ecompute_was_killed_as_it_started_it_is_left_out() -> None:
-    assert without_stillborn(LINE + STILLBORN.format(between='') + LINE) == LINE + LINE
+HALF = STILLBORN.format(between=LINE).removesuffix('EOFError: Ran out of input\n')
 
 
-def test_also_where_the_next_ecompute_logs_between_its_lines() -> None:
-    assert without_stillborn(LINE + STILLBORN.format(between=LINE)) == LINE + LINE
-
-
-def test_any_other_stays() -> None:
-    assert without_stillborn(REAL) == REAL
-    both = REAL + STILLBORN.format(between=LINE)
-    assert 'KeyError' in without_stillborn(both)
-
-
-def test_half_of_one_stays_until_it_is_whole() -> None:
-    half = STILLBORN.format(between=LINE).removesuffix('EOFError: Ran out of input\n')
-    assert without_stillborn(half) == half
+@pytest.mark.parametrize(
+    ('log', 'left'),
+    [
+        (LINE + STILLBORN.format(between='') + LINE, LINE + LINE),
+        (LINE + STILLBORN.format(between=LINE), LINE + LINE),  # the next ecompute logs between its lines
+        (REAL, REAL),
+        (REAL + STILLBORN.format(between=LINE), REAL + STILLBORN.format(between=LINE)),  # all of it stays
+        (HALF, HALF),  # until it is whole
+    ],
+)
+def test_a_workers_whose_ecompute_was_killed_as_it_started_it_is_left_out_and_no_other(log: str, left: str) -> None:
+    assert without_stillborn(log) == left

@@ -35,9 +35,8 @@ def found(*pairs: tuple[str, Value]) -> Places[Value]:
 def test_what_cannot_be_read_at_the_older_place_hides_no_record(rubbish: bytes) -> None:
     """Else an instance that has ended looks for ever as if it had not: its request, which would tell, is gone."""
     ended = record(ONE, GONE, created=9)
-    for pairs in ([(keys.old_record(INSTANCE), Value(rubbish, 1)), (keys.record(ONE, INSTANCE), ended)],):
-        assert found(*pairs).record is ended
-        assert found(*reversed(pairs)).record is ended
+    pairs = [(keys.old_record(INSTANCE), Value(rubbish, 1)), (keys.record(ONE, INSTANCE), ended)]
+    assert found(*pairs).record is found(*reversed(pairs)).record is ended
     alone = Value(rubbish, 1)
     assert found((keys.old_record(INSTANCE), alone)).record is alone, 'it is all there is'
 

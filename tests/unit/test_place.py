@@ -25,7 +25,6 @@ class Willing(Claimer):
     """All that is claimed is got: there is room enough for what the tests here ask."""
 
     def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
-        """As the real one."""
         return set(wanted)
 
 
@@ -98,7 +97,6 @@ def test_of_a_compute_with_several_places_one_that_was_taken_leaves_the_others()
         """Others were faster wherever there is another place left."""
 
         def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
-            """As the real one."""
             ((instance, candidate),) = wanted.items()
             (gpu,) = candidate.allocations.keys() - {compute}
             if len(left) == 1:
