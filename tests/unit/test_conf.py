@@ -175,7 +175,6 @@ image_proxy: http://proxy:3128/
 
 def test_certificates_of_another_user_are_named_in_one_sentence() -> None:
     """As for whoever types eschedule in the directory of a lab that root made."""
-    top = Path(__file__).resolve().parents[2]
     # Nothing above it may keep the other user out.
     with tempfile.TemporaryDirectory(dir='/tmp') as name:
         directory = Path(name)
@@ -188,7 +187,7 @@ def test_certificates_of_another_user_are_named_in_one_sentence() -> None:
         command = ['setpriv', '--reuid', '65534', '--clear-groups', *command] if os.geteuid() == 0 else command
         if os.geteuid() != 0:
             (directory / 'certs').chmod(0)
-        env = {**os.environ, 'PYTHONPATH': str(top), 'ECOMP_CONFIG': name}
+        env = {**os.environ, 'PYTHONPATH': str(TOP), 'ECOMP_CONFIG': name}
         done = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=env, check=False)
     why = f'{name}/schedule.yaml names {name}/certs/ca.pem, and permission is denied'
     cure = 'Fix: run this as the owner of that file, or with sudo'

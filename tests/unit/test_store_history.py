@@ -57,25 +57,22 @@ def test_it_is_told_where_the_changes_and_the_answer_both_say_so(replies: list[A
     assert heard(*replies)[0] is is_told
 
 
-def test_silence_alone_is_no_quiet() -> None:
-    assert heard(BEGUN, *[answer()] * (ANSWERS - 1)) == (False, False)
-    assert heard(BEGUN, *[answer()] * ANSWERS) == (False, True)
+BEFORE = [answer()] * (ANSWERS - 1)
 
 
-def test_what_was_asked_of_a_frozen_etcd_is_answered_at_once_and_counts_once() -> None:
-    assert heard(BEGUN, *[answer()] * 50, apart=0.001) == (False, False)
-
-
-def test_who_is_behind_is_not_believed() -> None:
-    assert heard(BEGUN, *[answer(NOW - 1)] * 50) == (False, False)
-
-
-def test_a_change_begins_the_quiet_anew() -> None:
-    before = [answer()] * (ANSWERS - 1)
-    assert heard(BEGUN, *before, changes(2, FULL), *before) == (False, False)
-    assert heard(BEGUN, *before, changes(2, FULL), *before, answer()) == (False, True)
-
-
-def test_it_is_not_quiet_before_the_change_that_is_known() -> None:
-    assert heard(BEGUN, *[answer()] * 50, known=True) == (False, False)
-    assert heard(BEGUN, changes(2, FULL), *[answer()] * ANSWERS, known=True) == (False, True)
+@pytest.mark.parametrize(
+    ('replies', 'how', 'is_quiet'),
+    [
+        (BEFORE, {}, False),
+        ([*BEFORE, answer()], {}, True),
+        ([answer()] * 50, {'apart': 0.001}, False),  # of a frozen etcd: answered at once, and counts once
+        ([answer(NOW - 1)] * 50, {}, False),
+        # A change begins the quiet anew; it is not quiet before the change that is known.
+        ([*BEFORE, changes(2, FULL), *BEFORE], {}, False),
+        ([*BEFORE, changes(2, FULL), *BEFORE, answer()], {}, True),
+        ([answer()] * 50, {'known': True}, False),
+        ([changes(2, FULL), *BEFORE, answer()], {'known': True}, True),
+    ],
+)
+def test_silence_alone_is_no_quiet(replies: list[Any], how: dict[str, Any], is_quiet: bool) -> None:
+    assert heard(BEGUN, *replies, **how) == (False, is_quiet)
