@@ -19,12 +19,9 @@ def run(*command: str) -> None:
         pytest.fail(f'{" ".join(command)}\n{done.stdout}{done.stderr}', pytrace=False)
 
 
-def python_trees() -> list[str]:
-    return [name for name in ('ecomp', 'md_server', 'tests', 'bench', 'docs', 'setup.py') if (TOP / name).exists()]
-
-
 def test_ruff() -> None:
-    run('ruff', 'check', '--config=pyproject.toml', *python_trees())
+    trees = [name for name in ('ecomp', 'md_server', 'tests', 'bench', 'docs', 'setup.py') if (TOP / name).exists()]
+    run('ruff', 'check', '--config=pyproject.toml', *trees)
 
 
 # bandit's rules, as ruff has them, that are not asked for in the product, with the reason.

@@ -17,15 +17,10 @@ def state(revisions: dict[str, int]) -> dict[str, Entry]:
     return {key: Entry(key, b'', revision) for key, revision in revisions.items()}
 
 
-def parts(entries: dict[str, Entry]) -> dict[str, dict[str, Entry]]:
-    """What is below each compute's own prefix, where there is anything."""
-    return changed_hosts({}, entries, {})
-
-
 @given(STATES, STATES)
 def test_who_is_told_is_told_all_and_nobody_is_forgotten(before: dict[str, int], after: dict[str, int]) -> None:
     known = state(before)
-    of_each = parts(known)
+    of_each = changed_hosts({}, known, {})
     kept = {compute: dict(each) for compute, each in of_each.items()}
     told = changed_hosts(known, state(after), of_each)
     assert of_each == kept, 'what was told before is never changed'

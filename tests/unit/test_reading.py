@@ -22,11 +22,9 @@ def is_word(text: str) -> bool:
 
 def shortest(flag: str) -> int:
     """Characters of a long flag that no other flag begins with."""
-    return next(n for n in range(3, len(flag) + 1) if n == len(flag) or unique(flag[:n]))
-
-
-def unique(beginning: str) -> bool:
-    return sum(flag.startswith(beginning) for flag in FLAGS) == 1
+    others = [each for each in FLAGS if each != flag]
+    lengths = range(3, len(flag))
+    return next((n for n in lengths if not any(each.startswith(flag[:n]) for each in others)), len(flag))
 
 
 def values(option: Option) -> st.SearchStrategy[Any]:
