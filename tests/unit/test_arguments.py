@@ -126,6 +126,7 @@ def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
         (['list', '--state', 'actve'], '--state: there is no such state (did you mean active?); say active, '),
         (['wait', A, '--timeout', '1000000000'], '--timeout: 0 to 999999999 seconds'),
         (['wait', A, '--timeout', '-1'], '--timeout: 0 to 999999999 seconds'),
+        ([QUERY, '--min', '2'], '--min goes with --count'),
         (['query', 'web1'], "'query' is not a command: did you mean eschedule 'resources=…'?"),
         (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy, which deletes the disk?"),
         (['ls', '-f', 'json', 'x'], "'ls' is not a command: did you mean eschedule list?"),
