@@ -181,7 +181,8 @@ class Connection:
         if is_too_long(error) and unanswered is Unreachable:
             return TooLong(f'{name}: {error.details}')
         if is_denied(error):
-            return Denied(f'{name} does not let {denied(str(self.config.cert_cert or ''), about, read)}')
+            who = str(self.config.cert_cert or '')
+            return Denied(f'{name} does not let {denied(who, about, read)}')
         if is_refusal(error) and not is_too_long(error):
             return EcompError(f'{name} refuses: {error.details}{advice(error)}')
         if self._unreadable and was_not_sent(error) and not is_passing(error):
