@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -112,6 +113,8 @@ def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
 @pytest.fixture(scope='module')
 def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A qcow2 with something in it; its virtual size is 16 MiB."""
+    if shutil.which('qemu-img') is None:
+        pytest.skip('qemu-img makes the images: apt-get install qemu-utils')
     directory = tmp_path_factory.mktemp('image')
     raw, made = directory / 'raw', directory / 'qcow2'
     raw.write_bytes(os.urandom(MIB))

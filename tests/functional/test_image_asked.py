@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,12 +14,6 @@ from ecomp.agent.images import download
 from tests.functional.image_content import base, entries, raw
 from tests.kit.image_server import Handler, Web
 from tests.kit.images import MIB, cache, get, kept
-
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
-    ),
-]
 
 
 @pytest.mark.parametrize('says', [{'etag': '"1"'}, {'last-modified': 'Sat, 21 Nov 2026 10:00:00 GMT'}])

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.functional.image_content import base, entries, raw
 from tests.kit.image_server import Web
-from tests.kit.images import cache, get, kept
-
-MIB = 2**20
-
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
-    ),
-]
+from tests.kit.images import MIB, cache, get, kept
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,6 @@ from tests.functional.image_content import base, raw
 from tests.kit.image_server import Web
 from tests.kit.images import LIMITS, MIB, cache, get, kept, refused
 from tests.kit.servers import PATIENCE
-
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
-    ),
-]
 
 
 def test_how_far_it_is_is_told_now_and_then(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

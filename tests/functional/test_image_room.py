@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +18,6 @@ from tests.functional.image_content import base, entries, raw, sha256
 from tests.kit.image_server import Web
 from tests.kit.images import MIB, cache, get, kept
 from tests.kit.servers import PATIENCE, until
-
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
-    ),
-]
 
 
 def test_what_was_not_used_for_longest_goes(web: Web, directory: Path) -> None:

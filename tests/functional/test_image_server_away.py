@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +13,6 @@ from ecomp.agent.images import download
 from tests.functional.image_content import raw
 from tests.kit.image_server import Handler, Web
 from tests.kit.images import MIB, cache, get, refused
-
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
-    ),
-]
 
 
 def test_a_cached_image_is_used_while_its_server_cannot_be_asked(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +14,6 @@ from tests.functional.image_content import base, entries, raw, sha256
 from tests.kit.image_server import Web
 from tests.kit.images import LIMITS, LOOPBACK, MIB, cache, get, inspect, kept, refused
 from tests.kit.servers import PATIENCE, free_port, until
-
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
-    ),
-]
 
 
 def test_a_pinned_image_needs_no_network_once_it_is_cached(web: Web, directory: Path, image: bytes) -> None:

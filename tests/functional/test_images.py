@@ -25,13 +25,6 @@ from tests.kit.image_server import Handler, Web
 from tests.kit.images import LIMITS, LOOPBACK, MIB, cache, get, kept, refused
 from tests.kit.servers import PATIENCE, free_port, until
 
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
-    ),
-]
-
-
 # What works
 
 

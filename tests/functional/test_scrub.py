@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -16,12 +15,6 @@ from ecomp.agent.images.cache import DAY, Bases, Scrubber, bad
 from tests.kit.image_server import Web
 from tests.kit.images import LIMITS, MIB, cache, get
 from tests.kit.servers import until
-
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
-    ),
-]
 
 LATER = DAY + 1
 """A second more than a day: a clock may be put back by a little between a file's time and ours."""
