@@ -180,37 +180,15 @@ def test_one_that_moves_while_etcd_is_away_is_found_again(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize('state', [ACTIVE, GONE])
-def test_who_waits_from_the_queue_on_hears_the_compute_that_took_it(cloud: Cloud, told: list[str], state: str) -> None:
-    """Another one has said before that it has it, and says that all is done."""
-    config, instance, other, right = EtcdConfig((cloud.etcd.endpoint,)), new(), new(), new()
-    says = Record(instance, other, BUILDING, image=IMAGE)
-    cloud.etcd.put(keys.request(other, instance), '{}')
-    cloud.etcd.put(keys.record(other, instance), to_json(says))
-
-    def claims(compute: str) -> list[str]:
-        return [instance] if compute == right else []
-
-    with ThreadPoolExecutor(1) as pool:
-        wait = Wait(config, instance, Deadline(30), told.append, claims=claims)
-        waiting = pool.submit(wait_for_stage, wait, 'started')
-        until(lambda: answered(told), 10, 'etcd has answered it')
-        record = Record(instance, right, BUILDING, image=IMAGE)
-        cloud.etcd.put(keys.request(right, instance), '{}')
-        cloud.etcd.put(keys.record(right, instance), to_json(record))
-        cloud.etcd.put(keys.record(other, instance), to_json(says.at(state, 't', 'started')))
-        time.sleep(1.5)
-        assert not waiting.done()
-        record = record.at(ACTIVE, 't', 'started')
-        cloud.etcd.put(keys.record(right, instance), to_json(record))
-        assert waiting.result(PATIENCE * 10) == record
-    removed(cloud, instance, other, right)
-
-
-@pytest.mark.parametrize('state', [ACTIVE, GONE])
-def test_what_another_said_is_forgotten_where_the_compute_that_took_it_has_written_nothing_yet(
-    cloud: Cloud, told: list[str], state: str
+@pytest.mark.parametrize('has_written', [True, False])
+def test_who_waits_from_the_queue_on_hears_the_compute_that_took_it(
+    cloud: Cloud, told: list[str], has_written: bool, state: str
 ) -> None:
-    """It was "its record was removed", exit 4, of an instance that is being built."""
+    """Another one has said before that it has it, and says that all is done.
+
+    Where the one that took it had written nothing yet, it was "its record was removed", exit 4, of an instance that is
+    being built.
+    """
     config, instance, other, right = EtcdConfig((cloud.etcd.endpoint,)), new(), new(), new()
     says, record = (Record(instance, each, BUILDING, image=IMAGE) for each in (other, right))
     cloud.etcd.put(keys.request(other, instance), '{}')
@@ -220,8 +198,11 @@ def test_what_another_said_is_forgotten_where_the_compute_that_took_it_has_writt
         waiting = pool.submit(wait_for_stage, wait, 'started')
         until(lambda: answered(told), 10, 'etcd has answered it')
         cloud.etcd.put(keys.request(right, instance), '{}')
+        if has_written:
+            cloud.etcd.put(keys.record(right, instance), to_json(record))
         cloud.etcd.put(keys.record(other, instance), to_json(says.at(state, 't', 'started')))
         time.sleep(1.5)
+        assert not waiting.done()
         record = record.at(ACTIVE, 't', 'started')
         cloud.etcd.put(keys.record(right, instance), to_json(record))
         assert waiting.result(PATIENCE * 10) == record
