@@ -59,6 +59,11 @@ class Cloud:
             stages={'requested': 'today'},
         )
 
+    def order(self, alive: bool = True, **totals: int) -> tuple[str, SetOrder]:
+        """A compute, and an order for one small guest on it."""
+        compute = self.compute(alive, **totals)
+        return compute, self.wanted(compute)
+
     def create(
         self,
         wanted: SetOrder,

@@ -25,6 +25,7 @@ from ecomp.store.sharing import index
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, new
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd
+from tests.kit.store_client import existing
 
 pytestmark = pytest.mark.fast
 
@@ -32,8 +33,7 @@ pytestmark = pytest.mark.fast
 
 
 def test_a_destroy_is_a_tombstone(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     cloud.create(wanted)
     assert destroy(cloud.store, wanted.instance) == f'{wanted.instance}: destroy accepted, {compute} carries it out'
     value = json.loads(cloud.etcd.get(keys.request(compute, wanted.instance)) or b'')
@@ -48,8 +48,7 @@ def test_a_destroy_is_a_tombstone(cloud: Cloud) -> None:
 
 
 def test_a_destroy_by_two_is_one(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     cloud.create(wanted)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: destroy(cloud.store, wanted.instance), range(4)))
@@ -97,8 +96,7 @@ def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, be
 
 
 def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     cloud.create(wanted)
     cloud.etcd.delete(keys.compute(compute))
     assert destroy(cloud.store, wanted.instance).endswith('when it is back: it is silent now')
@@ -202,9 +200,7 @@ def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud
     cloud.etcd.put(key, json.dumps({**json.loads(requests.to_json(newer)), 'version': 99}))
     cloud.etcd.put(keys.group(group.name), group_to_json(group))
     destroy(cloud.store, instance)
-    entry = cloud.store.get(key)
-    assert entry is not None
-    tombstone = requests.parse_request(compute, key, entry.value)
+    tombstone = requests.parse_request(compute, key, existing(cloud.store, key).value)
     assert isinstance(tombstone, Request)
     assert tombstone.is_tombstone
     assert requests.shares(tombstone) == Shares(name, group.name, 'a-project', SMALL)
@@ -222,16 +218,12 @@ def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
 def test_a_destroy_that_is_lost_or_whose_answer_is(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
 ) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     cloud.create(wanted)
     living(shaky_store, wanted.instance)  # it is connected
     # The tombstone, and not the reads before it, holds the query with the image beside it null.
-    pattern = b'"allocations": {}'
-    if arrives:
-        etcd_proxy.lose_answer(pattern, lambda: cloud.delivered(compute, wanted.instance).is_tombstone)
-    else:
-        etcd_proxy.lose_request(pattern)
+    applied = (lambda: cloud.delivered(compute, wanted.instance).is_tombstone) if arrives else None
+    etcd_proxy.lose(b'"allocations": {}', applied)
     answer = destroy(shaky_store, wanted.instance)
     assert etcd_proxy.has_lost
     assert ('already' in answer) is arrives
@@ -239,8 +231,7 @@ def test_a_destroy_that_is_lost_or_whose_answer_is(
 
 
 def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     assert find(cloud.store, wanted.instance) is None
     cloud.create(wanted)
     found = find(cloud.store, wanted.instance)

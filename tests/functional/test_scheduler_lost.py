@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable
+from ecomp.errors import Conflict, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.record import new_record, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Store
 from tests.functional.cloud import SMALL, Cloud, new
@@ -21,37 +20,14 @@ from tests.kit.servers import free_port
 # Lost on the way to etcd
 
 
-def test_a_delivery_whose_answer_is_lost_was_one(cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
-    request_key = keys.request(compute, wanted.instance)
-    etcd_proxy.lose_answer(request_key.encode(), lambda: cloud.etcd.get(request_key))
-    assert cloud.create(wanted, store=shaky_store) == DeliveryOutcome(compute)
-    assert etcd_proxy.has_lost
-    cloud.is_whole(compute, wanted)
-
-
-def test_a_delivery_that_is_lost_is_undone(cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
-    etcd_proxy.lose_request(keys.request(compute, wanted.instance).encode())
-    with pytest.raises(EcompError):
-        cloud.create(wanted, store=shaky_store)
-    assert etcd_proxy.has_lost
-    cloud.has_nothing_of(wanted, compute)
-
-
 @pytest.mark.parametrize('applied', [True, False])
 def test_when_it_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, applied: bool
 ) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     request_key = keys.request(compute, wanted.instance)
-    if applied:
-        etcd_proxy.lose_answer(request_key.encode(), lambda: cloud.etcd.get(request_key), and_stay_away=True)
-    else:
-        etcd_proxy.lose_request(request_key.encode(), and_stay_away=True)
+    arrived = (lambda: cloud.etcd.get(request_key)) if applied else None
+    etcd_proxy.lose(request_key.encode(), arrived, and_stay_away=True)
     with pytest.raises(UnknownOutcome, match=wanted.instance) as caught:
         cloud.create(wanted, store=shaky_store)
     assert caught.value.exit_code == 7
@@ -86,21 +62,16 @@ def test_anothers_delivery_is_not_taken_for_the_one_that_was_lost(
 def test_an_announcement_that_is_lost_or_whose_answer_is(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
 ) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     attempt_key = keys.attempt(wanted.instance)
-    if arrives:
-        etcd_proxy.lose_answer(attempt_key.encode(), lambda: cloud.etcd.get(attempt_key))
-    else:
-        etcd_proxy.lose_request(attempt_key.encode())
+    etcd_proxy.lose(attempt_key.encode(), (lambda: cloud.etcd.get(attempt_key)) if arrives else None)
     assert cloud.create(wanted, store=shaky_store) == DeliveryOutcome(compute)
     assert etcd_proxy.has_lost
     cloud.is_whole(compute, wanted)
 
 
 def test_without_etcd_nothing_is_claimed(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     store = Store(EtcdConfig((f'127.0.0.1:{free_port()}',), timeout=2.0))
     try:
         for resume in (True, False):
@@ -118,25 +89,12 @@ def test_without_etcd_nothing_is_claimed(cloud: Cloud) -> None:
 def test_a_claim_that_is_lost_or_whose_answer_is_ends_in_exactly_one(
     cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
 ) -> None:
-    compute, instance = cloud.compute(), new()
-    request = f'PUT /allocations/{instance}'.encode()
-    if arrives:
-        placement_proxy.lose_answer(request, lambda: cloud.server.allocations(instance))
-    else:
-        placement_proxy.lose_request(request)
-    claims.Claimer(shaky_placement, 'a-user', 'a-project', lambda: True).claim({instance: {compute: SMALL}})
-    assert placement_proxy.has_lost
-    assert cloud.server.consumers(compute) == {instance: SMALL}
-
-
-def test_a_lost_answer_in_the_middle_of_a_create_is_not_seen_outside(
-    cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement
-) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
-    request = f'PUT /allocations/{wanted.instance}'.encode()
-    placement_proxy.lose_answer(request, lambda: cloud.server.allocations(wanted.instance))
+    compute, wanted = cloud.order()
+    applied = (lambda: cloud.server.allocations(wanted.instance)) if arrives else None
+    placement_proxy.lose(f'PUT /allocations/{wanted.instance}'.encode(), applied)
     assert cloud.create(wanted, placement=shaky_placement) == DeliveryOutcome(compute)
+    assert placement_proxy.has_lost
+    assert cloud.server.consumers(compute) == {wanted.instance: SMALL}
     cloud.is_whole(compute, wanted)
 
 
@@ -144,29 +102,15 @@ def test_a_lost_answer_in_the_middle_of_a_create_is_not_seen_outside(
 def test_when_a_claim_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on(
     cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
 ) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     found: list[Allocations] = [{compute: SMALL}]
-    request = f'PUT /allocations/{wanted.instance}'.encode()
-    if arrives:
-        placement_proxy.lose_answer(request, lambda: cloud.server.allocations(wanted.instance), and_stay_away=True)
-    else:
-        placement_proxy.lose_request(request, and_stay_away=True)
+    applied = (lambda: cloud.server.allocations(wanted.instance)) if arrives else None
+    placement_proxy.lose(f'PUT /allocations/{wanted.instance}'.encode(), applied, and_stay_away=True)
     with pytest.raises(UnknownOutcome) as caught:
         cloud.create(wanted, placement=shaky_placement, found=found)
     assert caught.value.exit_code == 7
     # Somebody is still at it, as long as the lease lives: no compute releases the claim that may be there.
     assert cloud.etcd.get(keys.attempt(wanted.instance)) is not None
-    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
-    cloud.is_whole(compute, wanted)
-
-
-def test_the_last_room_is_there_for_the_uuid_that_holds_it(cloud: Cloud) -> None:
-    # Killed after its claim; to placement the host is full.
-    compute = cloud.compute(**SMALL)
-    wanted = cloud.wanted(compute)
-    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {compute: SMALL}})
-    assert allocations.candidates(cloud.placement, wanted.query).candidates == []
     assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
 
@@ -179,13 +123,3 @@ def test_without_placement_nothing_is_left(cloud: Cloud) -> None:
     assert not isinstance(caught.value, UnknownOutcome)
     cloud.has_nothing_of(wanted)
     nowhere.close()
-
-
-def test_a_claim_found_there_is_moved_and_not_believed(cloud: Cloud) -> None:
-    # It may be somebody's who is about to release it: only a moved generation makes that fail.
-    compute, instance = cloud.compute(), new()
-    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({instance: {compute: SMALL}})
-    before = allocations.consumer(cloud.placement, instance)
-    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({instance: {compute: SMALL}})
-    assert allocations.consumer(cloud.placement, instance).generation != before.generation
-    assert not allocations.release_once(cloud.placement, instance, before)

@@ -19,6 +19,7 @@ from ecomp.store.client import Put, Store
 from ecomp.store.sharing import freed, given_back
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.proxy import Proxy
+from tests.kit.store_client import existing
 
 FAILURE = Failure('image', 'HTTP 404', 'nothing is left')
 
@@ -131,25 +132,25 @@ def test_one_that_becomes_free_between_the_claim_and_the_delivery(cloud: Cloud, 
     assert owner(cloud, name) == wanted.instance
 
 
+@pytest.mark.parametrize('has_name', [True, False])
 @pytest.mark.parametrize('arrives', [True, False])
 def test_a_delivery_that_is_lost_or_whose_answer_is(
-    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, name: str, arrives: bool
+    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, name: str, arrives: bool, has_name: bool
 ) -> None:
-    wanted = called(cloud, name)
-    compute = wanted.query.rpartition('=')[2]
+    compute, wanted = cloud.order()
+    wanted = replace(wanted, name=name if has_name else None)
     key = keys.request(compute, wanted.instance)
     find(shaky_store, wanted.instance)  # it is connected
-    pattern = b'"consumer_generation"'
+    etcd_proxy.lose(b'"consumer_generation"', (lambda: cloud.etcd.get(key)) if arrives else None)
     if arrives:
-        etcd_proxy.lose_answer(pattern, lambda: cloud.etcd.get(key) is not None)
         assert cloud.create(wanted, store=shaky_store) == DeliveryOutcome(compute)
-        assert owner(cloud, name) == wanted.instance
+        cloud.is_whole(compute, wanted)
     else:
-        etcd_proxy.lose_request(pattern)
         with pytest.raises(Conflict, match='not delivered: .*; nothing was placed, and its claim is released'):
             cloud.create(wanted, store=shaky_store)
-        assert owner(cloud, name) is None
         cloud.has_nothing_of(wanted, compute)
+    assert etcd_proxy.has_lost
+    assert owner(cloud, name) == (wanted.instance if arrives and has_name else None)
 
 
 # The same uuid again
@@ -207,9 +208,7 @@ def test_the_name_of_one_that_ended_is_free(cloud: Cloud, name: str, end: str) -
         record(cloud, first, end)
     cloud.create(second)
     assert owner(cloud, name) == second.instance
-    entry = cloud.store.get(keys.name(name))
-    assert entry is not None
-    assert entry.lease == 0
+    assert existing(cloud.store, keys.name(name)).lease == 0
     if end == ERROR:  # the record of the first one goes, and the name of the second one stays
         destroy(cloud.store, first.instance)
         assert owner(cloud, name) == second.instance

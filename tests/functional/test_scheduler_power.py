@@ -22,8 +22,7 @@ from tests.kit.servers import PATIENCE, until
 
 def lives(cloud: Cloud, state: str = ACTIVE, said: str | None = None) -> tuple[str, str]:
     """A compute, and an instance on it in this state."""
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     cloud.create(wanted)
     write(cloud, compute, wanted.instance, state, said)
     return compute, wanted.instance
@@ -93,10 +92,8 @@ def test_an_order_that_is_lost_or_whose_answer_is(
     stop = Power(STOP, new())
     with pytest.raises(NotFound):
         power(shaky_store, new(), stop)  # it is connected
-    if arrives:
-        etcd_proxy.lose_answer(stop.id.encode(), lambda: cloud.delivered(compute, instance).power == stop)
-    else:
-        etcd_proxy.lose_request(stop.id.encode())
+    applied = (lambda: cloud.delivered(compute, instance).power == stop) if arrives else None
+    etcd_proxy.lose(stop.id.encode(), applied)
     accepted = power(shaky_store, instance, stop)
     assert etcd_proxy.has_lost
     assert accepted.said == f'{instance}: stop accepted, {compute} carries it out'

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ecomp.conf import EtcdConfig
-from ecomp.store.client import Store
+from ecomp.store.client import Entry, Store
 
 
 def config(endpoint: str, timeout: float = 5.0) -> EtcdConfig:
@@ -20,3 +20,10 @@ def connected(endpoint: str, timeout: float = 5.0) -> Iterator[Store]:
         yield store
     finally:
         store.close()
+
+
+def existing(store: Store, key: str) -> Entry:
+    """Read a key that has to be there."""
+    entry = store.get(key)
+    assert entry is not None, key
+    return entry
