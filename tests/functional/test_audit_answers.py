@@ -28,6 +28,7 @@ from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
 from tests.kit.servers import until
+from tests.kit.store_client import existing
 
 MAC = '52:54:00:00:00:01'
 BASE = BaseImage('/base', 'qcow2', 0)
@@ -107,9 +108,7 @@ class Host:
             key = keys.clearance(name, self.compute)
             assert store.commit([Unchanged(key, 0)], [Put(key, clearance_to_json(leftovers), lease)])
             assert answers(store, name, {self.compute}, 'clearing', 'cleared') == {self.compute}
-            entry = store.get(keys.digest(name, self.compute, 'cleared'))
-            assert entry is not None
-            return list(json.loads(entry.value))
+            return list(json.loads(existing(store, keys.digest(name, self.compute, 'cleared')).value))
 
 
 @pytest.fixture
@@ -358,7 +357,6 @@ def test_nonsense_is_answered(cloud: Cloud, host: Host) -> None:
         for key in (keys.clearance(name, host.compute), f'{keys.AUDIT}{name}/x/y'):
             cloud.store.commit([], [Put(key, 'nonsense', lease)])
         assert answers(cloud.store, name, {host.compute}, 'clearing', 'cleared') == {host.compute}
-        entry = cloud.store.get(keys.digest(name, host.compute, 'cleared'))
-        assert entry is not None
+        entry = existing(cloud.store, keys.digest(name, host.compute, 'cleared'))
         assert 'nothing is removed' in json.loads(entry.value)[0]
     until(lambda: '0' in ask(cloud.store, host), 10, 'it answers still')

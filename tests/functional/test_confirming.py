@@ -11,7 +11,7 @@ from ecomp.agent.compute import note_ends
 from ecomp.agent.instance.instances import allocations, aside
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, BUILDING, ERROR
+from ecomp.model.record import ACTIVE, BUILDING
 from ecomp.placement.allocations import Consumer
 from ecomp.store.client import Delete
 from tests.functional.cloud import Cloud
@@ -102,10 +102,7 @@ def test_nothing_is_left_of_what_placement_does_not_confirm(cloud: Cloud, tmp_pa
         client = cloud.placement
         allocations.release_once(client, instance, allocations.consumer(client, instance))
         compute.step()
-        compute.instances.records.forget(instance)
-        failed = compute.record(instance)
-        assert failed.error is not None
-        assert (failed.state, failed.error.stage) == (ERROR, 'scheduled')
+        assert compute.failed(instance)[1].stage == 'scheduled'
         assert compute.hypervisor.reservations() == {}
         assert list((tmp_path / 'metadata').glob('*')) == []
         assert compute.hypervisor.guests() == {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 
 from ecomp.agent.host.state import Memory
 from ecomp.agent.instance.instances import ControlPlane, Instances
-from ecomp.agent.instance.records import Records, republish
+from ecomp.agent.instance.records import Records
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue import Taker
 from ecomp.agent.turns import Complaints
@@ -21,7 +21,6 @@ from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import Membership
 from ecomp.model.guest import Guest, GuestSpec
-from ecomp.model.order import Request, to_json
 from ecomp.model.queue import Backlog, QueueEntry, backlog_of
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.quota import Quota
@@ -33,6 +32,7 @@ from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, new
 from tests.functional.toy import NOW, Toy, toy
+from tests.kit.store_client import existing
 
 pytestmark = pytest.mark.fast
 FULL = 'the file system of the images is full'
@@ -76,10 +76,8 @@ def test_what_was_released_on_the_way_is_no_reason(
             compute.planner = started_again(compute, cloud, tmp_path)
         compute.planner.works_again()
         assert compute.step() == [f'build {instance}']
-        compute.instances.records.forget(instance)
-        failed = compute.record(instance)
-        assert failed.error is not None
-        assert (failed.state, failed.error.stage, failed.error.reason) == (ERROR, 'disk', FULL)
+        _, why = compute.failed(instance)
+        assert (why.stage, why.reason) == ('disk', FULL)
         assert cloud.store.get(keys.request(compute.compute, instance)) is None
         assert Memory(tmp_path, compute.compute, lambda: NOW).all() == {}
 
@@ -109,10 +107,7 @@ def test_a_request_that_is_deleted_while_nobody_is_at_its_build_is_ended(cloud: 
         lives, deleted = compute.record(kept), 'its request was deleted while it was being built'
         assert (lives.state, lives.fault) == (ACTIVE, deleted)
         assert cloud.server.allocations(kept) != {}
-        compute.instances.records.forget(disk)
-        failed = compute.record(disk)
-        assert failed.error is not None
-        assert (failed.state, failed.error.reason) == (ERROR, deleted)
+        assert compute.failed(disk)[1].reason == deleted
         assert cloud.server.allocations(disk) == {}
         assert cloud.store.get(keys.request(compute.compute, disk)) is None
 
@@ -129,16 +124,16 @@ def test_a_build_that_is_put_off_is_not_taken_for_one(cloud: Cloud, tmp_path: Pa
 
 
 @contextmanager
-def limited(cloud: Cloud, project: str, count: int) -> Iterator[Callable[[], int]]:
-    """A quota of so many instances; how many are counted now."""
+def limited(
+    cloud: Cloud, project: str, count: int, before: Mapping[str, int] | None = None
+) -> Iterator[Callable[[], int]]:
+    """A quota of so many instances, of which this is used before; how many are counted now."""
     key = keys.quota(project)
     assert cloud.store.get(key) is None, 'no other test of this etcd has one'
-    cloud.store.commit([], [Put(key, quota_to_json(Quota(project, {'instances': count}, {})))])
+    cloud.store.commit([], [Put(key, quota_to_json(Quota(project, {'instances': count}, before or {})))])
 
     def used() -> int:
-        entry = cloud.store.get(key)
-        assert entry is not None
-        return quota_from_json(project, entry.value).used.get('instances', 0)
+        return quota_from_json(project, existing(cloud.store, key).value).used.get('instances', 0)
 
     try:
         yield used
@@ -159,54 +154,45 @@ def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares
         instance = named(cloud, compute.compute, 'unkept')
         assert used() == 1
         key = keys.request(compute.compute, instance)
-        entry = cloud.store.get(key)
-        assert entry is not None
+        entry = existing(cloud.store, key)
         (work,) = compute.planner.step({key: replace(entry, value=b'', dropped=len(entry.value))})
         compute.planner.begin(work)
         compute.planner.carry_out(work)
-        compute.instances.records.forget(instance)
-        failed = compute.record(instance)
-        assert failed.error is not None
-        assert failed.state == ERROR
-        assert 'too much' in failed.error.reason
+        failed, why = compute.failed(instance)
+        assert 'too much' in why.reason
         assert (failed.name, failed.project_id) == ('unkept', 'a-project')
         assert used() == 0
         assert cloud.store.get(keys.group('unkept')) is None
-        there = cloud.store.get(keys.name('unkept'))
-        assert there is not None
-        assert there.lease, 'it is found by its name as long as its record is there, and not for ever'
+        lease = existing(cloud.store, keys.name('unkept')).lease
+        assert lease, 'it is found by its name as long as its record is there, and not for ever'
 
 
 def test_what_a_restored_etcd_does_not_know_is_counted_again(cloud: Cloud, tmp_path: Path) -> None:
     """Once, however often it is published, and given back at its end; so is what is being destroyed."""
     with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 1) as used:
-        before = cloud.store.get(keys.quota('a-project'))
-        assert before is not None
+        before = existing(cloud.store, keys.quota('a-project'))
         instance = named(cloud, compute.compute, 'later')
         compute.step()
         assert compute.record(instance).state == ACTIVE
-        places = keys.request(compute.compute, instance), keys.record(compute.compute, instance), keys.booted(instance)
+        places = compute.places(instance)
         restored = [Put(before.key, before.value.decode()), *map(Delete, (*places, keys.name('later')))]
         cloud.store.commit([], [*restored, Delete(keys.group('later'))])
         assert used() == 0
-        here = compute.hypervisor.guests().keys()
         for _ in range(2):
-            republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
+            compute.republish(compute.hypervisor.guests().keys())
             assert used() == 1
         with pytest.raises(OverQuota):
             cloud.create(cloud.wanted(compute.compute))
         # What was in a queue when the snapshot was made counted there already, and is there no more.
         queued = keys.queue('small', instance)
         cloud.store.commit([], [*map(Delete, places[:2]), Put(queued, '{}'), Put(keys.taker(queued), '{}')])
-        republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
+        compute.republish(compute.hypervisor.guests().keys())
         assert used() == 1
         assert cloud.etcd.keys(queued) == []
         assert cloud.store.get(places[0]) is not None
-        tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
-        cloud.store.commit([], [Put(places[0], to_json(tombstone))])
+        compute.destroy(instance)
         compute.instances.records.forget(instance)
-        while compute.step():
-            pass
+        compute.settle()
         assert used() == 0
 
 
@@ -217,7 +203,7 @@ def test_what_leaves_its_queue_while_it_is_published_is_counted(
     with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 5) as used:
         instance = named(cloud, compute.compute, 'waits') if shares else compute.place()
         compute.step()
-        places = keys.request(compute.compute, instance), keys.record(compute.compute, instance), keys.booted(instance)
+        places = compute.places(instance)
         request = cloud.delivered(compute.compute, instance)
         # The etcd of before it was taken: its place in the queue holds its name, group and quota.
         waiting = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
@@ -237,8 +223,7 @@ def test_what_leaves_its_queue_while_it_is_published_is_counted(
             return commit(conditions, operations)
 
         monkeypatch.setattr(cloud.store, 'commit', late)
-        here = compute.hypervisor.guests().keys()
-        republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
+        compute.republish(compute.hypervisor.guests().keys())
         assert used() == 1
         assert cloud.store.get(places[0]) is not None
         assert (cloud.store.get(keys.group('waits')) is not None) == shares
@@ -253,21 +238,18 @@ def test_many_that_accept_a_new_etcd_at_once_all_get_through(
     with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 5) as used:
         instance = named(cloud, compute.compute, 'among-many')
         compute.step()
-        places = keys.request(compute.compute, instance), keys.record(compute.compute, instance), keys.booted(instance)
+        places = compute.places(instance)
         cloud.store.commit([], [*map(Delete, (*places, keys.name('among-many'), keys.group('among-many')))])
         key, commit, others = keys.quota('a-project'), cloud.store.commit, list(range(20))
 
         def late(conditions: Any, operations: Any) -> int | None:
             if others and any(each.key == key for each in operations):
                 others.pop()
-                entry = cloud.store.get(key)
-                assert entry is not None
-                commit([], [Put(key, entry.value.decode())])  # another one was faster
+                commit([], [Put(key, existing(cloud.store, key).value.decode())])  # another one was faster
             return commit(conditions, operations)
 
         monkeypatch.setattr(cloud.store, 'commit', late)
-        here = compute.hypervisor.guests().keys()
-        republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
+        compute.republish(compute.hypervisor.guests().keys())
         monkeypatch.undo()
         assert others == []
         assert cloud.store.get(places[0]) is not None
@@ -278,38 +260,23 @@ def test_many_that_accept_a_new_etcd_at_once_all_get_through(
 def test_what_failed_gives_its_share_of_a_quota_back_once(cloud: Cloud, tmp_path: Path) -> None:
     """A destroy of it that comes without asking, as 2019's did, is carried out, and counts nothing."""
     with toy(cloud, tmp_path, Full()) as compute:
-        instance, project = compute.place(), 'a-project'
-        counted = Quota(project, {'instances': 5}, {'instances': 2, 'VCPU': 2})
-        before = cloud.store.get(keys.quota(project))
-        assert before is None, 'no other test of this etcd has one'
-        cloud.store.commit([], [Put(keys.quota(project), quota_to_json(counted))])
-
-        def used() -> int:
-            entry = cloud.store.get(keys.quota(project))
-            assert entry is not None
-            return quota_from_json(project, entry.value).used['instances']
-
-        try:
+        instance = compute.place()
+        with limited(cloud, 'a-project', 5, {'instances': 2, 'VCPU': 2}) as used:
             compute.step()
             assert compute.record(instance).state == ERROR
             assert used() == 1
-            tombstone = Request(instance, {}, image=None, user_id='a-user', project_id=project)
-            cloud.store.commit([], [Put(keys.request(compute.compute, instance), to_json(tombstone))])
+            compute.destroy(instance)
             assert compute.step() == [f'destroy {instance}']
             compute.instances.records.forget(instance)
             assert compute.record(instance).state == GONE
             assert used() == 1
-        finally:
-            cloud.store.commit([], [Delete(keys.quota(project))])
 
 
 @pytest.mark.parametrize('how', ['adopted', 'built again', 'refused', 'at once'])
 def test_where_the_record_was_lost_no_address_is_left(cloud: Cloud, tmp_path: Path, how: str) -> None:
     """What becomes of an instance before its address is written anew ends without it, too."""
     with toy(cloud, tmp_path) as compute:
-        instance = compute.place()
-        while compute.step():
-            pass
+        instance = compute.built()
         request, booted = keys.request(compute.compute, instance), keys.booted(instance)
         assert cloud.store.get(booted) is not None
         cloud.store.commit([], [Delete(keys.record(compute.compute, instance))])
@@ -322,10 +289,8 @@ def test_where_the_record_was_lost_no_address_is_left(cloud: Cloud, tmp_path: Pa
         if how != 'at once':
             compute.step()
         if how != 'refused':
-            tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
-            cloud.store.commit([], [Put(request, to_json(tombstone))])
-        while compute.step():
-            pass
+            compute.destroy(instance)
+        compute.settle()
         assert cloud.store.get(request) is None
         assert cloud.store.get(booted) is None
         assert cloud.server.allocations(instance) == {}
@@ -334,11 +299,8 @@ def test_where_the_record_was_lost_no_address_is_left(cloud: Cloud, tmp_path: Pa
 def test_where_the_record_was_lost_the_address_of_another_compute_stays(cloud: Cloud, tmp_path: Path) -> None:
     """Somebody asked two computes for one instance, and etcd lost the record of one: the address may be the other's."""
     with toy(cloud, tmp_path) as compute:
-        instance, other = compute.place(), cloud.compute(VCPU=1)
-        while compute.step():
-            pass
-        there = cloud.store.get(keys.request(compute.compute, instance))
-        assert there is not None
+        instance, other = compute.built(), cloud.compute(VCPU=1)
+        there = existing(cloud.store, keys.request(compute.compute, instance))
         asked = [Put(keys.request(other, instance), there.value.decode()), Put(keys.booted(instance), '10.9.9.9')]
         cloud.store.commit([], [Delete(keys.record(compute.compute, instance)), *asked])
         compute.instances.records.forget(instance)
@@ -346,22 +308,18 @@ def test_where_the_record_was_lost_the_address_of_another_compute_stays(cloud: C
         compute.hypervisor.delete_disk(instance)
         compute.planner.works_again()
         assert [each.partition(' ')[0] for each in compute.step()] == ['build']
-        kept = cloud.store.get(keys.booted(instance))
-        assert kept is not None
-        assert kept.value == b'10.9.9.9'
+        assert existing(cloud.store, keys.booted(instance)).value == b'10.9.9.9'
 
 
 def test_what_ended_by_our_memory_and_is_here_is_not_taken_down(cloud: Cloud, tmp_path: Path) -> None:
     """A restored etcd asks for it, and so does its guest: its end was of an earlier life."""
     with toy(cloud, tmp_path) as compute:
-        instance = compute.place()
-        while compute.step():
-            pass
+        instance = compute.built()
         compute.memory.ended(instance)
         before = cloud.etcd.get(keys.request(compute.compute, instance))
-        republish(compute.compute, cloud.store, cloud.placement, compute.memory, {instance}, NOW)
+        compute.republish({instance})
         assert cloud.etcd.get(keys.request(compute.compute, instance)) == before
-        republish(compute.compute, cloud.store, cloud.placement, compute.memory, (), NOW)
+        compute.republish(())
         assert cloud.etcd.get(keys.request(compute.compute, instance)) is None
 
 
@@ -370,20 +328,16 @@ def test_what_had_ended_and_waits_again_ends_on_one_lease(cloud: Cloud, tmp_path
         instance = compute.place()
         compute.step()
         request = cloud.delivered(compute.compute, instance)
-        tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
-        cloud.store.commit([], [Put(keys.request(compute.compute, instance), to_json(tombstone))])
+        compute.destroy(instance)
         compute.instances.records.forget(instance)
         compute.step()
-        before = cloud.store.get(keys.record(compute.compute, instance))
-        assert before is not None
+        before = existing(cloud.store, keys.record(compute.compute, instance))
         waiting = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
         cloud.store.commit([], [Put(waiting.key, waiting_to_json(waiting))])
-        republish(compute.compute, cloud.store, cloud.placement, compute.memory, (), NOW)
+        compute.republish(())
         assert cloud.store.get(waiting.key) is None
         assert cloud.store.keep_alive(before.lease) == 0
-        after = cloud.store.get(keys.record(compute.compute, instance))
-        assert after is not None
-        assert cloud.store.keep_alive(after.lease) > 0
+        assert cloud.store.keep_alive(existing(cloud.store, keys.record(compute.compute, instance)).lease) > 0
 
 
 @pytest.mark.parametrize('state', [ACTIVE, BUILDING, DESTROYING])
@@ -397,13 +351,13 @@ def test_republish_writes_nothing_of_what_another_compute_claims(
         request, record = cloud.delivered(compute.compute, instance), compute.record(instance)
         stages = {} if state == BUILDING else record.stages
         compute.memory.remember(request, replace(record, state=state, stages=stages))
-        places = keys.request(compute.compute, instance), keys.record(compute.compute, instance), keys.booted(instance)
+        places = compute.places(instance)
         cloud.store.commit([], [*map(Delete, places)])
         other = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
         held = allocations.consumer(cloud.placement, instance)
         there = {other: request.allocations[compute.compute]}
         allocations.claim_once(cloud.placement, instance, there, 'a-user', 'a-project', held.generation)
         here = () if state == BUILDING else (instance,)
-        republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
+        compute.republish(here)
         assert cloud.store.read(places) == {}
         assert ('the guest here is kept, and unmanaged. Fix: ' in caplog.text) == bool(here)

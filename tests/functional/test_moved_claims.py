@@ -30,6 +30,7 @@ from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
 from ecomp.store.client import Delete, Put, Snapshot, Store, Unchanged
 from ecomp.store.sharing import highest_released, note_released
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new
+from tests.kit.store_client import existing
 
 ROOM_FOR_ONE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 
@@ -92,8 +93,7 @@ def delivered_meanwhile(cloud: Cloud, compute: str, instance: str, lease: int) -
 
 def test_a_uuid_whose_consumer_was_left_empty_is_placed_all_the_same(cloud: Cloud) -> None:
     """A1"""
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     left_empty(cloud, wanted.instance)
     assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
@@ -135,8 +135,7 @@ def test_a_candidate_that_was_forgotten_meanwhile_is_passed_over(cloud: Cloud) -
 
 def test_a_late_release_of_the_first_one_meets_another_generation(cloud: Cloud) -> None:
     """A2: all the room there is, is what the first one claimed and left"""
-    compute = cloud.compute(**ROOM_FOR_ONE)
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order(**ROOM_FOR_ONE)
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     held = allocations.consumer(cloud.placement, wanted.instance)
     assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
@@ -146,8 +145,7 @@ def test_a_late_release_of_the_first_one_meets_another_generation(cloud: Cloud) 
 
 def test_a_late_release_meets_another_generation_also_after_somebody_else_s_release(cloud: Cloud) -> None:
     """A2, with a third one between"""
-    compute = cloud.compute(**ROOM_FOR_ONE)
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order(**ROOM_FOR_ONE)
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     held = allocations.consumer(cloud.placement, wanted.instance)
     assert abandon(cloud.store, cloud.placement, [wanted.instance], wanted.instance, -1)
@@ -181,13 +179,11 @@ def test_a_lost_claim_beside_an_equal_one_moves_it(cloud: Cloud, between: Betwee
 
 def test_no_room_beside_another_eschedule_of_the_same_uuid_is_not_called_so(cloud: Cloud) -> None:
     """A19: the room that is missing is what the other one has just claimed"""
-    compute = cloud.compute(**ROOM_FOR_ONE)
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order(**ROOM_FOR_ONE)
     key, text = keys.attempt(wanted.instance), json.dumps({'version': 1, 'instances': [wanted.instance]})
 
     def other() -> None:
-        ours = cloud.store.get(key)
-        assert ours is not None
+        ours = existing(cloud.store, key)
         assert cloud.store.commit([Unchanged(key, ours.revision)], [Put(key, text, ours.lease)])
         allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
 
@@ -199,8 +195,7 @@ def test_no_room_beside_another_eschedule_of_the_same_uuid_is_not_called_so(clou
 
 
 def test_what_an_earlier_one_releases_once_placement_was_asked_is_room(cloud: Cloud) -> None:
-    compute = cloud.compute(**ROOM_FOR_ONE)
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order(**ROOM_FOR_ONE)
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     offer = allocations.candidates(cloud.placement, wanted.query)
     assert offer.candidates == []
@@ -263,8 +258,7 @@ def test_many_are_released_in_portions(cloud: Cloud) -> None:
 
 def test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked(cloud: Cloud, between: Between) -> None:
     """A4"""
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     keeper = ClaimKeeper(compute, cloud.store, between)
     keeper.look([], 0.0)
@@ -275,8 +269,7 @@ def test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked(cloud: Clou
 
 def test_who_asked_before_it_was_disabled_asks_again(cloud: Cloud) -> None:
     """A6: asked, and frozen until the compute is said to be empty"""
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     offer = allocations.candidates(cloud.placement, wanted.query)
     disable(cloud.placement, compute, compute)
     drained(cloud.store, cloud.placement, compute, compute, Deadline(60), lambda _: None)
@@ -287,8 +280,7 @@ def test_who_asked_before_it_was_disabled_asks_again(cloud: Cloud) -> None:
 
 def test_a_drain_waits_for_who_has_just_asked(cloud: Cloud) -> None:
     """A6: asked, and announced after the drain looked first"""
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     offer = allocations.candidates(cloud.placement, wanted.query)
     disable(cloud.placement, compute, compute)
     waited: list[str] = []
@@ -328,8 +320,7 @@ def test_a_drain_waits_for_who_has_just_marked_a_waiting_request(cloud: Cloud) -
 
 def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     """A7"""
-    compute = cloud.compute(alive=False)
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order(alive=False)
     lease = cloud.store.grant(60)
     at_it(cloud, wanted, lease)
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
@@ -342,8 +333,7 @@ def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
 
 
 def test_a_dead_taker_is_forgotten_with_its_claim_for_what_still_waits(cloud: Cloud) -> None:
-    compute = cloud.compute(alive=False)
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order(alive=False)
     cloud.etcd.put(f'{keys.QUEUES}small/{wanted.instance}', '{}')
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     with pytest.raises(Conflict, match='--fenced'):
@@ -355,8 +345,7 @@ def test_a_dead_taker_is_forgotten_with_its_claim_for_what_still_waits(cloud: Cl
 
 def test_a_repair_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     """A8"""
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     lease = cloud.store.grant(60)
     at_it(cloud, wanted, lease)
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')

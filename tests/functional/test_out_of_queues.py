@@ -20,6 +20,7 @@ from ecomp.store.client import Store
 from tests.functional.cloud import SMALL, Cloud, new
 from tests.functional.queueing import is_taken, put, queued, taker, waits
 from tests.kit.proxy import Proxy
+from tests.kit.store_client import existing
 
 
 def test_taken(cloud: Cloud, flavor: Flavor) -> None:
@@ -73,9 +74,7 @@ def test_a_move_that_stays_unknown_goes_on_from_its_mark(
         taker(cloud, compute, store=shaky_store).take(found)
     assert cloud.server.allocations(found.waiting.instance) == {compute: SMALL}, 'nothing is released (rule 1)'
     if not arrives:
-        mark = cloud.store.get(mark_key)
-        assert mark is not None
-        assert taker(cloud, compute).take(found, mark.revision)
+        assert taker(cloud, compute).take(found, existing(cloud.store, mark_key).revision)
     is_taken(cloud, compute, found.waiting)
 
 

@@ -47,9 +47,7 @@ def test_made_addressed_and_destroyed(cloud: Cloud, tmp_path: Path) -> None:
 
 def test_a_guest_that_is_refused_metadata_has_a_fault_until_it_is_answered(cloud: Cloud, tmp_path: Path) -> None:
     with toy(cloud, tmp_path) as one:
-        instance, other = one.place(), one.place()
-        while one.step():
-            pass
+        instance, other = one.built(), one.built()
         refused = one.host.guest_data.directory / f'{mac_address(instance, 0)}.refused'
         nobodys = one.host.guest_data.directory / f'{mac_address(new(), 0)}.refused'
         for path in (refused, nobodys):
@@ -212,9 +210,7 @@ def test_an_end_that_comes_late_leaves_no_lease(cloud: Cloud, tmp_path: Path) ->
 def test_what_ran_when_the_host_went_down_is_started_again_once(cloud: Cloud, tmp_path: Path) -> None:
     """What goes off from then on stays off, also where its compute is restarted meanwhile."""
     with toy(cloud, tmp_path) as one:
-        instance = one.place()
-        for _ in range(2):
-            one.step()
+        instance = one.built()
         one.reboot()
         assert one.step() == [f'resume {instance}']
         one.step()
@@ -239,9 +235,7 @@ def test_what_is_made_after_a_reboot_did_not_run_before_it(cloud: Cloud, tmp_pat
 def test_one_that_waits_after_a_reboot_holds_up_no_other(cloud: Cloud, tmp_path: Path) -> None:
     """Its record cannot be read: the others are dealt with, and so is it, once it can be."""
     with toy(cloud, tmp_path) as one:
-        unreadable, running, off = (one.place() for _ in range(3))
-        for _ in range(2):
-            one.step()
+        unreadable, running, off = (one.built() for _ in range(3))
         one.hypervisor.switch_off(off, one.compute)
         one.step()
         key = keys.record(one.compute, unreadable)
@@ -269,9 +263,7 @@ def test_one_that_waits_after_a_reboot_holds_up_no_other(cloud: Cloud, tmp_path:
 def test_a_guest_in_work_after_a_reboot_holds_up_no_other(cloud: Cloud, tmp_path: Path) -> None:
     """Nor is it taken for one that was dealt with because it is seen running for a moment."""
     with toy(cloud, tmp_path) as one:
-        instances = [one.place() for _ in range(2)]
-        for _ in range(2):
-            one.step()
+        instances = [one.built() for _ in range(2)]
         one.reboot()
         starting, other = one.planned()
         for each in (starting, other):
@@ -290,9 +282,7 @@ def test_where_nothing_can_be_written_after_a_reboot_it_is_said_and_tried_again(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with toy(cloud, tmp_path) as one:
-        instance = one.place()
-        for _ in range(2):
-            one.step()
+        instance = one.built()
         one.reboot()
 
         def full(path: Path, _: str) -> None:
@@ -328,9 +318,7 @@ def test_a_guest_that_goes_off_is_noted_on_a_read_only_disk_too(
     cloud: Cloud, tmp_path: Path, frozen_disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     with toy(cloud, tmp_path) as one:
-        instances = [one.place() for _ in range(2)]
-        for _ in range(2):
-            one.step()
+        instances = [one.built() for _ in range(2)]
         (one.host.guest_data.directory / f'{instances[0]}.ready').write_text('{}')
         one.step()
         frozen_disk.set()
@@ -347,9 +335,7 @@ def test_what_cannot_be_removed_on_a_read_only_disk_is_said_once_and_removed_lat
     cloud: Cloud, tmp_path: Path, frozen_disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     with toy(cloud, tmp_path) as one:
-        instance = one.place()
-        for _ in range(2):
-            one.step()
+        instance = one.built()
         destroy(cloud.store, instance)
         frozen_disk.set()
         for _ in range(2):
@@ -371,9 +357,7 @@ def test_a_clock_that_was_put_back_keeps_no_address_from_being_written_down(clou
             return {mac: each._replace(since=NOW) for mac, each in super().addresses(instance).items()}
 
     with toy(cloud, tmp_path, Leases()) as one:
-        instance = one.place()
-        for _ in range(2):
-            one.step()
+        instance = one.built()
         right, one.instances.now = one.instances.now, lambda: NOW.replace('T09', 'T10')
         one.hypervisor.switch_off(instance, one.compute)
         assert one.step() == [f'power {instance}']

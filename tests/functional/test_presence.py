@@ -16,15 +16,14 @@ from ecomp.store.client import RENEWED, Delete, Put, Store, Unchanged
 from ecomp.store.presence import Presence
 from tests.functional.present import presence
 from tests.kit.servers import PATIENCE, Etcd, until
-from tests.kit.store_client import connected
+from tests.kit.store_client import connected, existing
 
 
 def test_presence_is_there_until_it_stops(etcd: Etcd, store: Store, prefix: str) -> None:
     key = prefix + 'c'
     alive = presence(store, key, 'mine')
     alive.start()
-    entry = store.get(key)
-    assert entry is not None
+    entry = existing(store, key)
     assert json.loads(entry.value)['hostname'] == 'host-of-mine'
     assert entry.lease
     alive.stop()
@@ -81,8 +80,7 @@ def test_its_own_value_put_again_by_hand_is_no_copy_s(etcd: Etcd, store: Store, 
     key, lost = prefix + 'c', list[str]()
     alive = of_a_copy(store, key, 'first', lost)
     alive.start()
-    before = store.get(key)
-    assert before is not None
+    before = existing(store, key)
     for value in (before.value, b'{"token": "mine"}'):
         etcd.put(key, value)
         alive.look()
@@ -138,9 +136,7 @@ def test_etcd_is_not_told_the_token(store: Store, prefix: str) -> None:
     lease = store.grant(60)
     store.commit([], [Put(prefix + 'c', '{"token": "mine"}', lease)])
     alive.start()
-    entry = store.get(prefix + 'c')
-    assert entry is not None
-    assert b'mine' not in entry.value.replace(b'host-of-mine', b'')
+    assert b'mine' not in existing(store, prefix + 'c').value.replace(b'host-of-mine', b'')
     with pytest.raises(Conflict):
         presence(store, prefix + 'c', 'yours').check()
     alive.stop()
@@ -167,13 +163,10 @@ def test_a_lost_lease_is_replaced(store: Store, prefix: str, monkeypatch: pytest
     key, lost = prefix + 'c', list[str]()
     alive = presence(store, key, 'mine', lost)
     alive.start()
-    entry = store.get(key)
-    assert entry is not None
+    entry = existing(store, key)
     store.revoke(entry.lease)
     until(lambda: store.get(key), 10, 'the key is there again')
-    again = store.get(key)
-    assert again is not None
-    assert again.lease != entry.lease
+    assert existing(store, key).lease != entry.lease
     # It is refreshed: it stays for longer than its lease alone would.
     threading.Event().wait(4.0)
     assert store.get(key) is not None
@@ -184,9 +177,7 @@ def test_a_lost_lease_is_replaced(store: Store, prefix: str, monkeypatch: pytest
 def test_a_look_does_not_wait_for_the_next_refresh(store: Store, prefix: str) -> None:
     alive = presence(store, prefix + 'c', 'mine')
     alive.start()
-    entry = store.get(prefix + 'c')
-    assert entry is not None
-    store.revoke(entry.lease)
+    store.revoke(existing(store, prefix + 'c').lease)
     alive.look()
     until(lambda: store.get(prefix + 'c'), 5, 'the key is there again, long before a third of its lease')
     alive.stop()
@@ -197,8 +188,7 @@ def test_who_comes_back_too_late_is_told_once(store: Store, prefix: str, monkeyp
     key, lost = prefix + 'c', list[str]()
     late = presence(store, key, 'mine', lost)
     late.start()
-    entry = store.get(key)
-    assert entry is not None
+    entry = existing(store, key)
     other = store.grant(60)
     # Another one takes the key; then the late one's lease ends.
     store.commit([], [Put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}), other)])
@@ -207,9 +197,7 @@ def test_who_comes_back_too_late_is_told_once(store: Store, prefix: str, monkeyp
     late.stop()
     assert len(lost) == 1
     assert 'held by another ecompute, on elsewhere' in lost[0]
-    kept = store.get(key)
-    assert kept is not None
-    assert json.loads(kept.value)['token'] == 'theirs'
+    assert json.loads(existing(store, key).value)['token'] == 'theirs'
     store.revoke(other)
 
 
@@ -240,8 +228,7 @@ def test_who_lost_the_key_writes_nothing_any_more(etcd: Etcd, store: Store, pref
     late.start()
     assert store.commit([], [Put(prefix + 'x', '1')])
     assert store.commit([Unchanged(prefix + 'x', 1)], [Put(prefix + 'x', '2')]) is None
-    entry = store.get(key)
-    assert entry is not None
+    entry = existing(store, key)
     with connected(etcd.endpoint) as others:
         others.revoke(entry.lease)
         theirs = presence(others, key, 'theirs')
@@ -264,9 +251,7 @@ def test_who_only_overslept_puts_the_key_again_and_goes_on(
     key, lost = prefix + 'c', list[str]()
     alive = presence(store, key, 'mine', lost)
     alive.start()
-    entry = store.get(key)
-    assert entry is not None
-    store.revoke(entry.lease)
+    store.revoke(existing(store, key).lease)
     # Without waiting for its next refresh, and several at once.
     with ThreadPoolExecutor(8) as threads:
         written = [threads.submit(store.commit, [], [Put(f'{prefix}{number}', '1')]) for number in range(8)]
@@ -305,8 +290,7 @@ def test_who_overslept_and_finds_etcd_full_may_delete_as_long_as_nobody_has_the_
         late.start()
         for each in ('/x', '/y', '/z'):
             store.commit([], [Put(each, '1')])
-        entry = store.get('/c')
-        assert entry is not None
+        entry = existing(store, '/c')
         with full(own_etcd):
             store.revoke(entry.lease)
             assert store.commit([], [Delete('/x')])
@@ -319,8 +303,7 @@ def test_who_overslept_and_finds_etcd_full_may_delete_as_long_as_nobody_has_the_
         assert store.commit([], [Put('/x', '2')])
 
         # And not at all where another one has put it.
-        entry = store.get('/c')
-        assert entry is not None
+        entry = existing(store, '/c')
         late._stopped.set()  # frozen
         late.look()
         store.revoke(entry.lease)

@@ -14,7 +14,7 @@ from ecomp.store.client import Put, Store
 from ecomp.store.presence import Lease, Presence, hashed
 from tests.kit.etcd_proxy import GrpcProxy
 from tests.kit.servers import Etcd, PlacementServer, until
-from tests.kit.store_client import connected
+from tests.kit.store_client import connected, existing
 
 MINE = {'hostname': 'h', 'since': 'today', 'token': 'mine'}
 
@@ -45,9 +45,7 @@ def test_a_key_that_was_overwritten_is_put_again_once_it_is_free(
     alive.on_computes({})
     until(lambda: back, 10, 'the key is its own again')
     assert store.commit([], [Put(prefix + 'x', '2')])
-    entry = store.get(key)
-    assert entry is not None
-    assert json.loads(entry.value)['token'] == hashed('mine')
+    assert json.loads(existing(store, key).value)['token'] == hashed('mine')
     assert len(lost) == len(back) == 1
     alive.stop()
     assert store.get(key) is None

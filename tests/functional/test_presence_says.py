@@ -11,7 +11,7 @@ from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.presence import Presence
 from tests.functional.present import presence
 from tests.kit.servers import PATIENCE, Etcd, until
-from tests.kit.store_client import connected
+from tests.kit.store_client import connected, existing
 
 
 def saying(store: Store, key: str, lost: list[str]) -> Presence:
@@ -29,14 +29,12 @@ def test_what_else_there_is_to_say_is_put_at_a_renewal_and_only_when_it_is_anoth
     def there() -> dict[str, object]:
         return json.loads(etcd.get(key) or b'{}')
 
-    first = store.get(key)
-    assert first is not None
+    first = existing(store, key)
     for room in (1, 2):
         says.say(room=room)
         says.look()
         until(lambda room=room: there().get('room') == room, 10, 'it is said')
-    entry = store.get(key)
-    assert entry is not None
+    entry = existing(store, key)
     assert (entry.lease, entry.created) == (first.lease, first.created)
     assert there()['hostname'] == 'a'
     for _ in range(3):
@@ -74,8 +72,7 @@ def test_one_that_said_more_and_does_not_know_whether_it_got_there_is_no_copy(
     key, lost = prefix + 'c', list[str]()
     says = saying(store, key, lost)
     says.start()
-    entry = store.get(key)
-    assert entry is not None
+    entry = existing(store, key)
     # It got there, and we were not told.
     landed = json.dumps({**json.loads(entry.value), 'room': 7})
     with connected(etcd.endpoint) as other:
@@ -95,8 +92,7 @@ def test_what_is_said_later_is_put_with_the_next_renewal(
     key, lost = prefix + 'c', list[str]()
     alive = presence(store, key, 'mine', lost)
     alive.start()
-    before = store.get(key)
-    assert before is not None
+    assert store.get(key) is not None
     alive.say(room={'VCPU': [4, 50]})
 
     def said() -> bool:

@@ -36,8 +36,7 @@ pytestmark = pytest.mark.fast
 
 
 def test_a_request_is_delivered(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     assert cloud.create(wanted) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
     request = cloud.delivered(compute, wanted.instance)
@@ -46,8 +45,7 @@ def test_a_request_is_delivered(cloud: Cloud) -> None:
 
 
 def test_while_it_is_asked_somebody_is_at_it(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     seen: list[bytes | None] = []
 
     def now() -> str:  # called between the claim and the delivery
@@ -209,8 +207,7 @@ def test_a_malformed_query_leaves_nothing(cloud: Cloud) -> None:
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit, ValueError])
 def test_an_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[BaseException]) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
 
     def interrupted() -> str:
         assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
@@ -225,8 +222,7 @@ def test_an_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[B
 
 
 def test_the_same_again_changes_nothing(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     cloud.create(wanted)
     before = cloud.etcd.get(keys.request(compute, wanted.instance))
     assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute, again=True)
@@ -238,8 +234,7 @@ def test_the_same_again_changes_nothing(cloud: Cloud) -> None:
 
 @pytest.mark.parametrize(('state', 'reason'), [(GONE, 'never used twice'), (ERROR, 'it failed')])
 def test_a_uuid_with_a_past_is_never_used_again(cloud: Cloud, state: str, reason: str) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     record = Record(wanted.instance, compute, state, image=IMAGE, query=wanted.query)
     cloud.etcd.put_record(to_json(record))
     with pytest.raises(Conflict, match=reason):
@@ -248,8 +243,7 @@ def test_a_uuid_with_a_past_is_never_used_again(cloud: Cloud, state: str, reason
 
 
 def test_one_that_is_being_destroyed_is_not_made_again(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     cloud.create(wanted)
     destroy(cloud.store, wanted.instance)
     with pytest.raises(Conflict, match='being destroyed'):
@@ -305,8 +299,7 @@ def test_of_a_set_the_rest_is_placed_where_one_is_claimed_on_a_silent_compute(
 
 
 def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute)
+    compute, wanted = cloud.order()
     lease = cloud.store.grant(60)
     revision = at_it(cloud, wanted, lease)
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {compute: SMALL}})

@@ -17,7 +17,7 @@ from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, free_port, until
-from tests.kit.store_client import connected
+from tests.kit.store_client import connected, existing
 
 pytestmark = pytest.mark.fast
 
@@ -152,9 +152,7 @@ def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path) -
         with pytest.raises(Unreachable, match='takes no writes') as caught:
             until(fill, 30, 'etcd has no space left')
         assert not isinstance(caught.value, UnknownOutcome)
-        entry = store.get('/fill')
-        assert entry is not None
-        assert store.commit([Unchanged('/fill', entry.revision)], [Delete('/fill')])
+        assert store.commit([Unchanged('/fill', existing(store, '/fill').revision)], [Delete('/fill')])
 
 
 def test_what_is_written_while_etcd_becomes_full_is_not_said_to_be_refused(tmp_path: Path) -> None:

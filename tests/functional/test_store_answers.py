@@ -24,7 +24,7 @@ from ecomp.store.messages import UNAVAILABLE, CallFailure, WatchCreate
 from ecomp.store.roles import etcdrpc
 from tests.kit.listening import Listening
 from tests.kit.servers import Etcd
-from tests.kit.store_client import connected
+from tests.kit.store_client import connected, existing
 
 pytestmark = pytest.mark.fast
 
@@ -109,8 +109,7 @@ def answering(*says: Said) -> Iterator[tuple[Answers, Store]]:
 
 def test_a_good_answer_is_taken_as_it_is() -> None:
     with answering(GOOD) as (server, store):
-        entry = store.get('/x')
-        assert entry is not None
+        entry = existing(store, '/x')
         assert (entry.value, entry.revision) == (b'y', 7)
     assert server.heard == ['/etcdserverpb.KV/Range']
 
@@ -118,9 +117,7 @@ def test_a_good_answer_is_taken_as_it_is() -> None:
 @each_junk
 def test_read_is_asked_once_more(why: str, junk: Said) -> None:  # noqa: ARG001
     with answering(junk, GOOD) as (server, store):
-        entry = store.get('/x')
-        assert entry is not None
-        assert entry.value == b'y'
+        assert existing(store, '/x').value == b'y'
     assert server.heard == ['/etcdserverpb.KV/Range'] * 2
 
 
@@ -147,9 +144,7 @@ def test_member_that_is_no_etcd_is_passed_over(etcd: Etcd, prefix: str) -> None:
     server = Answers(JUNK['a page'][1])
     store = Store(EtcdConfig((server.address, etcd.endpoint), timeout=3.0))
     try:
-        entry = store.get(prefix)
-        assert entry is not None
-        assert entry.value == b'there'
+        assert existing(store, prefix).value == b'there'
     finally:
         store.close()
         server.close()

@@ -7,23 +7,18 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.host import metadata
-from ecomp.agent.host.metadata import GuestData, is_metadata
-from ecomp.agent.host.state import Memory
-from ecomp.agent.images.cache import FakeImages
-from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
-from ecomp.agent.instance.pool import Inline
+from ecomp.agent.host.metadata import is_metadata
 from ecomp.conf import EtcdConfig
 from ecomp.errors import PlacementRefusal
 from ecomp.model import keys
-from ecomp.model.guest import DEFAULT_NETWORKS
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, Record, from_json, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store
-from ecomp.virt.fake import FakeHypervisor
+from tests.functional.cloud import Cloud, new
+from tests.functional.toy import toy
 from tests.kit.servers import Etcd, PlacementServer
-
-COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+from tests.kit.store_client import existing
 
 
 def test_a_proxy_in_the_environment_is_not_for_our_own_servers(
@@ -74,31 +69,17 @@ def test_only_a_metadata_server_counts_as_one() -> None:
     assert not is_metadata(None)
 
 
-NOW = '2026-11-21T09:00:00.000Z'
-
-
 @pytest.mark.parametrize(('state', 'after'), [(BUILDING, ERROR), (ACTIVE, ACTIVE)])
-def test_a_build_whose_request_was_deleted_says_so(
-    etcd: Etcd, placement: PlacementServer, tmp_path: Path, state: str, after: str
-) -> None:
-    store, client = Store(EtcdConfig(endpoints=(etcd.endpoint,))), Placement(placement.url)
-    key = keys.record(COMPUTE, INSTANCE)
-    store.commit([], [Put(key, to_json(Record(INSTANCE, COMPUTE, state, image='http://h/i')))])
-    hypervisor = FakeHypervisor()
-    runner = Inline(hypervisor, FakeImages())
-    shape = Shape('qemu', True, DEFAULT_NETWORKS, 'here')
-    memory = Memory(tmp_path, COMPUTE, lambda: NOW)
-    control, host = ControlPlane(COMPUTE, store, client, lambda: NOW), Host(hypervisor, runner, GuestData(tmp_path))
-    instances = Instances(control, host, shape, memory)
-    instances.end_without_request(INSTANCE, None)
-    entry = store.get(key)
-    assert entry is not None
-    record = from_json(entry.value)
-    assert record.state == after
-    if after == ERROR:
-        assert record.error is not None
-        assert 'its request was deleted' in record.error.reason
-        assert entry.lease
-    runner.stop()
-    store.close()
-    client.close()
+def test_a_build_whose_request_was_deleted_says_so(cloud: Cloud, tmp_path: Path, state: str, after: str) -> None:
+    with toy(cloud, tmp_path) as compute:
+        instance = new()
+        key = keys.record(compute.compute, instance)
+        cloud.store.commit([], [Put(key, to_json(Record(instance, compute.compute, state, image='http://h/i')))])
+        compute.instances.end_without_request(instance, None)
+        entry = existing(cloud.store, key)
+        record = from_json(entry.value)
+        assert record.state == after
+        if after == ERROR:
+            assert record.error is not None
+            assert 'its request was deleted' in record.error.reason
+            assert entry.lease

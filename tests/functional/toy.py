@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,14 @@ from ecomp.agent.host.state import Memory
 from ecomp.agent.images.cache import FakeImages
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
 from ecomp.agent.instance.pool import Inline
+from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import Planner, Work
 from ecomp.agent.turns import Complaints
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Attachment
-from ecomp.model.record import Record
+from ecomp.model.order import Request, to_json
+from ecomp.model.record import ERROR, Failure, Record
+from ecomp.store.client import Put
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
 
@@ -57,6 +60,38 @@ class Toy:
         wanted = self.cloud.wanted(self.compute)
         self.cloud.create(wanted)
         return wanted.instance
+
+    def built(self) -> str:
+        """A small guest that was placed here and has all that it is to have; the instance."""
+        instance = self.place()
+        self.settle()
+        return instance
+
+    def settle(self) -> None:
+        """Step until there is nothing to do."""
+        while self.step():
+            pass
+
+    def destroy(self, instance: str) -> None:
+        """Write a tombstone without asking, as 2019's eschedule did."""
+        tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
+        self.cloud.store.commit([], [Put(keys.request(self.compute, instance), to_json(tombstone))])
+
+    def places(self, instance: str) -> tuple[str, str, str]:
+        """The keys of its request, its record and its address."""
+        return keys.request(self.compute, instance), keys.record(self.compute, instance), keys.booted(instance)
+
+    def republish(self, here: Collection[str]) -> None:
+        """Write to an etcd that was restored what it remembers, with these guests here."""
+        republish(self.compute, self.cloud.store, self.cloud.placement, self.memory, here, NOW)
+
+    def failed(self, instance: str) -> tuple[Record, Failure]:
+        """The record of one that failed, read anew, and why."""
+        self.instances.records.forget(instance)
+        record = self.record(instance)
+        assert record.error is not None
+        assert record.state == ERROR
+        return record, record.error
 
     def planned(self) -> list[Work]:
         """What is to be done now."""
