@@ -107,14 +107,6 @@ class Compute:
         return {keys.last(key) for key in self.cloud.etcd.keys(keys.request_prefix(self.uuid))}
 
 
-def test_it_takes_what_it_has_room_for(cloud: Cloud, flavor: Flavor) -> None:
-    one = Compute(cloud, flavor, **ONE)
-    first, second = one.put(), one.put()
-    assert one.hear()
-    one.step()
-    assert (one.taken, one.waiting, one.holds) == ({first}, {second}, {first})
-
-
 # What a dead attempt of its own holds
 
 

@@ -13,16 +13,14 @@ from dataclasses import replace
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, PlacementRefusal, UsageError
+from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Offer
 from ecomp.model.host import to_json as hostname_to_json
 from ecomp.model.order import SetOrder
-from ecomp.model.record import ERROR, GONE, Record, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.create import create
@@ -55,14 +53,6 @@ def test_while_it_is_asked_somebody_is_at_it(cloud: Cloud) -> None:
     cloud.create(wanted, now=now)
     assert seen[0] is not None
     assert json.loads(seen[0]) == {'version': 1, 'instances': [wanted.instance], 'query': wanted.query, **WHO}
-
-
-def test_without_capacity_nothing_is_left(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute, resources='resources=VCPU:3,MEMORY_MB:64,DISK_GB:1')
-    with pytest.raises(NoCapacity, match='placement names no provider'):
-        cloud.create(wanted)
-    cloud.has_nothing_of(wanted, compute)
 
 
 def test_a_dead_compute_is_skipped_and_named(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,21 +180,6 @@ def test_racing_for_the_last_places_loses_and_leaks_nothing(cloud: Cloud) -> Non
         )
 
 
-def test_a_query_without_a_disk_is_the_user_s_mistake(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    wanted = cloud.wanted(compute, resources='resources=VCPU:1,MEMORY_MB:64')
-    with pytest.raises(UsageError, match='asks for no DISK_GB'):
-        cloud.create(wanted)
-    cloud.has_nothing_of(wanted, compute)
-
-
-def test_a_malformed_query_leaves_nothing(cloud: Cloud) -> None:
-    wanted = cloud.wanted(cloud.compute(), resources='resources=VCPU:x')
-    with pytest.raises(PlacementRefusal):
-        cloud.create(wanted)
-    cloud.has_nothing_of(wanted)
-
-
 @pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit, ValueError])
 def test_an_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[BaseException]) -> None:
     compute, wanted = cloud.order()
@@ -219,35 +194,6 @@ def test_an_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[B
 
 
 # The same uuid again
-
-
-def test_the_same_again_changes_nothing(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
-    cloud.create(wanted)
-    before = cloud.etcd.get(keys.request(compute, wanted.instance))
-    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute, again=True)
-    assert cloud.etcd.get(keys.request(compute, wanted.instance)) == before
-    cloud.is_whole(compute, wanted)
-    with pytest.raises(Conflict, match='exists, asked for by'):
-        cloud.create(replace(wanted, image='http://another/image'), resume=True)
-
-
-@pytest.mark.parametrize(('state', 'reason'), [(GONE, 'never used twice'), (ERROR, 'it failed')])
-def test_a_uuid_with_a_past_is_never_used_again(cloud: Cloud, state: str, reason: str) -> None:
-    compute, wanted = cloud.order()
-    record = Record(wanted.instance, compute, state, image=IMAGE, query=wanted.query)
-    cloud.etcd.put_record(to_json(record))
-    with pytest.raises(Conflict, match=reason):
-        cloud.create(wanted, resume=True)
-    cloud.has_nothing_of(wanted, compute)
-
-
-def test_one_that_is_being_destroyed_is_not_made_again(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
-    cloud.create(wanted)
-    destroy(cloud.store, wanted.instance)
-    with pytest.raises(Conflict, match='being destroyed'):
-        cloud.create(wanted, resume=True)
 
 
 def test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothing(cloud: Cloud) -> None:
@@ -295,7 +241,6 @@ def test_of_a_set_the_rest_is_placed_where_one_is_claimed_on_a_silent_compute(
     with pytest.raises(ClaimedElsewhere):
         cloud.create_all(whole, resume=True)
     assert cloud.server.consumers(compute).keys() == set(others)
-
 
 
 def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> None:

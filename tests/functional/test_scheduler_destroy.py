@@ -19,7 +19,7 @@ from ecomp.model.group import to_json as group_to_json
 from ecomp.model.order import Request, Shares
 from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, new_record, to_json
 from ecomp.scheduler.changing.change import clear, destroy
-from ecomp.scheduler.looking.find import all_records, find, living
+from ecomp.scheduler.looking.find import find, living
 from ecomp.store.client import Delete, Entry, Put, Snapshot, Store, Unchanged
 from ecomp.store.sharing import index
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, new
@@ -101,27 +101,6 @@ def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:
     cloud.etcd.delete(keys.compute(compute))
     assert destroy(cloud.store, wanted.instance).endswith('when it is back: it is silent now')
     assert cloud.delivered(compute, wanted.instance).is_tombstone
-
-
-def test_there_is_nothing_to_destroy(cloud: Cloud) -> None:
-    instance = new()
-    with pytest.raises(NotFound, match=f'{instance}: no such instance'):
-        destroy(cloud.store, instance)
-    gone = Record(instance, new(), GONE, stages={'gone': 'yesterday'})
-    cloud.etcd.put_record(to_json(gone))
-    with pytest.raises(NotFound, match='gone since yesterday'):
-        destroy(cloud.store, instance)
-
-
-def test_a_destroy_of_a_failed_one_removes_the_record(cloud: Cloud) -> None:
-    instance, compute = new(), new()
-    failed = Record(instance, compute, ERROR, image=IMAGE, error=Failure('image', 'HTTP 404', 'nothing is left'))
-    cloud.etcd.put_record(to_json(failed))
-    assert 'its record is removed' in destroy(cloud.store, instance)
-    assert cloud.etcd.record(instance) is None
-    assert cloud.etcd.get(keys.request(compute, instance)) is None
-    with pytest.raises(NotFound):
-        destroy(cloud.store, instance)
 
 
 class Reviving(Store):
@@ -244,22 +223,6 @@ def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
     assert found.record.state == ACTIVE
     assert found.request_entry is not None
     assert not found.is_destroying
-
-
-def test_the_list_has_those_a_compute_has_not_seen_yet(cloud: Cloud) -> None:
-    compute = cloud.compute()
-    seen, unseen, gone = (cloud.wanted(compute, new()) for _ in range(3))
-    cloud.create(unseen)
-    for wanted, state in ((seen, ACTIVE), (gone, GONE)):
-        cloud.etcd.put_record(to_json(Record(wanted.instance, compute, state, image=IMAGE)))
-
-    def listed(with_gone: bool) -> dict[str, str]:
-        records = all_records(cloud.store, with_gone)
-        shown = records[0] if isinstance(records, tuple) else records
-        return {each.instance: each.state for each in shown if each.compute == compute}
-
-    assert listed(False) == {unseen.instance: 'scheduled', seen.instance: ACTIVE}
-    assert listed(True) == {**listed(False), gone.instance: GONE}
 
 
 def test_with_an_index_one_of_many_is_found_by_one_question(own_etcd: Etcd) -> None:

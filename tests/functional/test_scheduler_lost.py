@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecomp.conf import EtcdConfig
-from ecomp.errors import Conflict, UnknownOutcome, Unreachable
+from ecomp.errors import Conflict, UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.record import new_record, to_json
@@ -15,7 +14,6 @@ from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Store
 from tests.functional.cloud import SMALL, Cloud, new
 from tests.kit.proxy import Proxy
-from tests.kit.servers import free_port
 
 # Lost on the way to etcd
 
@@ -70,18 +68,6 @@ def test_an_announcement_that_is_lost_or_whose_answer_is(
     cloud.is_whole(compute, wanted)
 
 
-def test_without_etcd_nothing_is_claimed(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
-    store = Store(EtcdConfig((f'127.0.0.1:{free_port()}',), timeout=2.0))
-    try:
-        for resume in (True, False):
-            with pytest.raises(Unreachable, match='etcd at 127.0.0.1'):
-                cloud.create(wanted, resume, store)
-    finally:
-        store.close()
-    cloud.has_nothing_of(wanted, compute)
-
-
 # Lost on the way to placement
 
 
@@ -113,13 +99,3 @@ def test_when_a_claim_stays_unknown_nothing_is_released_and_the_same_uuid_goes_o
     assert cloud.etcd.get(keys.attempt(wanted.instance)) is not None
     assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
-
-
-def test_without_placement_nothing_is_left(cloud: Cloud) -> None:
-    wanted = cloud.wanted(cloud.compute())
-    nowhere = Placement(f'http://127.0.0.1:{free_port()}')
-    with pytest.raises(Unreachable, match='placement at http://127.0.0.1') as caught:
-        cloud.create(wanted, placement=nowhere)
-    assert not isinstance(caught.value, UnknownOutcome)
-    cloud.has_nothing_of(wanted)
-    nowhere.close()

@@ -94,18 +94,6 @@ def test_a_name_that_is_somebody_s_is_refused_before_anything_is_claimed(cloud: 
     assert owner(cloud, name) == first.instance
 
 
-def test_of_those_that_race_for_it_one_has_it_and_the_others_leave_nothing(cloud: Cloud, name: str) -> None:
-    all_wanted = [called(cloud, name) for _ in range(5)]
-
-    with ThreadPoolExecutor(5) as pool:
-        said = list(zip(all_wanted, pool.map(lambda wanted: refusal(cloud, wanted), all_wanted), strict=True))
-    assert [wanted.instance for wanted, refused in said if not refused] == [owner(cloud, name)]
-    for wanted, refused in said:
-        if refused:
-            assert refused.startswith(f'{name}: is the name of instance {owner(cloud, name)}: ')
-            cloud.has_nothing_of(wanted)
-
-
 def test_one_that_is_taken_between_the_claim_and_the_delivery(cloud: Cloud, name: str) -> None:
     first, second = called(cloud, name), called(cloud, name)
 
