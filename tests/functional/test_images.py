@@ -83,18 +83,11 @@ def test_a_leftover_of_a_killed_worker_is_no_image(web: Web, directory: Path) ->
 @pytest.mark.parametrize(
     ('path', 'reason'),
     [
-        ('missing', 'the server answers HTTP 404'),
         ('error', 'the server answers HTTP 500'),
         ('nothing', 'is empty'),
-        ('cut', 'cut off|connection broke'),
         ('reset', 'cut off|connection broke|cannot be reached'),
-        ('cut_without_length', 'cut-off qcow2'),
-        ('too_much', 'cut-off qcow2'),
-        ('page', 'is not a disk image'),
         ('unpacked_by_nobody', 'the server sends it packed .Content-Encoding.. Fix: have the server send'),
         ('no_http', 'cannot be reached'),
-        ('loop', 'more than 5 redirects'),
-        ('to_a_file', 'redirected to a local file'),
         ('to_another_scheme', 'redirected to what is no URL of an image'),
         ('to_nowhere', 'redirected to what is no URL of an image'),
     ],
@@ -142,13 +135,6 @@ def test_what_grows_while_it_is_read_is_refused(directory: Path, shelf: Path, im
         patch.setattr(download.Local, 'open', grows)
         refused(directory, path.as_uri(), f'sends more than the {len(image)} bytes that it has announced', shelf)
     assert len(reads) == 3
-
-
-def test_a_bad_image_at_the_same_url_is_forgotten(web: Web, directory: Path, image: bytes) -> None:
-    web.image = image[: len(image) // 2]
-    refused(directory, web.url + 'good', 'cut-off qcow2')
-    web.image = image
-    assert get(cache(directory), web.url + 'good').virtual_size == 16 * MIB
 
 
 def test_nobody_there(directory: Path) -> None:
@@ -202,12 +188,6 @@ def test_an_endless_drip_is_given_up(
 
 def cancel() -> None:
     raise Cancelled
-
-
-def test_a_download_is_left_off_when_the_instance_is_destroyed(web: Web, directory: Path) -> None:
-    with pytest.raises(Cancelled):
-        get(cache(directory), web.url + 'drip', cancel)
-    assert kept(directory) == []
 
 
 def test_so_is_the_wait_for_another_s_download(web: Web, directory: Path) -> None:
