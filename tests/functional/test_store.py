@@ -6,8 +6,9 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,6 @@ from tests.kit.servers import PATIENCE, Etcd, free_port, until
 from tests.kit.store_client import connected, existing
 
 pytestmark = pytest.mark.fast
-
-
-@pytest.fixture
-def store(etcd: Etcd) -> Iterator[Store]:
-    with connected(etcd.endpoint) as made:
-        yield made
 
 
 # Reads
@@ -293,11 +288,8 @@ def test_a_client_outlives_an_etcd_that_ends_in_peace(own_etcd: Etcd) -> None:
 def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str) -> None:
     dead = f'127.0.0.1:{free_port()}'
     for endpoints in ((dead, etcd.endpoint), (etcd.endpoint, dead), ('no-such-host.invalid:1', etcd.endpoint)):
-        store = Store(EtcdConfig(endpoints))
-        try:
+        with closing(Store(EtcdConfig(endpoints))) as store:
             assert store.commit([], [Put(prefix + 'x', 'x')])
-        finally:
-            store.close()
 
 
 def test_connections_that_were_left_are_closed(etcd: Etcd) -> None:

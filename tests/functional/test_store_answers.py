@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
 import pytest
@@ -99,11 +99,8 @@ class Answers(Listening):
 @contextmanager
 def answering(*says: Said) -> Iterator[tuple[Answers, Store]]:
     server = Answers(*says)
-    store = Store(EtcdConfig((server.address,), timeout=3.0))
-    try:
+    with closing(Store(EtcdConfig((server.address,), timeout=3.0))) as store:
         yield server, store
-    finally:
-        store.close()
         server.close()
 
 
@@ -142,11 +139,8 @@ def test_write_is_sent_once(why: str, junk: Said) -> None:
 def test_member_that_is_no_etcd_is_passed_over(etcd: Etcd, prefix: str) -> None:
     etcd.put(prefix, 'there')
     server = Answers(JUNK['a page'][1])
-    store = Store(EtcdConfig((server.address, etcd.endpoint), timeout=3.0))
-    try:
+    with closing(Store(EtcdConfig((server.address, etcd.endpoint), timeout=3.0))) as store:
         assert existing(store, prefix).value == b'there'
-    finally:
-        store.close()
         server.close()
     assert server.heard == ['/etcdserverpb.KV/Range']
 

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 from h2.config import H2Configuration
@@ -51,12 +51,8 @@ def endpoint() -> Iterator[str]:
 
 def test_who_never_stops_sending_is_no_longer_waited_for_than_who_is_silent(endpoint: str) -> None:
     began = time.monotonic()
-    store = Store(EtcdConfig((endpoint,), timeout=1.0))
-    try:
-        with pytest.raises(Unreachable):
-            store.get('/x')
-    finally:
-        store.close()
+    with closing(Store(EtcdConfig((endpoint,), timeout=1.0))) as store, pytest.raises(Unreachable):
+        store.get('/x')
     assert time.monotonic() - began < SECONDS
 
 

@@ -62,50 +62,33 @@ def config(*endpoints: str, timeout: float = 5.0) -> EtcdConfig:
 def test_a_name_whose_first_addresses_lead_nowhere(etcd: Etcd, prefix: str) -> None:
     with hole(etcd.port, *OFF):
         for endpoints in ((f'{NAME}:{etcd.port}',), (f'{NAME}:{etcd.port}',) * 3):
-            store = Store(config(*endpoints))
-            try:
+            with closing(Store(config(*endpoints))) as store:
                 assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
                 assert store.get(prefix) is not None
-            finally:
-                store.close()
             prefix += 'x'
 
 
 @pytest.mark.usefixtures('names')
 def test_placement_is_reached_at_the_address_that_answers(placement: PlacementServer) -> None:
-    with hole(placement.port, *OFF):
-        client = Placement(f'http://{NAME}:{placement.port}')
-        try:
-            began = time.monotonic()
-            assert client.get('/traits')['traits']
-            assert time.monotonic() - began < 3
-        finally:
-            client.close()
+    with hole(placement.port, *OFF), closing(Placement(f'http://{NAME}:{placement.port}')) as client:
+        began = time.monotonic()
+        assert client.get('/traits')['traits']
+        assert time.monotonic() - began < 3
 
 
 def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd, prefix: str) -> None:
     endpoints = [*(f'{each}:{etcd.port}' for each in OFF), *(etcd.endpoint,) * 3]
     with hole(etcd.port, *OFF):
-        store = Store(config(*endpoints))
-        try:
+        with closing(Store(config(*endpoints))) as store:
             assert store.get(prefix) is None
-        finally:
-            store.close()
-        store = Store(config(*endpoints))
-        try:
+        with closing(Store(config(*endpoints))) as store:
             assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
-        finally:
-            store.close()
 
 
 def test_members_that_are_slow_to_begin_are_waited_for(etcd: Etcd, prefix: str) -> None:
     """Each takes longer than its share of five, and is there: a slow link, or a busy machine."""
-    with closing(Slow(etcd.port, 1.4)) as between:
-        store = Store(config(*(between.address,) * 5))
-        try:
-            assert store.get(prefix) is None
-        finally:
-            store.close()
+    with closing(Slow(etcd.port, 1.4)) as between, closing(Store(config(*(between.address,) * 5))) as store:
+        assert store.get(prefix) is None
 
 
 class Slow(Listening):
@@ -176,11 +159,8 @@ def _learns(member: Member) -> bool:
 
 def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str]) -> None:
     def asked(call: Callable[[Store], Any]) -> Any:
-        store = Store(config(*with_learner))  # each one asks the learner first
-        try:
+        with closing(Store(config(*with_learner))) as store:  # each one asks the learner first
             return call(store)
-        finally:
-            store.close()
 
     assert asked(lambda store: store.commit([Unchanged('/x', 0)], [Put('/x', 'y')]))
     assert asked(lambda store: store.get('/x')) is not None
@@ -224,8 +204,7 @@ def secured(tmp_path: Path) -> Iterator[Secured]:
 
 def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured: Secured) -> None:
     key = secured.config.cert_key
-    store = Store(secured.config)
-    try:
+    with closing(Store(secured.config)) as store:
         assert store.get('/x') is None
         hidden = secured.hidden(key)
         secured.etcd.restart()
@@ -241,8 +220,6 @@ def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured
         secured.etcd.stop()
         with pytest.raises(Unreachable, match='Connection refused'):
             store.get('/x')
-    finally:
-        store.close()
 
 
 @pytest.mark.parametrize(
@@ -280,8 +257,7 @@ def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secure
     """First there is no connection, and then no certificate."""
     stranger = Authority(tmp_path / 'stranger')
     shutil.copy(stranger.certificate, secured.authority.certificate)
-    store = Store(secured.config)
-    try:
+    with closing(Store(secured.config)) as store:
         until(lambda: not store._connection.client._transport._maker.is_alive(), 10, 'it has no connection')
         secured.hidden(secured.config.cert_cert)
         with pytest.raises(CallFailure):
@@ -290,5 +266,3 @@ def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secure
             with pytest.raises(Unreachable, match=f'certificate {secured.config.cert_cert}: No such file') as caught:
                 call()
             assert not isinstance(caught.value, UnknownOutcome)
-    finally:
-        store.close()
