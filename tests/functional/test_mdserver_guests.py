@@ -45,7 +45,7 @@ for line in sys.stdin:
     print(json.dumps([answer.status, answer.read().decode('latin-1')]), flush=True)
 '''
 
-needs_root = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2',
 )
 
@@ -115,7 +115,6 @@ def on_bridge(bridge: Bridge, tmp_path: Path) -> Iterator[Server]:
         yield running
 
 
-@needs_root
 @pytest.mark.usefixtures('on_bridge')
 def test_two_guests_each_see_their_own(bridge: Bridge) -> None:
     for guest, source, instance, name, keys in (
@@ -137,7 +136,6 @@ def test_two_guests_each_see_their_own(bridge: Bridge) -> None:
     assert bridge.ask(bridge.b, '/latest/user-data', IP_B) == (200, f'#!/bin/sh\necho {SECRET}\n')
 
 
-@needs_root
 @pytest.mark.usefixtures('on_bridge')
 def test_who_takes_its_address_on_the_lan_keeps_a_guest_from_nothing(bridge: Bridge) -> None:
     """Linux believes ARP of any address on any interface."""
@@ -151,7 +149,6 @@ def test_who_takes_its_address_on_the_lan_keeps_a_guest_from_nothing(bridge: Bri
     assert bridge.ask(bridge.b, '/latest/meta-data/instance-id', IP_A)[0] == 404
 
 
-@needs_root
 @pytest.mark.usefixtures('on_bridge')
 def test_two_guests_each_get_what_ecompute_was_asked_for(bridge: Bridge, tmp_path: Path) -> None:
     """From the request to the guest: a name, keys and user-data of each one's own, as large and odd as they may be."""
@@ -184,7 +181,6 @@ def test_two_guests_each_get_what_ecompute_was_asked_for(bridge: Bridge, tmp_pat
     assert bridge.ask(bridge.a, '/latest/user-data', IP_A) == (200, USER_DATA.decode('latin-1'))
 
 
-@needs_root
 @pytest.mark.usefixtures('on_bridge')
 def test_a_guest_says_that_it_is_ready_for_itself_alone(bridge: Bridge, tmp_path: Path) -> None:
     data = GuestData(tmp_path / 'metadata')
@@ -213,7 +209,6 @@ def test_a_guest_says_that_it_is_ready_for_itself_alone(bridge: Bridge, tmp_path
     assert data.ready() == set()
 
 
-@needs_root
 @pytest.mark.usefixtures('on_bridge')
 def test_the_others_seed_is_not_there(bridge: Bridge) -> None:
     for name in ('', 'meta-data', 'user-data', 'vendor-data'):
@@ -221,7 +216,6 @@ def test_the_others_seed_is_not_there(bridge: Bridge) -> None:
         assert bridge.ask(bridge.b, f'/seed/{UUID_B}/{name}', IP_B)[0] == 200
 
 
-@needs_root
 def test_a_forged_address_is_refused_and_logged(bridge: Bridge, on_bridge: Server) -> None:
     """A takes B's address while B is down, as a guest with a lease and no filter could."""
     bridge.ip(bridge.b, 'link', 'set', 'eth0', 'down')
@@ -238,7 +232,6 @@ def test_a_forged_address_is_refused_and_logged(bridge: Bridge, on_bridge: Serve
     assert bridge.ask(bridge.a, '/', '192.168.122.99')[0] == 200
 
 
-@needs_root
 def test_without_the_address_it_says_how_to_put_it(bridge: Bridge) -> None:
     bridge.ip(bridge.host, 'addr', 'del', '169.254.169.254/32', 'dev', 'virbr0')
     assert fails(prefix=('ip', 'netns', 'exec', bridge.host)) == (
