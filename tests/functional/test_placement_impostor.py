@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from ecomp.errors import (
 )
 from ecomp.placement import allocations, providers
 from ecomp.placement.by_http import HEADERS
+from ecomp.placement.client import Placement
 from tests.functional.placement_client import claim, connected, new
 
 
@@ -116,6 +117,19 @@ def test_what_is_not_placement_is_said_to_be_none(answer: tuple[int, str, bytes]
         assert server.asked == ['GET /resource_providers']
 
 
+def is_none_of(body: object, *asks: Callable[[Placement], object]) -> None:
+    """To each of these questions this JSON is no answer of placement."""
+    with impostor((200, 'application/json', json.dumps(body).encode())) as server, connected(server.url) as client:
+        for ask in asks:
+            with pytest.raises(Unreachable, match='not as placement does'):
+                ask(client)
+
+
+def look(client: Placement, traits: bool = False) -> object:
+    """Ask for all that there is to know of a provider."""
+    return providers.look(client, new(), True, traits=traits, aggregates=False)
+
+
 @pytest.mark.parametrize('answer', [each for each in NOT_PLACEMENT if each[1] == 'text/html' or each[0] == 200])
 def test_a_page_that_welcomes_us_is_no_claim(answer: tuple[int, str, bytes]) -> None:
     with impostor(answer) as server, connected(server.url) as client:
@@ -144,22 +158,16 @@ INF = float('inf')
     ],
 )
 def test_other_json_than_candidates(body: dict[str, Any]) -> None:
-    answer = (200, 'application/json', json.dumps(body).encode())
-    wrong = pytest.raises(Unreachable, match='not as placement does')
-    with impostor(answer) as server, connected(server.url) as client, wrong:
-        allocations.candidates(client, 'resources=VCPU:1')
+    is_none_of(body, lambda client: allocations.candidates(client, 'resources=VCPU:1'))
 
 
 @pytest.mark.parametrize(
     'body', [{}, {'allocations': 7}, {'allocations': {'p': {'resources': {'VCPU': 1}}}}, {'allocations': [1]}]
 )
 def test_other_json_than_a_consumer(body: dict[str, Any]) -> None:
-    with impostor((200, 'application/json', json.dumps(body).encode())) as server, connected(server.url) as client:
-        with pytest.raises(Unreachable, match='not as placement does'):
-            allocations.consumer(client, new())
-        if body != {'allocations': {'p': {'resources': {'VCPU': 1}}}}:
-            with pytest.raises(Unreachable, match='not as placement does'):
-                allocations.of_provider(client, new())
+    is_none_of(body, lambda client: allocations.consumer(client, new()))
+    if body != {'allocations': {'p': {'resources': {'VCPU': 1}}}}:
+        is_none_of(body, lambda client: allocations.of_provider(client, new()))
 
 
 @pytest.mark.parametrize(
@@ -177,10 +185,8 @@ def test_other_json_than_a_consumer(body: dict[str, Any]) -> None:
     ],
 )
 def test_other_json_than_a_project_s_usages(usages: Any) -> None:
-    answer = (200, 'application/json', json.dumps({} if usages is None else {'usages': usages}).encode())
-    wrong = pytest.raises(Unreachable, match='not as placement does')
-    with impostor(answer) as server, connected(server.url) as client, wrong:
-        providers.project_usages(client, 'web')
+    body = {} if usages is None else {'usages': usages}
+    is_none_of(body, lambda client: providers.project_usages(client, 'web'))
 
 
 GOOD = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
@@ -200,33 +206,21 @@ GOOD = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_
     ],
 )
 def test_other_json_than_an_inventory(inventories: Any) -> None:
-    answer = (200, 'application/json', json.dumps({'inventories': inventories, 'usages': {}}).encode())
-    with impostor(answer) as server, connected(server.url) as client:
-        with pytest.raises(Unreachable, match='not as placement does'):
-            providers.look(client, new(), True, traits=False, aggregates=False)
-        with pytest.raises(Unreachable, match='not as placement does'):
-            providers.shares(client, [new()])
+    is_none_of(
+        {'inventories': inventories, 'usages': {}}, look, lambda client: providers.shares(client, [new()])
+    )
 
 
 @pytest.mark.parametrize('usages', [{'VCPU': 'x'}, {'VCPU': None}, {'VCPU': INF}, {'VCPU': 0.5}, {'VCPU': {}}])
 def test_other_json_than_usages(usages: Any) -> None:
-    answer = (200, 'application/json', json.dumps({'inventories': {'VCPU': GOOD}, 'usages': usages}).encode())
-    with impostor(answer) as server, connected(server.url) as client:
-        for ask in (
-            lambda: providers.usages(client, new()),
-            lambda: providers.look(client, new(), True, traits=False, aggregates=False),
-        ):
-            with pytest.raises(Unreachable, match='not as placement does'):
-                ask()
+    body = {'inventories': {'VCPU': GOOD}, 'usages': usages}
+    is_none_of(body, look, lambda client: providers.usages(client, new()))
 
 
 @pytest.mark.parametrize('traits', [7, 'abc', [7], [['x']], {'x': 1}])
 def test_other_json_than_traits(traits: Any) -> None:
     body = {'inventories': {}, 'usages': {}, 'traits': traits, 'resource_provider_generation': 1}
-    answer = (200, 'application/json', json.dumps(body).encode())
-    wrong = pytest.raises(Unreachable, match='not as placement does')
-    with impostor(answer) as server, connected(server.url) as client, wrong:
-        providers.look(client, new(), True, traits=True, aggregates=False)
+    is_none_of(body, lambda client: look(client, traits=True))
 
 
 ERRORS = [
