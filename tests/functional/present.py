@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from ecomp.store.client import Store
 from ecomp.store.presence import Presence
 
@@ -9,3 +13,13 @@ from ecomp.store.presence import Presence
 def presence(store: Store, key: str, token: str, lost: list[str] | None = None) -> Presence:
     who = {'hostname': f'host-of-{token}', 'since': 'today', 'token': token}
     return Presence(store, key, who, (lost if lost is not None else []).append)
+
+
+@contextmanager
+def started(made: Any) -> Iterator[Any]:
+    """Start what has a thread of its own, and stop it at the end."""
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()

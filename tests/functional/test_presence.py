@@ -14,19 +14,17 @@ import pytest
 from ecomp.errors import Conflict, NoSpace, Unreachable
 from ecomp.store.client import RENEWED, Delete, Put, Store, Unchanged
 from ecomp.store.presence import Presence
-from tests.functional.present import presence
+from tests.functional.present import presence, started
 from tests.kit.servers import PATIENCE, Etcd, until
 from tests.kit.store_client import connected, existing
 
 
 def test_presence_is_there_until_it_stops(etcd: Etcd, store: Store, prefix: str) -> None:
     key = prefix + 'c'
-    alive = presence(store, key, 'mine')
-    alive.start()
-    entry = existing(store, key)
-    assert json.loads(entry.value)['hostname'] == 'host-of-mine'
-    assert entry.lease
-    alive.stop()
+    with started(presence(store, key, 'mine')):
+        entry = existing(store, key)
+        assert json.loads(entry.value)['hostname'] == 'host-of-mine'
+        assert entry.lease
     assert etcd.get(key) is None
 
 
@@ -58,39 +56,32 @@ def test_of_two_with_the_same_token_the_first_is_told_and_writes_nothing_any_mor
 ) -> None:
     """Its state directory was copied: neither is what the other has left behind."""
     key, lost, theirs_lost = prefix + 'c', list[str](), list[str]()
-    first = of_a_copy(store, key, 'first', lost)
-    first.start()
-    with connected(etcd.endpoint) as others:
-        second = of_a_copy(others, key, 'second', theirs_lost)
-        second.start()
-        first.look()
-        until(lambda: lost, 10, 'it is told')
-        assert 'held by another ecompute, on second since when-second' in lost[0]
-        assert 'copy' in lost[0]
-        with pytest.raises(Unreachable, match='is not as we put it'):
-            store.commit([], [Put(prefix + 'x', '1')])
-        assert others.commit([], [Put(prefix + 'x', '2')])
-        second.stop()
+    with started(of_a_copy(store, key, 'first', lost)) as first, connected(etcd.endpoint) as others:
+        with started(of_a_copy(others, key, 'second', theirs_lost)):
+            first.look()
+            until(lambda: lost, 10, 'it is told')
+            assert 'held by another ecompute, on second since when-second' in lost[0]
+            assert 'copy' in lost[0]
+            with pytest.raises(Unreachable, match='is not as we put it'):
+                store.commit([], [Put(prefix + 'x', '1')])
+            assert others.commit([], [Put(prefix + 'x', '2')])
         assert theirs_lost == []
-    first.stop()
     assert len(lost) == 1
 
 
 def test_its_own_value_put_again_by_hand_is_no_copy_s(etcd: Etcd, store: Store, prefix: str) -> None:
     key, lost = prefix + 'c', list[str]()
-    alive = of_a_copy(store, key, 'first', lost)
-    alive.start()
-    before = existing(store, key)
-    for value in (before.value, b'{"token": "mine"}'):
-        etcd.put(key, value)
-        alive.look()
+    with started(of_a_copy(store, key, 'first', lost)) as alive:
+        before = existing(store, key)
+        for value in (before.value, b'{"token": "mine"}'):
+            etcd.put(key, value)
+            alive.look()
 
-        def right() -> bool:
-            entry = store.get(key)
-            return entry is not None and entry.lease != 0 and entry.value == before.value
+            def right() -> bool:
+                entry = store.get(key)
+                return entry is not None and entry.lease != 0 and entry.value == before.value
 
-        until(right, 10, 'it is put right')
-    alive.stop()
+            until(right, 10, 'it is put right')
     assert lost == []
 
 
@@ -116,9 +107,8 @@ def test_after_a_boot_the_lease_is_waited_for(store: Store, prefix: str, monkeyp
 @pytest.mark.parametrize('value', ['', 'not JSON', '[]', '{}', 'null', '7'])
 def test_a_key_without_an_owner_is_taken(store: Store, prefix: str, value: str) -> None:
     store.commit([], [Put(prefix + 'c', value)])
-    alive = presence(store, prefix + 'c', 'mine')
-    alive.start()
-    alive.stop()
+    with started(presence(store, prefix + 'c', 'mine')):
+        pass
     assert store.get(prefix + 'c') is None
 
 
@@ -161,40 +151,34 @@ def test_who_is_on_no_lease_is_nobody(store: Store, prefix: str, monkeypatch: py
 def test_a_lost_lease_is_replaced(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
     key, lost = prefix + 'c', list[str]()
-    alive = presence(store, key, 'mine', lost)
-    alive.start()
-    entry = existing(store, key)
-    store.revoke(entry.lease)
-    until(lambda: store.get(key), 10, 'the key is there again')
-    assert existing(store, key).lease != entry.lease
-    # It is refreshed: it stays for longer than its lease alone would.
-    threading.Event().wait(4.0)
-    assert store.get(key) is not None
-    alive.stop()
+    with started(presence(store, key, 'mine', lost)):
+        entry = existing(store, key)
+        store.revoke(entry.lease)
+        until(lambda: store.get(key), 10, 'the key is there again')
+        assert existing(store, key).lease != entry.lease
+        # It is refreshed: it stays for longer than its lease alone would.
+        threading.Event().wait(4.0)
+        assert store.get(key) is not None
     assert lost == []
 
 
 def test_a_look_does_not_wait_for_the_next_refresh(store: Store, prefix: str) -> None:
-    alive = presence(store, prefix + 'c', 'mine')
-    alive.start()
-    store.revoke(existing(store, prefix + 'c').lease)
-    alive.look()
-    until(lambda: store.get(prefix + 'c'), 5, 'the key is there again, long before a third of its lease')
-    alive.stop()
+    with started(presence(store, prefix + 'c', 'mine')) as alive:
+        store.revoke(existing(store, prefix + 'c').lease)
+        alive.look()
+        until(lambda: store.get(prefix + 'c'), 5, 'the key is there again, long before a third of its lease')
 
 
 def test_who_comes_back_too_late_is_told_once(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
     key, lost = prefix + 'c', list[str]()
-    late = presence(store, key, 'mine', lost)
-    late.start()
-    entry = existing(store, key)
-    other = store.grant(60)
-    # Another one takes the key; then the late one's lease ends.
-    store.commit([], [Put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}), other)])
-    store.revoke(entry.lease)
-    until(lambda: lost, 10, 'it is told')
-    late.stop()
+    with started(presence(store, key, 'mine', lost)):
+        entry = existing(store, key)
+        other = store.grant(60)
+        # Another one takes the key; then the late one's lease ends.
+        store.commit([], [Put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}), other)])
+        store.revoke(entry.lease)
+        until(lambda: lost, 10, 'it is told')
     assert len(lost) == 1
     assert 'held by another ecompute, on elsewhere' in lost[0]
     assert json.loads(existing(store, key).value)['token'] == 'theirs'
@@ -205,15 +189,13 @@ def test_presence_outlives_an_etcd_that_was_away(own_etcd: Etcd, monkeypatch: py
     monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
     lost: list[str] = []
     with connected(own_etcd.endpoint, timeout=0.5) as store:
-        alive = presence(store, '/c', 'mine', lost)
-        alive.start()
-        own_etcd.kill()
-        threading.Event().wait(1.5)  # at least two refreshes fail
-        own_etcd.start()
-        own_etcd.delete('/c')
-        own_etcd.call('lease/revoke', {'ID': _lease(own_etcd)})
-        until(lambda: own_etcd.get('/c'), 15, 'it puts its key again')
-        alive.stop()
+        with started(presence(store, '/c', 'mine', lost)):
+            own_etcd.kill()
+            threading.Event().wait(1.5)  # at least two refreshes fail
+            own_etcd.start()
+            own_etcd.delete('/c')
+            own_etcd.call('lease/revoke', {'ID': _lease(own_etcd)})
+            until(lambda: own_etcd.get('/c'), 15, 'it puts its key again')
         assert own_etcd.get('/c') is None
     assert lost == []
 
@@ -224,24 +206,20 @@ def _lease(etcd: Etcd) -> str:
 
 def test_who_lost_the_key_writes_nothing_any_more(etcd: Etcd, store: Store, prefix: str) -> None:
     key, lost = prefix + 'c', list[str]()
-    late = presence(store, key, 'mine', lost)
-    late.start()
-    assert store.commit([], [Put(prefix + 'x', '1')])
-    assert store.commit([Unchanged(prefix + 'x', 1)], [Put(prefix + 'x', '2')]) is None
-    entry = existing(store, key)
-    with connected(etcd.endpoint) as others:
-        others.revoke(entry.lease)
-        theirs = presence(others, key, 'theirs')
-        theirs.start()
-        with pytest.raises(Unreachable, match='is not as we put it'):
-            store.commit([], [Put(prefix + 'x', '3')])
-        until(lambda: lost, 5, 'it is told at once')
-        assert 'held by another ecompute, on host-of-theirs' in lost[0]
-        with pytest.raises(Unreachable):
-            store.commit([], [Put(prefix + 'x', '4')])
-        assert others.commit([], [Put(prefix + 'x', '5')])
-        theirs.stop()
-    late.stop()
+    with started(presence(store, key, 'mine', lost)):
+        assert store.commit([], [Put(prefix + 'x', '1')])
+        assert store.commit([Unchanged(prefix + 'x', 1)], [Put(prefix + 'x', '2')]) is None
+        entry = existing(store, key)
+        with connected(etcd.endpoint) as others:
+            others.revoke(entry.lease)
+            with started(presence(others, key, 'theirs')):
+                with pytest.raises(Unreachable, match='is not as we put it'):
+                    store.commit([], [Put(prefix + 'x', '3')])
+                until(lambda: lost, 5, 'it is told at once')
+                assert 'held by another ecompute, on host-of-theirs' in lost[0]
+                with pytest.raises(Unreachable):
+                    store.commit([], [Put(prefix + 'x', '4')])
+                assert others.commit([], [Put(prefix + 'x', '5')])
 
 
 def test_who_only_overslept_puts_the_key_again_and_goes_on(
@@ -249,16 +227,14 @@ def test_who_only_overslept_puts_the_key_again_and_goes_on(
 ) -> None:
     monkeypatch.setattr('ecomp.store.client.RENEWED', 30.0)  # how fast is not what is asked here
     key, lost = prefix + 'c', list[str]()
-    alive = presence(store, key, 'mine', lost)
-    alive.start()
-    store.revoke(existing(store, key).lease)
-    # Without waiting for its next refresh, and several at once.
-    with ThreadPoolExecutor(8) as threads:
-        written = [threads.submit(store.commit, [], [Put(f'{prefix}{number}', '1')]) for number in range(8)]
-        assert all(each.result(PATIENCE * 10) for each in written)
-    assert store.get(key) is not None
-    assert not lost
-    alive.stop()
+    with started(presence(store, key, 'mine', lost)):
+        store.revoke(existing(store, key).lease)
+        # Without waiting for its next refresh, and several at once.
+        with ThreadPoolExecutor(8) as threads:
+            written = [threads.submit(store.commit, [], [Put(f'{prefix}{number}', '1')]) for number in range(8)]
+            assert all(each.result(PATIENCE * 10) for each in written)
+        assert store.get(key) is not None
+        assert not lost
 
 
 def test_who_cannot_put_the_key_again_writes_nothing_meanwhile(store: Store, prefix: str) -> None:
@@ -307,10 +283,8 @@ def test_who_overslept_and_finds_etcd_full_may_delete_as_long_as_nobody_has_the_
         late._stopped.set()  # frozen
         late.look()
         store.revoke(entry.lease)
-        theirs = presence(others, '/c', 'theirs')
-        theirs.start()
-        with full(own_etcd), pytest.raises(Unreachable, match='is not as we put it'):
-            store.commit([], [Delete('/z')])
-        assert others.get('/z') is not None
-        theirs.stop()
+        with started(presence(others, '/c', 'theirs')):
+            with full(own_etcd), pytest.raises(Unreachable, match='is not as we put it'):
+                store.commit([], [Delete('/z')])
+            assert others.get('/z') is not None
     assert lost == []

@@ -12,6 +12,7 @@ from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.errors import Unreachable
 from ecomp.store.client import Put, Store
 from ecomp.store.presence import Lease, Presence, hashed
+from tests.functional.present import started
 from tests.kit.etcd_proxy import GrpcProxy
 from tests.kit.servers import Etcd, PlacementServer, until
 from tests.kit.store_client import connected, existing
@@ -31,35 +32,31 @@ def test_a_key_that_was_overwritten_is_put_again_once_it_is_free(
 ) -> None:
     """S5: one put on a short lease made a compute read-only until it was restarted."""
     key, lost, back = prefix + 'c', list[str](), list[bool]()
-    alive = Presence(store, key, MINE, lost.append, on_back=lambda: back.append(True))
-    alive.start()
-    with connected(etcd.endpoint) as others:
-        lease = others.grant(60)
-        others.commit([], [Put(key, json.dumps({'token': token, 'hostname': 'elsewhere', 'since': 'now'}), lease)])
-        alive.look()
-        until(lambda: lost, 10, 'it is told')
-        with pytest.raises(Unreachable):
-            store.commit([], [Put(prefix + 'x', '1')])
-        alive.look()
-        others.revoke(lease)
-    alive.on_computes({})
-    until(lambda: back, 10, 'the key is its own again')
-    assert store.commit([], [Put(prefix + 'x', '2')])
-    assert json.loads(existing(store, key).value)['token'] == hashed('mine')
-    assert len(lost) == len(back) == 1
-    alive.stop()
+    with started(Presence(store, key, MINE, lost.append, on_back=lambda: back.append(True))) as alive:
+        with connected(etcd.endpoint) as others:
+            lease = others.grant(60)
+            others.commit([], [Put(key, json.dumps({'token': token, 'hostname': 'elsewhere', 'since': 'now'}), lease)])
+            alive.look()
+            until(lambda: lost, 10, 'it is told')
+            with pytest.raises(Unreachable):
+                store.commit([], [Put(prefix + 'x', '1')])
+            alive.look()
+            others.revoke(lease)
+        alive.on_computes({})
+        until(lambda: back, 10, 'the key is its own again')
+        assert store.commit([], [Put(prefix + 'x', '2')])
+        assert json.loads(existing(store, key).value)['token'] == hashed('mine')
+        assert len(lost) == len(back) == 1
     assert store.get(key) is None
 
 
 def test_what_is_to_be_said_does_not_hide_that_the_key_is_its_own_again(store: Store, prefix: str) -> None:
     lost, back = list[str](), list[bool]()
-    alive = Presence(store, prefix + 'c', MINE, lost.append, on_back=lambda: back.append(True))
-    alive.start()
-    alive.lapse('its lease was not renewed')
-    alive.say(kind='fake')
-    alive.keep()
-    assert (len(lost), back) == (1, [True])
-    alive.stop()
+    with started(Presence(store, prefix + 'c', MINE, lost.append, on_back=lambda: back.append(True))) as alive:
+        alive.lapse('its lease was not renewed')
+        alive.say(kind='fake')
+        alive.keep()
+        assert (len(lost), back) == (1, [True])
 
 
 class Unrenewed(Store):
@@ -78,18 +75,16 @@ def test_a_lease_that_is_not_renewed_is_told_of_and_replaced(etcd: Etcd, prefix:
     lost, back, key = list[str](), list[bool](), prefix + 'c'
     store = Unrenewed(EtcdConfig((etcd.endpoint,)))
     lease = Lease(store, 1)
-    alive = Presence(store, key, MINE, lost.append, lease, on_back=lambda: back.append(True))
-    alive.start()
-    store.fails = True
-    until(lambda: lost, 20, 'it is told')
-    until(lambda: store.get(key) is None, 20, 'the lease has ended')
-    assert 'etcd answers, and has not renewed the lease' in lost[0]
-    assert 'context canceled. Fix: ' in lost[0]
-    store.fails = False
-    until(lambda: back, 20, 'it is alive again')
-    assert store.get(key) is not None
-    assert len(lost) == 1
-    alive.stop()
+    with started(Presence(store, key, MINE, lost.append, lease, on_back=lambda: back.append(True))):
+        store.fails = True
+        until(lambda: lost, 20, 'it is told')
+        until(lambda: store.get(key) is None, 20, 'the lease has ended')
+        assert 'etcd answers, and has not renewed the lease' in lost[0]
+        assert 'context canceled. Fix: ' in lost[0]
+        store.fails = False
+        until(lambda: back, 20, 'it is alive again')
+        assert store.get(key) is not None
+        assert len(lost) == 1
     store.close()
 
 

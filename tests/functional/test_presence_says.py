@@ -9,7 +9,7 @@ import pytest
 
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.presence import Presence
-from tests.functional.present import presence
+from tests.functional.present import presence, started
 from tests.kit.servers import PATIENCE, Etcd, until
 from tests.kit.store_client import connected, existing
 
@@ -23,66 +23,60 @@ def test_what_else_there_is_to_say_is_put_at_a_renewal_and_only_when_it_is_anoth
     etcd: Etcd, store: Store, prefix: str
 ) -> None:
     key, lost = prefix + 'c', list[str]()
-    says = saying(store, key, lost)
-    says.start()
+    with started(saying(store, key, lost)) as says:
 
-    def there() -> dict[str, object]:
-        return json.loads(etcd.get(key) or b'{}')
+        def there() -> dict[str, object]:
+            return json.loads(etcd.get(key) or b'{}')
 
-    first = existing(store, key)
-    for room in (1, 2):
-        says.say(room=room)
+        first = existing(store, key)
+        for room in (1, 2):
+            says.say(room=room)
+            says.look()
+            until(lambda room=room: there().get('room') == room, 10, 'it is said')
+        entry = existing(store, key)
+        assert (entry.lease, entry.created) == (first.lease, first.created)
+        assert there()['hostname'] == 'a'
+        for _ in range(3):
+            renewed = store.keep_alive(entry.lease)
+            says.look()
+            assert renewed
+        # What is written now is written by who it is, and nothing has changed that key since.
+        assert store.commit([], [Put(prefix + 'x', '1')])
+        assert store.get(key) == entry
+        says.say(room=None)
         says.look()
-        until(lambda room=room: there().get('room') == room, 10, 'it is said')
-    entry = existing(store, key)
-    assert (entry.lease, entry.created) == (first.lease, first.created)
-    assert there()['hostname'] == 'a'
-    for _ in range(3):
-        renewed = store.keep_alive(entry.lease)
-        says.look()
-        assert renewed
-    # What is written now is written by who it is, and nothing has changed that key since.
-    assert store.commit([], [Put(prefix + 'x', '1')])
-    assert store.get(key) == entry
-    says.say(room=None)
-    says.look()
-    until(lambda: there()['room'] is None, 10, 'it is not said any more')
-    assert lost == []
-    says.stop()
+        until(lambda: there()['room'] is None, 10, 'it is not said any more')
+        assert lost == []
 
 
 def test_what_is_written_while_it_says_more_is_written(etcd: Etcd, store: Store, prefix: str) -> None:
     key, lost, number = prefix + 'c', list[str](), 0
-    says = saying(store, key, lost)
-    says.start()
-    with ThreadPoolExecutor(4) as pool:
-        for number in range(20):
-            says.say(room=number)
-            says.look()
-            written = [pool.submit(store.commit, [], [Put(f'{prefix}{number}/{each}', 'x')]) for each in range(4)]
-            assert all(each.result(PATIENCE) for each in written)
-    until(lambda: json.loads(etcd.get(key) or b'{}').get('room') == number, 10, 'the last is said')
-    assert lost == []
-    says.stop()
+    with started(saying(store, key, lost)) as says:
+        with ThreadPoolExecutor(4) as pool:
+            for number in range(20):
+                says.say(room=number)
+                says.look()
+                written = [pool.submit(store.commit, [], [Put(f'{prefix}{number}/{each}', 'x')]) for each in range(4)]
+                assert all(each.result(PATIENCE) for each in written)
+        until(lambda: json.loads(etcd.get(key) or b'{}').get('room') == number, 10, 'the last is said')
+        assert lost == []
 
 
 def test_one_that_said_more_and_does_not_know_whether_it_got_there_is_no_copy(
     etcd: Etcd, store: Store, prefix: str
 ) -> None:
     key, lost = prefix + 'c', list[str]()
-    says = saying(store, key, lost)
-    says.start()
-    entry = existing(store, key)
-    # It got there, and we were not told.
-    landed = json.dumps({**json.loads(entry.value), 'room': 7})
-    with connected(etcd.endpoint) as other:
-        assert other.commit([Unchanged(key, entry.revision)], [Put(key, landed, entry.lease)])
-    says.say(room=8)
-    says.look()
-    until(lambda: json.loads(etcd.get(key) or b'{}').get('room') == 8, 10, 'it is put again')
-    assert store.commit([], [Put(prefix + 'x', '1')])
-    assert lost == []
-    says.stop()
+    with started(saying(store, key, lost)) as says:
+        entry = existing(store, key)
+        # It got there, and we were not told.
+        landed = json.dumps({**json.loads(entry.value), 'room': 7})
+        with connected(etcd.endpoint) as other:
+            assert other.commit([Unchanged(key, entry.revision)], [Put(key, landed, entry.lease)])
+        says.say(room=8)
+        says.look()
+        until(lambda: json.loads(etcd.get(key) or b'{}').get('room') == 8, 10, 'it is put again')
+        assert store.commit([], [Put(prefix + 'x', '1')])
+        assert lost == []
 
 
 def test_what_is_said_later_is_put_with_the_next_renewal(
@@ -90,19 +84,17 @@ def test_what_is_said_later_is_put_with_the_next_renewal(
 ) -> None:
     monkeypatch.setattr('ecomp.store.presence.SECONDS', 3)
     key, lost = prefix + 'c', list[str]()
-    alive = presence(store, key, 'mine', lost)
-    alive.start()
-    assert store.get(key) is not None
-    alive.say(room={'VCPU': [4, 50]})
+    with started(presence(store, key, 'mine', lost)) as alive:
+        assert store.get(key) is not None
+        alive.say(room={'VCPU': [4, 50]})
 
-    def said() -> bool:
-        entry = store.get(key)
-        return entry is not None and json.loads(entry.value).get('room') == {'VCPU': [4, 50]}
+        def said() -> bool:
+            entry = store.get(key)
+            return entry is not None and json.loads(entry.value).get('room') == {'VCPU': [4, 50]}
 
-    assert not said()
-    until(said, 20, 'it says so')
-    assert store.commit([], [Put(prefix + 'x', '1')]), 'and its fence is the new one'
-    alive.say(room={'VCPU': [4, 25]})
-    alive.look()
-    alive.stop()
+        assert not said()
+        until(said, 20, 'it says so')
+        assert store.commit([], [Put(prefix + 'x', '1')]), 'and its fence is the new one'
+        alive.say(room={'VCPU': [4, 25]})
+        alive.look()
     assert lost == []

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.images.cache import DAY, Bases, Scrubber, bad
+from tests.functional.present import started
 from tests.kit.image_server import Web
 from tests.kit.images import LIMITS, MIB, cache, get
 from tests.kit.servers import until
@@ -132,17 +133,13 @@ def test_a_thread_reads_slowly_and_stops_at_once(web: Web, directory: Path) -> N
     path = Path(get(cache(directory), web.url + 'good').path)
     for mark in directory.glob('.read-*'):
         mark.unlink()
-    slow = Scrubber(directory, rate=1)
-    slow.start()
-    began = time.monotonic()
-    time.sleep(0.2)
-    slow.stop()
+    with started(Scrubber(directory, rate=1)):
+        began = time.monotonic()
+        time.sleep(0.2)
     assert time.monotonic() - began < 10
     assert not list(directory.glob('.read-*')), 'it was not read to its end'
-    quick = Scrubber(directory, rate=64 * MIB)
-    quick.start()
-    until(lambda: list(directory.glob('.read-*')), 20, f'{path} is read')
-    quick.stop()
+    with started(Scrubber(directory, rate=64 * MIB)):
+        until(lambda: list(directory.glob('.read-*')), 20, f'{path} is read')
 
 
 def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
