@@ -20,8 +20,8 @@ from ecomp.model.record import ERROR, Failure, Record
 from ecomp.store.client import Entry, Guard, Put, Store, Unchanged
 from ecomp.store.presence import Presence
 from ecomp.store.sharing import write_end
-from ecomp.store.watch import Follower
 from tests.functional.fake_etcd import FakeEtcd, Frame
+from tests.functional.following import Following
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, until
 from tests.kit.store_client import config
@@ -31,29 +31,15 @@ HERE = cluster.new(IDENTITY, 'now').encode()
 KNOWN = KnownCluster(IDENTITY, 1, 10, 2)
 
 
-class Following:
+class Guarded(Following):
     """A follower of /t/ with a guard; what it was told, and what the guard had to remember or to say."""
 
     def __init__(self, endpoint: str, known: KnownCluster = KNOWN) -> None:
-        self.states: list[dict[str, bytes]] = []
         self.learnt: list[KnownCluster] = []
         self.strange: list[str] = []
         self.guard = Guard(known, self.learnt.append)
         self.guard.when_strange(self.strange.append)
-        self.follower = Follower(config(endpoint, 2.0), [('/t/', self._on_state)], guard=self.guard)
-
-    def __enter__(self) -> Following:
-        self.follower.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.follower.stop()
-
-    def _on_state(self, state: Mapping[str, Entry]) -> None:
-        self.states.append({key: entry.value for key, entry in state.items()})
-
-    def sees(self, wanted: dict[str, bytes]) -> None:
-        until(lambda: self.states[-1:] == [wanted], 15, f'{wanted} is seen, last {self.states[-1:]}')
+        super().__init__(endpoint, '/t/', guard=self.guard)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +60,7 @@ def test_a_watch_that_cannot_be_trusted_is_listed_anew(frames: object) -> None:
         script: list[Frame] = frames(fake)  # type: ignore[operator]
         fake.watches.put(script)
         fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 11, 2))])
-        with Following(fake.endpoint) as seen:
+        with Guarded(fake.endpoint) as seen:
             seen.sees({'/t/a': b'2'})
             assert seen.states == [{'/t/a': b'1'}, {'/t/a': b'2'}] or seen.states == [
                 {'/t/a': b'1'}, {'/t/a': b'1'}, {'/t/a': b'2'}
@@ -88,7 +74,7 @@ def test_a_watch_knows_no_less_than_the_list_before_it() -> None:
     with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
         fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'wrong', header=(1, 9, 2))])
         fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 11, 2))])
-        with Following(fake.endpoint, KnownCluster(IDENTITY, 1, 5, 2)) as seen:
+        with Guarded(fake.endpoint, KnownCluster(IDENTITY, 1, 5, 2)) as seen:
             seen.sees({'/t/a': b'2'})
             assert {'/t/a': b'wrong'} not in seen.states
             assert fake.lists == 2
@@ -98,9 +84,9 @@ def test_a_watch_knows_no_less_than_the_list_before_it() -> None:
 def test_what_others_have_been_answered_by_now_does_not_make_a_watch_old() -> None:
     """On a busy host every change is followed by another one of ours before it is heard of."""
 
-    class Busy(Following):
-        def _on_state(self, state: Mapping[str, Entry]) -> None:
-            super()._on_state(state)
+    class Busy(Guarded):
+        def on_state(self, state: Mapping[str, Entry]) -> None:
+            super().on_state(state)
             self.guard.check(self.guard.known, cluster.Header(1, 20, 2), 'e')
 
     with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
@@ -117,7 +103,7 @@ def test_a_watch_that_is_always_refused_is_tried_ever_more_seldom() -> None:
     with FakeEtcd({b'/cluster': HERE}) as fake:
         for _ in range(100):
             fake.watches.put([fake.reply(created=True, canceled=True, cancel_reason='permission denied')])
-        with Following(fake.endpoint):
+        with Guarded(fake.endpoint):
             until(lambda: fake.lists >= 3, 10, 'it lists again')
             before = fake.lists
             threading.Event().wait(4.0)  # a measurement, not a synchronisation
@@ -137,7 +123,7 @@ def test_a_watch_that_is_always_refused_is_tried_ever_more_seldom() -> None:
 )
 def test_a_list_of_another_etcd(header: tuple[int, int, int], value: bytes | None, said: str) -> None:
     with FakeEtcd({b'/t/a': b'1', **({b'/cluster': value} if value else {})}, header) as fake:
-        with Following(fake.endpoint) as seen:
+        with Guarded(fake.endpoint) as seen:
             until(lambda: seen.strange, 10, 'it is told')
             store = Store(config(fake.endpoint), seen.guard)
             for call in (lambda: store.get('/x'), lambda: store.grant(5), lambda: store.keep_alive(1)):
@@ -156,7 +142,7 @@ def test_a_list_of_another_etcd(header: tuple[int, int, int], value: bytes | Non
 def test_it_turns_strange_between_two_lists() -> None:
     with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
         fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 12, 3)), None])
-        with Following(fake.endpoint) as seen:
+        with Guarded(fake.endpoint) as seen:
             until(lambda: seen.strange, 10, 'the second list is behind the first')
             assert 'it is at revision 10, and 12 was seen' in seen.strange[0]
             assert seen.states == [{'/t/a': b'1'}, {'/t/a': b'2'}]

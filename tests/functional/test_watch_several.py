@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from ecomp.errors import EcompError
-from ecomp.store.client import Delete, Entry, Put, Store
+from ecomp.store.client import Delete, Put, Store
 from ecomp.store.watch import Follower
+from tests.functional.following import Hearing
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, until
 from tests.kit.store_client import config
-
-
-class Hearing:
-    """A callback, and what it was told."""
-
-    def __init__(self) -> None:
-        self.states: list[dict[str, bytes]] = []
-
-    def on_state(self, state: Mapping[str, Entry]) -> None:
-        self.states.append({key: entry.value for key, entry in state.items()})
-
-    def sees(self, wanted: dict[str, bytes]) -> None:
-        until(lambda: self.states[-1:] == [wanted], 15, f'{wanted} is seen, last {self.states[-1:]}')
 
 
 class Following:

@@ -1,0 +1,39 @@
+"""What a follower of etcd is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from ecomp.store.client import Entry
+from ecomp.store.watch import Follower
+from tests.kit.servers import until
+from tests.kit.store_client import config
+
+
+class Hearing:
+    """A callback, and what it was told."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, bytes]] = []
+
+    def on_state(self, state: Mapping[str, Entry]) -> None:
+        self.states.append({key: entry.value for key, entry in state.items()})
+
+    def sees(self, wanted: dict[str, bytes], what: str = 'what is there') -> None:
+        until(lambda: self.states[-1:] == [wanted], 15, f'{what}: {wanted} is seen, last {self.states[-1:]}')
+
+
+class Following(Hearing):
+    """A follower of one prefix, for as long as it is entered."""
+
+    def __init__(self, endpoint: str, prefix: str, resync: float = 60.0, timeout: float = 2.0, **more: Any) -> None:
+        super().__init__()
+        self.follower = Follower(config(endpoint, timeout), [(prefix, self.on_state)], resync, **more)
+
+    def __enter__(self) -> Self:
+        self.follower.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.follower.stop()
