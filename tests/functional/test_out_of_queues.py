@@ -143,23 +143,25 @@ def test_a_taker_that_was_too_slow_claims_nothing(cloud: Cloud, flavor: Flavor) 
     is_taken(cloud, there, found.waiting)
 
 
+class Lossy(Store):
+    """The cloud's etcd, which no move arrives at: those that were lost."""
+
+    def __init__(self, cloud: Cloud) -> None:
+        self.__dict__.update(cloud.store.__dict__)
+        self.lost: list[tuple[Any, Any]] = []
+
+    def commit(self, conditions: Any, operations: Any, fenced: bool = True) -> int | None:
+        if any(each.key.startswith(keys.HOSTS) for each in operations):
+            self.lost.append((conditions, operations))
+            raise UnknownOutcome('lost', 'etcd')
+        return super().commit(conditions, operations, fenced)
+
+
 def test_a_move_that_arrives_late_is_none(cloud: Cloud, flavor: Flavor) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
-    request_key = keys.request(compute, found.waiting.instance)
-    late: list[tuple[Any, ...]] = []
-
-    class Late(Store):
-        def __init__(self) -> None:
-            self.__dict__.update(cloud.store.__dict__)
-
-        def commit(self, conditions: Any, operations: Any, fenced: bool = True) -> int | None:
-            if any(each.key == request_key for each in operations):
-                late.append((conditions, operations))
-                raise UnknownOutcome('no answer')
-            return super().commit(conditions, operations, fenced)
-
-    assert not taker(cloud, compute, store=Late()).take(found)
-    assert cloud.store.commit(*late[0]) is None
+    store = Lossy(cloud)
+    assert not taker(cloud, compute, store=store).take(found)
+    assert cloud.store.commit(*store.lost[0]) is None
     waits(cloud, found.waiting)
 
 
@@ -242,18 +244,9 @@ def test_nobody_else_takes_while_a_taker_gives_up(cloud: Cloud, flavor: Flavor) 
     """Its move never arrives, and its mark stands until what it claimed is released."""
     here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
 
-    class Lossy(Store):
-        def __init__(self) -> None:
-            self.__dict__.update(cloud.store.__dict__)
-
-        def commit(self, conditions: Any, operations: Any, fenced: bool = True) -> int | None:
-            if any(each.key.startswith(keys.HOSTS) for each in operations):
-                raise UnknownOutcome('lost', 'etcd')
-            return super().commit(conditions, operations, fenced)
-
     taken: list[bool] = []
     slow = Interrupted(cloud.server.url, lambda: taken.append(taker(cloud, there).take(found)))
-    assert not taker(cloud, here, store=Lossy(), placement=slow).take(found)
+    assert not taker(cloud, here, store=Lossy(cloud), placement=slow).take(found)
     assert taken == [False]
     waits(cloud, found.waiting)
 
