@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,16 @@ from uuid import uuid4
 
 import pytest
 
-from ecomp.conf import EtcdConfig
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
+from tests.functional import placement_client
 from tests.functional.cloud import Cloud
 from tests.functional.guest import COMPUTE, MakeSpec
 from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
 from tests.functional.queueing import flavor
 from tests.functional.tended import none_lent, pair, pool
+from tests.functional.toy import Toy, toy
 from tests.kit.image_server import Web, serving
 from tests.kit.images import MIB
 from tests.kit.in_process import InProcess, empty, start
@@ -54,12 +56,21 @@ def prefix() -> str:
 
 @pytest.fixture
 def cloud(etcd: Etcd, placement: PlacementServer) -> Iterator[Cloud]:
-    store, client = Store(EtcdConfig((etcd.endpoint,))), Placement(placement.url)
-    try:
+    with connected(etcd.endpoint) as store, closing(Placement(placement.url)) as client:
         yield Cloud(etcd, placement, store, client)
-    finally:
-        store.close()
-        client.close()
+
+
+@pytest.fixture
+def client(placement: PlacementServer) -> Iterator[Placement]:
+    with placement_client.connected(placement.url) as made:
+        yield made
+
+
+@pytest.fixture
+def one(cloud: Cloud, tmp_path: Path) -> Iterator[Toy]:
+    """A compute in this process, that does what it is told to."""
+    with toy(cloud, tmp_path) as made:
+        yield made
 
 
 @pytest.fixture(scope='session')
@@ -84,11 +95,8 @@ def etcd_proxy(etcd: Etcd) -> Iterator[Proxy]:
 @pytest.fixture
 def shaky_store(etcd_proxy: Proxy) -> Iterator[Store]:
     """A store behind etcd_proxy."""
-    store = Store(EtcdConfig((etcd_proxy.address,), timeout=3.0))
-    try:
+    with connected(etcd_proxy.address, timeout=3.0) as store:
         yield store
-    finally:
-        store.close()
 
 
 @pytest.fixture
@@ -100,11 +108,8 @@ def placement_proxy(placement: PlacementServer) -> Iterator[Proxy]:
 @pytest.fixture
 def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
     """A placement client behind placement_proxy."""
-    client = Placement(f'http://{placement_proxy.address}', (2.0, 5.0))
-    try:
+    with closing(Placement(f'http://{placement_proxy.address}', (2.0, 5.0))) as client:
         yield client
-    finally:
-        client.close()
 
 
 # Images

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
@@ -15,11 +15,8 @@ SMALL = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 
 @contextmanager
 def connected(url: str, timeout: tuple[float, float] = (3.0, 20.0)) -> Iterator[Placement]:
-    client = Placement(url, timeout)
-    try:
+    with closing(Placement(url, timeout)) as client:
         yield client
-    finally:
-        client.close()
 
 
 def new() -> str:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from ecomp.scheduler.placing.claim import BLOCK
 from ecomp.scheduler.placing.create import create
 from ecomp.store.client import Delete, Put, Store
 from tests.functional.cloud import IMAGE, RESOURCES, WHO, Cloud, new
-from tests.functional.toy import Toy, toy
+from tests.functional.toy import Toy
 
 ETCD = ('get', 'read', 'snapshot', 'count', 'revision', 'commit', 'grant', 'keep_alive', 'revoke')
 """What asks etcd, once each."""
@@ -61,13 +60,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def carried_out(compute: Toy, asked: Counter[str]) -> Counter[str]:
+def carried_out(one: Toy, asked: Counter[str]) -> Counter[str]:
     """What was asked for what is to be done now, planning left out: that is once for all there is."""
-    work = compute.planned()
+    work = one.planned()
     asked.clear()
     for each in work:
-        compute.planner.begin(each)
-        compute.planner.carry_out(each)
+        one.planner.begin(each)
+        one.planner.carry_out(each)
     assert work
     return Counter(asked)
 
@@ -94,36 +93,32 @@ def test_a_set_asks_this_much(cloud: Cloud, asked: Counter[str], count: int, cla
     }
 
 
-def test_a_build_and_a_destroy_ask_this_much(cloud: Cloud, tmp_path: Path, asked: Counter[str]) -> None:
-    with toy(cloud, tmp_path) as compute:
-        instance = compute.place()
-        # Rule 2's question; the record: there is none, building with its addresses, its image, its disk, active.
-        assert carried_out(compute, asked) == {'placement GET /allocations': 1, 'etcd read': 1, 'etcd commit': 4}
-        assert compute.record(instance).state == 'active'
-        tombstone = Request(instance, {}, image=None, user_id='me', project_id='us')
-        assert cloud.store.commit([], [Put(keys.request(compute.compute, instance), to_json(tombstone))])
-        # The claim's generation and its release; the record: destroying, and gone, on a lease; its project's quota.
-        assert carried_out(compute, asked) == {
-            **{'placement GET /allocations': 1, 'placement PUT /allocations': 1},
-            **{'etcd get': 1, 'etcd grant': 1, 'etcd commit': 2},
-        }
-        assert cloud.store.get(keys.request(compute.compute, instance)) is None
+def test_a_build_and_a_destroy_ask_this_much(one: Toy, cloud: Cloud, asked: Counter[str]) -> None:
+    instance = one.place()
+    # Rule 2's question; the record: there is none, building with its addresses, its image, its disk, active.
+    assert carried_out(one, asked) == {'placement GET /allocations': 1, 'etcd read': 1, 'etcd commit': 4}
+    assert one.record(instance).state == 'active'
+    tombstone = Request(instance, {}, image=None, user_id='me', project_id='us')
+    assert cloud.store.commit([], [Put(keys.request(one.compute, instance), to_json(tombstone))])
+    # The claim's generation and its release; the record: destroying, and gone, on a lease; its project's quota.
+    assert carried_out(one, asked) == {
+        **{'placement GET /allocations': 1, 'placement PUT /allocations': 1},
+        **{'etcd get': 1, 'etcd grant': 1, 'etcd commit': 2},
+    }
+    assert cloud.store.get(keys.request(one.compute, instance)) is None
 
 
-def test_records_that_are_read_again_ask_once_for_all_of_them(
-    cloud: Cloud, tmp_path: Path, asked: Counter[str]
-) -> None:
-    with toy(cloud, tmp_path) as compute:
-        instances = {compute.place() for _ in range(5)}
-        for _ in range(2):
-            compute.step()
-        asked.clear()
-        compute.planner.recheck()
-        assert asked == {'etcd snapshot': 1}
-        removed = instances.pop()
-        cloud.store.commit([], [Delete(keys.record(compute.compute, removed))])
-        compute.planner.recheck()
-        asked.clear()
-        # It is as if nothing of it had been written: so it is written again.
-        assert compute.step() == [f'build {removed}']
-        assert compute.record(removed).state == ACTIVE
+def test_records_that_are_read_again_ask_once_for_all_of_them(one: Toy, cloud: Cloud, asked: Counter[str]) -> None:
+    instances = {one.place() for _ in range(5)}
+    for _ in range(2):
+        one.step()
+    asked.clear()
+    one.planner.recheck()
+    assert asked == {'etcd snapshot': 1}
+    removed = instances.pop()
+    cloud.store.commit([], [Delete(keys.record(one.compute, removed))])
+    one.planner.recheck()
+    asked.clear()
+    # It is as if nothing of it had been written: so it is written again.
+    assert one.step() == [f'build {removed}']
+    assert one.record(removed).state == ACTIVE

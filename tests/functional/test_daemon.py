@@ -73,22 +73,21 @@ def reached(one: Toy, instance: str, state: str) -> None:
     until(there, 20, f'{instance} is {state}')
 
 
-def test_a_placement_that_gives_no_answer_holds_up_nothing_else(cloud: Cloud, tmp_path: Path) -> None:
-    with toy(cloud, tmp_path) as one:
-        keeper = Keeper(one)
-        keeper.answers.clear()
-        with running(one, keeper) as daemon:
-            first = one.place()
-            tell(daemon, one)
-            reached(one, first, ACTIVE)
-            assert keeper.asks.wait(60), 'it is asked once a minute, and first at the start'
-            second = one.place()
-            destroy(cloud.store, first)
-            tell(daemon, one)
-            reached(one, second, ACTIVE)
-            until(lambda: cloud.etcd.get(keys.request(one.compute, first)) is None, 20, 'the destroy is carried out')
-        assert not keeper.answers.is_set(), 'nor does its end wait for placement'
-        keeper.answers.set()
+def test_a_placement_that_gives_no_answer_holds_up_nothing_else(one: Toy, cloud: Cloud) -> None:
+    keeper = Keeper(one)
+    keeper.answers.clear()
+    with running(one, keeper) as daemon:
+        first = one.place()
+        tell(daemon, one)
+        reached(one, first, ACTIVE)
+        assert keeper.asks.wait(60), 'it is asked once a minute, and first at the start'
+        second = one.place()
+        destroy(cloud.store, first)
+        tell(daemon, one)
+        reached(one, second, ACTIVE)
+        until(lambda: cloud.etcd.get(keys.request(one.compute, first)) is None, 20, 'the destroy is carried out')
+    assert not keeper.answers.is_set(), 'nor does its end wait for placement'
+    keeper.answers.set()
 
 
 def test_guests_are_plugged_in_as_soon_as_a_network_was_restarted(cloud: Cloud, tmp_path: Path) -> None:
@@ -182,24 +181,23 @@ def test_a_thread_that_cannot_be_started_is_tried_again(
 
 
 def test_a_planner_that_meets_what_nobody_thought_of_goes_on(
-    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    one: Toy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where it only reckons when to plan next."""
-    with toy(cloud, tmp_path) as one:
-        real, failures = Planner.due, [MemoryError('none'), MemoryError('none')]
+    real, failures = Planner.due, [MemoryError('none'), MemoryError('none')]
 
-        def due(planner: Planner) -> list[float]:
-            if failures:
-                raise failures.pop()
-            return real(planner)
+    def due(planner: Planner) -> list[float]:
+        if failures:
+            raise failures.pop()
+        return real(planner)
 
-        monkeypatch.setattr(Planner, 'due', due)
-        with running(one, Keeper(one)) as daemon:
-            instance = one.place()
-            tell(daemon, one)
-            reached(one, instance, ACTIVE)
-        assert failures == []
-        assert 'unexpected error while planning' in caplog.text
+    monkeypatch.setattr(Planner, 'due', due)
+    with running(one, Keeper(one)) as daemon:
+        instance = one.place()
+        tell(daemon, one)
+        reached(one, instance, ACTIVE)
+    assert failures == []
+    assert 'unexpected error while planning' in caplog.text
 
 
 def test_an_address_that_never_comes_is_looked_for_ever_less_often() -> None:

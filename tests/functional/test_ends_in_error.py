@@ -47,11 +47,11 @@ class Full(FakeHypervisor):
         raise self.why
 
 
-def started_again(compute: Toy, cloud: Cloud, state: Path) -> Planner:
+def started_again(one: Toy, cloud: Cloud, state: Path) -> Planner:
     """Another planner of the same compute, that knows what the state directory says."""
-    memory, host = Memory(state, compute.compute, lambda: NOW), compute.host
-    control = ControlPlane(compute.compute, cloud.store, cloud.placement, lambda: NOW)
-    instances = Instances(control, host, compute.instances.shape, memory)
+    memory, host = Memory(state, one.compute, lambda: NOW), one.host
+    control = ControlPlane(one.compute, cloud.store, cloud.placement, lambda: NOW)
+    instances = Instances(control, host, one.instances.shape, memory)
     return Planner(instances, Complaints())
 
 
@@ -61,65 +61,65 @@ def test_what_was_released_on_the_way_is_no_reason(
     cloud: Cloud, tmp_path: Path, away: Unreachable, restarts: bool
 ) -> None:
     """Its claim goes before its record says so; looked at once more, it would be refused for having none."""
-    with toy(cloud, tmp_path, Full()) as compute:
-        instance = compute.place()
+    with toy(cloud, tmp_path, Full()) as one:
+        instance = one.place()
 
         def end(*_: object) -> None:
             raise away
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Records, 'end', end)
-            assert compute.step() == [f'build {instance}']
-        assert compute.record(instance).state == BUILDING
+            assert one.step() == [f'build {instance}']
+        assert one.record(instance).state == BUILDING
         assert cloud.server.allocations(instance) == {}
         if restarts:
-            compute.planner = started_again(compute, cloud, tmp_path)
-        compute.planner.works_again()
-        assert compute.step() == [f'build {instance}']
-        _, why = compute.failed(instance)
+            one.planner = started_again(one, cloud, tmp_path)
+        one.planner.works_again()
+        assert one.step() == [f'build {instance}']
+        _, why = one.failed(instance)
         assert (why.stage, why.reason) == ('disk', FULL)
-        assert cloud.store.get(keys.request(compute.compute, instance)) is None
-        assert Memory(tmp_path, compute.compute, lambda: NOW).all() == {}
+        assert cloud.store.get(keys.request(one.compute, instance)) is None
+        assert Memory(tmp_path, one.compute, lambda: NOW).all() == {}
 
 
 def test_a_request_that_is_deleted_while_nobody_is_at_its_build_is_ended(cloud: Cloud, tmp_path: Path) -> None:
     hypervisor = Full()
     hypervisor.why = EcompError('its worker was killed')
-    with toy(cloud, tmp_path, hypervisor) as compute:
-        instances = [compute.place() for _ in range(2)]
-        assert len(compute.step()) == 2
-        assert all(compute.record(each).state == BUILDING for each in instances)
+    with toy(cloud, tmp_path, hypervisor) as one:
+        instances = [one.place() for _ in range(2)]
+        assert len(one.step()) == 2
+        assert all(one.record(each).state == BUILDING for each in instances)
         assert len(hypervisor.reservations()) == 2
         for each in instances:
-            cloud.store.commit([], [Delete(keys.request(compute.compute, each))])
-        planner = started_again(compute, cloud, tmp_path)
+            cloud.store.commit([], [Delete(keys.request(one.compute, each))])
+        planner = started_again(one, cloud, tmp_path)
         planner.recheck()
         assert len(hypervisor.reservations()) == 2, 'it has not read yet what is asked for'
         planner.step({})
         # One whose guest is there is kept, and holds up no other; of a mere disk nothing is.
-        kept, disk = compute.memory.all()
-        hypervisor._guests[kept] = Guest(kept, compute.compute, True, True, True)
+        kept, disk = one.memory.all()
+        hypervisor._guests[kept] = Guest(kept, one.compute, True, True, True)
         hypervisor._guests[disk] = Guest(disk, None, False, False, True)
         planner.recheck()
         assert [each.instance for each in hypervisor.reservations().values()] == [kept]
         assert list(hypervisor._guests) == [kept]
-        compute.instances.records.forget(kept)
-        lives, deleted = compute.record(kept), 'its request was deleted while it was being built'
+        one.instances.records.forget(kept)
+        lives, deleted = one.record(kept), 'its request was deleted while it was being built'
         assert (lives.state, lives.fault) == (ACTIVE, deleted)
         assert cloud.server.allocations(kept) != {}
-        assert compute.failed(disk)[1].reason == deleted
+        assert one.failed(disk)[1].reason == deleted
         assert cloud.server.allocations(disk) == {}
-        assert cloud.store.get(keys.request(compute.compute, disk)) is None
+        assert cloud.store.get(keys.request(one.compute, disk)) is None
 
 
 def test_a_build_that_is_put_off_is_not_taken_for_one(cloud: Cloud, tmp_path: Path) -> None:
     hypervisor = Full()
     hypervisor.why = EcompError('its worker was killed')
-    with toy(cloud, tmp_path, hypervisor) as compute:
-        instance = compute.place()
-        compute.step()
-        compute.planner.recheck()
-        assert compute.record(instance).state == BUILDING
+    with toy(cloud, tmp_path, hypervisor) as one:
+        instance = one.place()
+        one.step()
+        one.planner.recheck()
+        assert one.record(instance).state == BUILDING
         assert len(hypervisor.reservations()) == 1
 
 
@@ -150,15 +150,15 @@ def named(cloud: Cloud, compute: str, name: str) -> str:
 
 def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares(cloud: Cloud, tmp_path: Path) -> None:
     """What a follower has no room for is refused, and was delivered as all others: with a name, a group, a quota."""
-    with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 5) as used:
-        instance = named(cloud, compute.compute, 'unkept')
+    with toy(cloud, tmp_path) as one, limited(cloud, 'a-project', 5) as used:
+        instance = named(cloud, one.compute, 'unkept')
         assert used() == 1
-        key = keys.request(compute.compute, instance)
+        key = keys.request(one.compute, instance)
         entry = existing(cloud.store, key)
-        (work,) = compute.planner.step({key: replace(entry, value=b'', dropped=len(entry.value))})
-        compute.planner.begin(work)
-        compute.planner.carry_out(work)
-        failed, why = compute.failed(instance)
+        (work,) = one.planner.step({key: replace(entry, value=b'', dropped=len(entry.value))})
+        one.planner.begin(work)
+        one.planner.carry_out(work)
+        failed, why = one.failed(instance)
         assert 'too much' in why.reason
         assert (failed.name, failed.project_id) == ('unkept', 'a-project')
         assert used() == 0
@@ -169,30 +169,30 @@ def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares
 
 def test_what_a_restored_etcd_does_not_know_is_counted_again(cloud: Cloud, tmp_path: Path) -> None:
     """Once, however often it is published, and given back at its end; so is what is being destroyed."""
-    with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 1) as used:
+    with toy(cloud, tmp_path) as one, limited(cloud, 'a-project', 1) as used:
         before = existing(cloud.store, keys.quota('a-project'))
-        instance = named(cloud, compute.compute, 'later')
-        compute.step()
-        assert compute.record(instance).state == ACTIVE
-        places = compute.places(instance)
+        instance = named(cloud, one.compute, 'later')
+        one.step()
+        assert one.record(instance).state == ACTIVE
+        places = one.places(instance)
         restored = [Put(before.key, before.value.decode()), *map(Delete, (*places, keys.name('later')))]
         cloud.store.commit([], [*restored, Delete(keys.group('later'))])
         assert used() == 0
         for _ in range(2):
-            compute.republish(compute.hypervisor.guests().keys())
+            one.republish(one.hypervisor.guests().keys())
             assert used() == 1
         with pytest.raises(OverQuota):
-            cloud.create(cloud.wanted(compute.compute))
+            cloud.create(cloud.wanted(one.compute))
         # What was in a queue when the snapshot was made counted there already, and is there no more.
         queued = keys.queue('small', instance)
         cloud.store.commit([], [*map(Delete, places[:2]), Put(queued, '{}'), Put(keys.taker(queued), '{}')])
-        compute.republish(compute.hypervisor.guests().keys())
+        one.republish(one.hypervisor.guests().keys())
         assert used() == 1
         assert cloud.etcd.keys(queued) == []
         assert cloud.store.get(places[0]) is not None
-        compute.destroy(instance)
-        compute.instances.records.forget(instance)
-        compute.settle()
+        one.destroy(instance)
+        one.instances.records.forget(instance)
+        one.settle()
         assert used() == 0
 
 
@@ -200,11 +200,11 @@ def test_what_a_restored_etcd_does_not_know_is_counted_again(cloud: Cloud, tmp_p
 def test_what_leaves_its_queue_while_it_is_published_is_counted(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
 ) -> None:
-    with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 5) as used:
-        instance = named(cloud, compute.compute, 'waits') if shares else compute.place()
-        compute.step()
-        places = compute.places(instance)
-        request = cloud.delivered(compute.compute, instance)
+    with toy(cloud, tmp_path) as one, limited(cloud, 'a-project', 5) as used:
+        instance = named(cloud, one.compute, 'waits') if shares else one.place()
+        one.step()
+        places = one.places(instance)
+        request = cloud.delivered(one.compute, instance)
         # The etcd of before it was taken: its place in the queue holds its name, group and quota.
         waiting = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
         cloud.store.commit([], [*map(Delete, places), Put(waiting.key, waiting_to_json(waiting))])
@@ -223,7 +223,7 @@ def test_what_leaves_its_queue_while_it_is_published_is_counted(
             return commit(conditions, operations)
 
         monkeypatch.setattr(cloud.store, 'commit', late)
-        compute.republish(compute.hypervisor.guests().keys())
+        one.republish(one.hypervisor.guests().keys())
         assert used() == 1
         assert cloud.store.get(places[0]) is not None
         assert (cloud.store.get(keys.group('waits')) is not None) == shares
@@ -235,10 +235,10 @@ def test_many_that_accept_a_new_etcd_at_once_all_get_through(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All write the one quota of their project: each was lost to the others after five tries."""
-    with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 5) as used:
-        instance = named(cloud, compute.compute, 'among-many')
-        compute.step()
-        places = compute.places(instance)
+    with toy(cloud, tmp_path) as one, limited(cloud, 'a-project', 5) as used:
+        instance = named(cloud, one.compute, 'among-many')
+        one.step()
+        places = one.places(instance)
         cloud.store.commit([], [*map(Delete, (*places, keys.name('among-many'), keys.group('among-many')))])
         key, commit, others = keys.quota('a-project'), cloud.store.commit, list(range(20))
 
@@ -249,7 +249,7 @@ def test_many_that_accept_a_new_etcd_at_once_all_get_through(
             return commit(conditions, operations)
 
         monkeypatch.setattr(cloud.store, 'commit', late)
-        compute.republish(compute.hypervisor.guests().keys())
+        one.republish(one.hypervisor.guests().keys())
         monkeypatch.undo()
         assert others == []
         assert cloud.store.get(places[0]) is not None
@@ -259,105 +259,100 @@ def test_many_that_accept_a_new_etcd_at_once_all_get_through(
 
 def test_what_failed_gives_its_share_of_a_quota_back_once(cloud: Cloud, tmp_path: Path) -> None:
     """A destroy of it that comes without asking, as 2019's did, is carried out, and counts nothing."""
-    with toy(cloud, tmp_path, Full()) as compute:
-        instance = compute.place()
+    with toy(cloud, tmp_path, Full()) as one:
+        instance = one.place()
         with limited(cloud, 'a-project', 5, {'instances': 2, 'VCPU': 2}) as used:
-            compute.step()
-            assert compute.record(instance).state == ERROR
+            one.step()
+            assert one.record(instance).state == ERROR
             assert used() == 1
-            compute.destroy(instance)
-            assert compute.step() == [f'destroy {instance}']
-            compute.instances.records.forget(instance)
-            assert compute.record(instance).state == GONE
+            one.destroy(instance)
+            assert one.step() == [f'destroy {instance}']
+            one.instances.records.forget(instance)
+            assert one.record(instance).state == GONE
             assert used() == 1
 
 
 @pytest.mark.parametrize('how', ['adopted', 'built again', 'refused', 'at once'])
-def test_where_the_record_was_lost_no_address_is_left(cloud: Cloud, tmp_path: Path, how: str) -> None:
+def test_where_the_record_was_lost_no_address_is_left(one: Toy, cloud: Cloud, how: str) -> None:
     """What becomes of an instance before its address is written anew ends without it, too."""
-    with toy(cloud, tmp_path) as compute:
-        instance = compute.built()
-        request, booted = keys.request(compute.compute, instance), keys.booted(instance)
-        assert cloud.store.get(booted) is not None
-        cloud.store.commit([], [Delete(keys.record(compute.compute, instance))])
-        compute.instances.records.forget(instance)
-        if how in ('built again', 'refused'):
-            compute.hypervisor.destroy(instance, compute.compute)
-            compute.hypervisor.delete_disk(instance)
-        if how == 'refused':
-            cloud.store.commit([], [Put(request, '{"version": 99}')])
-        if how != 'at once':
-            compute.step()
-        if how != 'refused':
-            compute.destroy(instance)
-        compute.settle()
-        assert cloud.store.get(request) is None
-        assert cloud.store.get(booted) is None
-        assert cloud.server.allocations(instance) == {}
+    instance = one.built()
+    request, booted = keys.request(one.compute, instance), keys.booted(instance)
+    assert cloud.store.get(booted) is not None
+    cloud.store.commit([], [Delete(keys.record(one.compute, instance))])
+    one.instances.records.forget(instance)
+    if how in ('built again', 'refused'):
+        one.hypervisor.destroy(instance, one.compute)
+        one.hypervisor.delete_disk(instance)
+    if how == 'refused':
+        cloud.store.commit([], [Put(request, '{"version": 99}')])
+    if how != 'at once':
+        one.step()
+    if how != 'refused':
+        one.destroy(instance)
+    one.settle()
+    assert cloud.store.get(request) is None
+    assert cloud.store.get(booted) is None
+    assert cloud.server.allocations(instance) == {}
 
 
-def test_where_the_record_was_lost_the_address_of_another_compute_stays(cloud: Cloud, tmp_path: Path) -> None:
+def test_where_the_record_was_lost_the_address_of_another_compute_stays(one: Toy, cloud: Cloud) -> None:
     """Somebody asked two computes for one instance, and etcd lost the record of one: the address may be the other's."""
-    with toy(cloud, tmp_path) as compute:
-        instance, other = compute.built(), cloud.compute(VCPU=1)
-        there = existing(cloud.store, keys.request(compute.compute, instance))
-        asked = [Put(keys.request(other, instance), there.value.decode()), Put(keys.booted(instance), '10.9.9.9')]
-        cloud.store.commit([], [Delete(keys.record(compute.compute, instance)), *asked])
-        compute.instances.records.forget(instance)
-        compute.hypervisor.destroy(instance, compute.compute)
-        compute.hypervisor.delete_disk(instance)
-        compute.planner.works_again()
-        assert [each.partition(' ')[0] for each in compute.step()] == ['build']
-        assert existing(cloud.store, keys.booted(instance)).value == b'10.9.9.9'
+    instance, other = one.built(), cloud.compute(VCPU=1)
+    there = existing(cloud.store, keys.request(one.compute, instance))
+    asked = [Put(keys.request(other, instance), there.value.decode()), Put(keys.booted(instance), '10.9.9.9')]
+    cloud.store.commit([], [Delete(keys.record(one.compute, instance)), *asked])
+    one.instances.records.forget(instance)
+    one.hypervisor.destroy(instance, one.compute)
+    one.hypervisor.delete_disk(instance)
+    one.planner.works_again()
+    assert [each.partition(' ')[0] for each in one.step()] == ['build']
+    assert existing(cloud.store, keys.booted(instance)).value == b'10.9.9.9'
 
 
-def test_what_ended_by_our_memory_and_is_here_is_not_taken_down(cloud: Cloud, tmp_path: Path) -> None:
+def test_what_ended_by_our_memory_and_is_here_is_not_taken_down(one: Toy, cloud: Cloud) -> None:
     """A restored etcd asks for it, and so does its guest: its end was of an earlier life."""
-    with toy(cloud, tmp_path) as compute:
-        instance = compute.built()
-        compute.memory.ended(instance)
-        before = cloud.etcd.get(keys.request(compute.compute, instance))
-        compute.republish({instance})
-        assert cloud.etcd.get(keys.request(compute.compute, instance)) == before
-        compute.republish(())
-        assert cloud.etcd.get(keys.request(compute.compute, instance)) is None
+    instance = one.built()
+    one.memory.ended(instance)
+    before = cloud.etcd.get(keys.request(one.compute, instance))
+    one.republish({instance})
+    assert cloud.etcd.get(keys.request(one.compute, instance)) == before
+    one.republish(())
+    assert cloud.etcd.get(keys.request(one.compute, instance)) is None
 
 
-def test_what_had_ended_and_waits_again_ends_on_one_lease(cloud: Cloud, tmp_path: Path) -> None:
-    with toy(cloud, tmp_path) as compute:
-        instance = compute.place()
-        compute.step()
-        request = cloud.delivered(compute.compute, instance)
-        compute.destroy(instance)
-        compute.instances.records.forget(instance)
-        compute.step()
-        before = existing(cloud.store, keys.record(compute.compute, instance))
-        waiting = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
-        cloud.store.commit([], [Put(waiting.key, waiting_to_json(waiting))])
-        compute.republish(())
-        assert cloud.store.get(waiting.key) is None
-        assert cloud.store.keep_alive(before.lease) == 0
-        assert cloud.store.keep_alive(existing(cloud.store, keys.record(compute.compute, instance)).lease) > 0
+def test_what_had_ended_and_waits_again_ends_on_one_lease(one: Toy, cloud: Cloud) -> None:
+    instance = one.place()
+    one.step()
+    request = cloud.delivered(one.compute, instance)
+    one.destroy(instance)
+    one.instances.records.forget(instance)
+    one.step()
+    before = existing(cloud.store, keys.record(one.compute, instance))
+    waiting = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
+    cloud.store.commit([], [Put(waiting.key, waiting_to_json(waiting))])
+    one.republish(())
+    assert cloud.store.get(waiting.key) is None
+    assert cloud.store.keep_alive(before.lease) == 0
+    assert cloud.store.keep_alive(existing(cloud.store, keys.record(one.compute, instance)).lease) > 0
 
 
 @pytest.mark.parametrize('state', [ACTIVE, BUILDING, DESTROYING])
 def test_republish_writes_nothing_of_what_another_compute_claims(
-    cloud: Cloud, tmp_path: Path, caplog: pytest.LogCaptureFixture, state: str
+    one: Toy, cloud: Cloud, caplog: pytest.LogCaptureFixture, state: str
 ) -> None:
     """Its host was off and forgotten, and another compute has it; a build that had begun is not here."""
-    with toy(cloud, tmp_path) as compute:
-        instance = compute.place()
-        compute.step()
-        request, record = cloud.delivered(compute.compute, instance), compute.record(instance)
-        stages = {} if state == BUILDING else record.stages
-        compute.memory.remember(request, replace(record, state=state, stages=stages))
-        places = compute.places(instance)
-        cloud.store.commit([], [*map(Delete, places)])
-        other = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
-        held = allocations.consumer(cloud.placement, instance)
-        there = {other: request.allocations[compute.compute]}
-        allocations.claim_once(cloud.placement, instance, there, 'a-user', 'a-project', held.generation)
-        here = () if state == BUILDING else (instance,)
-        compute.republish(here)
-        assert cloud.store.read(places) == {}
-        assert ('the guest here is kept, and unmanaged. Fix: ' in caplog.text) == bool(here)
+    instance = one.place()
+    one.step()
+    request, record = cloud.delivered(one.compute, instance), one.record(instance)
+    stages = {} if state == BUILDING else record.stages
+    one.memory.remember(request, replace(record, state=state, stages=stages))
+    places = one.places(instance)
+    cloud.store.commit([], [*map(Delete, places)])
+    other = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
+    held = allocations.consumer(cloud.placement, instance)
+    there = {other: request.allocations[one.compute]}
+    allocations.claim_once(cloud.placement, instance, there, 'a-user', 'a-project', held.generation)
+    here = () if state == BUILDING else (instance,)
+    one.republish(here)
+    assert cloud.store.read(places) == {}
+    assert ('the guest here is kept, and unmanaged. Fix: ' in caplog.text) == bool(here)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -16,12 +16,6 @@ from tests.kit.proxy import Proxy
 from tests.kit.servers import PlacementServer
 
 ROOM = {'MEMORY_MB': {'total': 512}, 'DISK_GB': {'total': 10}}
-
-
-@pytest.fixture
-def client(placement: PlacementServer) -> Iterator[Placement]:
-    with connected(placement.url) as made:
-        yield made
 
 
 def test_names(client: Placement, placement: PlacementServer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,6 @@ TOTALS = {name: {'total': 16, 'reserved': 0} for name in ('VCPU', 'MEMORY_MB', '
 INVENTORY = with_ratios(TOTALS, {})
 
 Make = Callable[..., Registration]
-
-
-@pytest.fixture
-def client(placement: PlacementServer) -> Iterator[Placement]:
-    with connected(placement.url) as made:
-        yield made
 
 
 @pytest.fixture

@@ -21,52 +21,50 @@ from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, new
-from tests.functional.toy import NOW, toy
+from tests.functional.toy import NOW, Toy, toy
 
 pytestmark = pytest.mark.fast
 
 
-def test_made_addressed_and_destroyed(cloud: Cloud, tmp_path: Path) -> None:
-    with toy(cloud, tmp_path) as one:
-        instance = one.place()
-        assert one.step() == [f'build {instance}']
-        assert one.step() == [f'address {instance}']
-        assert one.step() == []
-        assert one.record(instance).state == ACTIVE
-        destroy(cloud.store, instance)
-        (work,) = one.planned()
-        one.planner.begin(work)
-        assert one.planned() == [], 'it is in work'
-        assert one.planner.in_work()
-        one.planner.carry_out(work)
-        assert not one.planner.in_work()
-        assert one.step() == []
-        assert cloud.server.allocations(instance) == {}
-        assert one.hypervisor.guests() == {}
+def test_made_addressed_and_destroyed(one: Toy, cloud: Cloud) -> None:
+    instance = one.place()
+    assert one.step() == [f'build {instance}']
+    assert one.step() == [f'address {instance}']
+    assert one.step() == []
+    assert one.record(instance).state == ACTIVE
+    destroy(cloud.store, instance)
+    (work,) = one.planned()
+    one.planner.begin(work)
+    assert one.planned() == [], 'it is in work'
+    assert one.planner.in_work()
+    one.planner.carry_out(work)
+    assert not one.planner.in_work()
+    assert one.step() == []
+    assert cloud.server.allocations(instance) == {}
+    assert one.hypervisor.guests() == {}
 
 
-def test_a_guest_that_is_refused_metadata_has_a_fault_until_it_is_answered(cloud: Cloud, tmp_path: Path) -> None:
-    with toy(cloud, tmp_path) as one:
-        instance, other = one.built(), one.built()
-        refused = one.host.guest_data.directory / f'{mac_address(instance, 0)}.refused'
-        nobodys = one.host.guest_data.directory / f'{mac_address(new(), 0)}.refused'
-        for path in (refused, nobodys):
-            path.write_text('no current DHCP lease for 10.0.0.9')
-        assert one.step() == [f'power {instance}']
-        assert one.step() == []
-        assert not nobodys.exists()
-        fault = 'the metadata server refuses it: no current DHCP lease for 10.0.0.9'
-        assert (one.record(instance).fault, one.record(other).fault) == (fault, None)
-        waiting = Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0), str)
-        with pytest.raises(StillGoing, match=f'cloud-init to finish \\({fault}\\)'):
-            wait_for_stage(waiting, 'ready')
-        refused.unlink()
-        assert one.step() == [f'power {instance}']
-        assert one.record(instance).fault is None
-        refused.write_text('no current DHCP lease for 10.0.0.9')
-        destroy(cloud.store, instance)
-        assert one.step() == [f'destroy {instance}']
-        assert not refused.exists()
+def test_a_guest_that_is_refused_metadata_has_a_fault_until_it_is_answered(one: Toy, cloud: Cloud) -> None:
+    instance, other = one.built(), one.built()
+    refused = one.host.guest_data.directory / f'{mac_address(instance, 0)}.refused'
+    nobodys = one.host.guest_data.directory / f'{mac_address(new(), 0)}.refused'
+    for path in (refused, nobodys):
+        path.write_text('no current DHCP lease for 10.0.0.9')
+    assert one.step() == [f'power {instance}']
+    assert one.step() == []
+    assert not nobodys.exists()
+    fault = 'the metadata server refuses it: no current DHCP lease for 10.0.0.9'
+    assert (one.record(instance).fault, one.record(other).fault) == (fault, None)
+    waiting = Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0), str)
+    with pytest.raises(StillGoing, match=f'cloud-init to finish \\({fault}\\)'):
+        wait_for_stage(waiting, 'ready')
+    refused.unlink()
+    assert one.step() == [f'power {instance}']
+    assert one.record(instance).fault is None
+    refused.write_text('no current DHCP lease for 10.0.0.9')
+    destroy(cloud.store, instance)
+    assert one.step() == [f'destroy {instance}']
+    assert not refused.exists()
 
 
 class Odd(FakeHypervisor):
@@ -120,184 +118,172 @@ def test_a_hypervisor_that_is_away_is_no_guest_s_fault(cloud: Cloud, tmp_path: P
         assert one.step() == [f'address {instance}']
 
 
-def test_what_is_handed_back_is_planned_again_later(cloud: Cloud, tmp_path: Path) -> None:
-    with toy(cloud, tmp_path) as one:
-        instance = one.place()
-        (work,) = one.planned()
-        one.planner.begin(work)
-        one.planner.hand_back(work, 'no thread')
-        assert not one.planner.in_work()
-        assert one.planned() == [], 'it is put off'
-        assert one.hypervisor.guests() == {}
-        one.planner.works_again()
-        assert one.step() == [f'build {instance}']
-        assert one.step() == [f'address {instance}']
+def test_what_is_handed_back_is_planned_again_later(one: Toy) -> None:
+    instance = one.place()
+    (work,) = one.planned()
+    one.planner.begin(work)
+    one.planner.hand_back(work, 'no thread')
+    assert not one.planner.in_work()
+    assert one.planned() == [], 'it is put off'
+    assert one.hypervisor.guests() == {}
+    one.planner.works_again()
+    assert one.step() == [f'build {instance}']
+    assert one.step() == [f'address {instance}']
 
 
-def test_the_end_of_a_task_and_what_works_again_are_worth_a_step(cloud: Cloud, tmp_path: Path) -> None:
-    with toy(cloud, tmp_path) as one:
-        nudges: list[int] = []
-        one.place()
-        one.planner.nudge('nobody looks yet')
-        one.planner.on_nudge = lambda: nudges.append(len(one.planner.in_work()))
-        (work,) = one.planned()
-        one.planner.begin(work)
-        one.planner.carry_out(work)
-        assert nudges == [0], 'by then it is not in work any more'
-        one.complaints.complain('one', Unreachable('libvirt is gone', 'libvirt'))
-        one.complaints.settle('two')
-        assert len(nudges) == 1
-        one.complaints.settle('one')
-        assert len(nudges) == 2
+def test_the_end_of_a_task_and_what_works_again_are_worth_a_step(one: Toy) -> None:
+    nudges: list[int] = []
+    one.place()
+    one.planner.nudge('nobody looks yet')
+    one.planner.on_nudge = lambda: nudges.append(len(one.planner.in_work()))
+    (work,) = one.planned()
+    one.planner.begin(work)
+    one.planner.carry_out(work)
+    assert nudges == [0], 'by then it is not in work any more'
+    one.complaints.complain('one', Unreachable('libvirt is gone', 'libvirt'))
+    one.complaints.settle('two')
+    assert len(nudges) == 1
+    one.complaints.settle('one')
+    assert len(nudges) == 2
 
 
-def test_nothing_is_kept_of_what_is_not_asked_for_any_more(cloud: Cloud, tmp_path: Path) -> None:
-    with toy(cloud, tmp_path) as one:
-        unreadable, junk = new(), keys.request(one.compute, 'no-uuid')
-        cloud.etcd.put(keys.request(one.compute, unreadable), '{}')
-        cloud.etcd.put(keys.record(one.compute, unreadable), '{"version": 99}')
-        cloud.etcd.put(junk, '{}')
-        assert one.step() == ['refuse no-uuid']
-        assert one.step() == []
-        assert one.complaints._open.keys() == {f'reading {unreadable}'}
-        cloud.etcd.delete(keys.request(one.compute, unreadable))
-        cloud.etcd.delete(junk)
-        assert one.step() == []
-        assert (one.complaints._open, one.planner._refused) == ({}, {})
-        cloud.etcd.put(junk, '{}')
-        assert one.step() == ['refuse no-uuid'], 'another one of that name is said again'
-        cloud.etcd.delete(junk)
+def test_nothing_is_kept_of_what_is_not_asked_for_any_more(one: Toy, cloud: Cloud) -> None:
+    unreadable, junk = new(), keys.request(one.compute, 'no-uuid')
+    cloud.etcd.put(keys.request(one.compute, unreadable), '{}')
+    cloud.etcd.put(keys.record(one.compute, unreadable), '{"version": 99}')
+    cloud.etcd.put(junk, '{}')
+    assert one.step() == ['refuse no-uuid']
+    assert one.step() == []
+    assert one.complaints._open.keys() == {f'reading {unreadable}'}
+    cloud.etcd.delete(keys.request(one.compute, unreadable))
+    cloud.etcd.delete(junk)
+    assert one.step() == []
+    assert (one.complaints._open, one.planner._refused) == ({}, {})
+    cloud.etcd.put(junk, '{}')
+    assert one.step() == ['refuse no-uuid'], 'another one of that name is said again'
+    cloud.etcd.delete(junk)
 
 
-def test_a_guest_nobody_asks_for_is_said_each_time_it_comes(
-    cloud: Cloud, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with toy(cloud, tmp_path) as one:
-        instance = new()
-        spec = GuestSpec(instance, one.compute, 1, 64, 1, BaseImage('', '', 0), 'qemu')
-        for _ in range(2):
-            one.hypervisor.create_disk(spec)
-            one.step()
-            one.step()
-            one.hypervisor.delete_disk(instance)
-            one.step()
-        assert caplog.text.count(f'instance {instance} is here but nobody asks for it') == 2
+def test_a_guest_nobody_asks_for_is_said_each_time_it_comes(one: Toy, caplog: pytest.LogCaptureFixture) -> None:
+    instance = new()
+    spec = GuestSpec(instance, one.compute, 1, 64, 1, BaseImage('', '', 0), 'qemu')
+    for _ in range(2):
+        one.hypervisor.create_disk(spec)
+        one.step()
+        one.step()
+        one.hypervisor.delete_disk(instance)
+        one.step()
+    assert caplog.text.count(f'instance {instance} is here but nobody asks for it') == 2
 
 
-def test_an_end_that_comes_late_leaves_no_lease(cloud: Cloud, tmp_path: Path) -> None:
+def test_an_end_that_comes_late_leaves_no_lease(one: Toy, cloud: Cloud) -> None:
     """Of a day or a week, one for each try."""
 
     def leases() -> set[str]:
         return {each['ID'] for each in cloud.etcd.call('lease/leases', {}).get('leases', [])}
 
-    with toy(cloud, tmp_path) as one:
-        instance = one.place()
-        one.step()
-        destroy(cloud.store, instance)
-        (work,) = one.planned()
-        before = leases()
-        key = keys.request(one.compute, instance)
-        value = cloud.etcd.get(key)
-        assert value is not None
-        cloud.etcd.put(key, value)  # since it was planned
-        record = replace(one.record(instance), state=GONE)
-        with pytest.raises(Superseded):
-            one.instances.records.end(record, work.revision)
-        assert leases() <= before
-        assert one.step() == [f'destroy {instance}']
+    instance = one.place()
+    one.step()
+    destroy(cloud.store, instance)
+    (work,) = one.planned()
+    before = leases()
+    key = keys.request(one.compute, instance)
+    value = cloud.etcd.get(key)
+    assert value is not None
+    cloud.etcd.put(key, value)  # since it was planned
+    record = replace(one.record(instance), state=GONE)
+    with pytest.raises(Superseded):
+        one.instances.records.end(record, work.revision)
+    assert leases() <= before
+    assert one.step() == [f'destroy {instance}']
 
 
-def test_what_ran_when_the_host_went_down_is_started_again_once(cloud: Cloud, tmp_path: Path) -> None:
+def test_what_ran_when_the_host_went_down_is_started_again_once(one: Toy) -> None:
     """What goes off from then on stays off, also where its compute is restarted meanwhile."""
-    with toy(cloud, tmp_path) as one:
-        instance = one.built()
-        one.reboot()
-        assert one.step() == [f'resume {instance}']
-        one.step()
-        one.hypervisor.switch_off(instance, one.compute)
-        one.restart()
-        assert one.step() == [f'power {instance}']
-        assert one.record(instance).state == STOPPED
+    instance = one.built()
+    one.reboot()
+    assert one.step() == [f'resume {instance}']
+    one.step()
+    one.hypervisor.switch_off(instance, one.compute)
+    one.restart()
+    assert one.step() == [f'power {instance}']
+    assert one.record(instance).state == STOPPED
 
 
-def test_what_is_made_after_a_reboot_did_not_run_before_it(cloud: Cloud, tmp_path: Path) -> None:
+def test_what_is_made_after_a_reboot_did_not_run_before_it(one: Toy) -> None:
     """Nothing was there when the host went down."""
-    with toy(cloud, tmp_path) as one:
-        one.reboot()
-        instance = one.place()
-        for _ in range(3):
-            one.step()
-        one.hypervisor.switch_off(instance, one.compute)
-        one.restart()
-        assert one.step() == [f'power {instance}']
+    one.reboot()
+    instance = one.place()
+    for _ in range(3):
+        one.step()
+    one.hypervisor.switch_off(instance, one.compute)
+    one.restart()
+    assert one.step() == [f'power {instance}']
 
 
-def test_one_that_waits_after_a_reboot_holds_up_no_other(cloud: Cloud, tmp_path: Path) -> None:
+def test_one_that_waits_after_a_reboot_holds_up_no_other(one: Toy, cloud: Cloud) -> None:
     """Its record cannot be read: the others are dealt with, and so is it, once it can be."""
-    with toy(cloud, tmp_path) as one:
-        unreadable, running, off = (one.built() for _ in range(3))
-        one.hypervisor.switch_off(off, one.compute)
+    unreadable, running, off = (one.built() for _ in range(3))
+    one.hypervisor.switch_off(off, one.compute)
+    one.step()
+    key = keys.record(one.compute, unreadable)
+    value = cloud.etcd.get(key)
+    assert value is not None
+    cloud.etcd.put(key, '{"version": 99}')
+    one.reboot()
+    for each in (running, off):  # by somebody's hand
+        one.hypervisor.resume(each, one.compute)
+    for _ in range(2):
         one.step()
-        key = keys.record(one.compute, unreadable)
-        value = cloud.etcd.get(key)
-        assert value is not None
-        cloud.etcd.put(key, '{"version": 99}')
-        one.reboot()
-        for each in (running, off):  # by somebody's hand
-            one.hypervisor.resume(each, one.compute)
-        for _ in range(2):
-            one.step()
-        for each in (running, off):
-            one.hypervisor.switch_off(each, one.compute)
-        assert sorted(one.step()) == sorted([f'power {running}', f'power {off}'])
-        one.restart()
-        assert one.step() == []
-        cloud.etcd.put(key, value)
-        assert one.step() == [f'resume {unreadable}']
-        one.step()
-        one.restart()
-        one.hypervisor.switch_off(unreadable, one.compute)
-        assert one.step() == [f'power {unreadable}']
+    for each in (running, off):
+        one.hypervisor.switch_off(each, one.compute)
+    assert sorted(one.step()) == sorted([f'power {running}', f'power {off}'])
+    one.restart()
+    assert one.step() == []
+    cloud.etcd.put(key, value)
+    assert one.step() == [f'resume {unreadable}']
+    one.step()
+    one.restart()
+    one.hypervisor.switch_off(unreadable, one.compute)
+    assert one.step() == [f'power {unreadable}']
 
 
-def test_a_guest_in_work_after_a_reboot_holds_up_no_other(cloud: Cloud, tmp_path: Path) -> None:
+def test_a_guest_in_work_after_a_reboot_holds_up_no_other(one: Toy) -> None:
     """Nor is it taken for one that was dealt with because it is seen running for a moment."""
-    with toy(cloud, tmp_path) as one:
-        instances = [one.built() for _ in range(2)]
-        one.reboot()
-        starting, other = one.planned()
-        for each in (starting, other):
-            one.planner.begin(each)
-        one.planner.carry_out(other)
-        one.hypervisor.resume(starting.instance, one.compute)
-        one.step()
-        one.hypervisor.switch_off(other.instance, one.compute)
-        one.hypervisor.switch_off(starting.instance, one.compute)  # and its compute is killed
-        one.restart()
-        expected = [f'power {other.instance}', f'resume {starting.instance}']
-        assert sorted(one.step()) == sorted(expected), instances
+    instances = [one.built() for _ in range(2)]
+    one.reboot()
+    starting, other = one.planned()
+    for each in (starting, other):
+        one.planner.begin(each)
+    one.planner.carry_out(other)
+    one.hypervisor.resume(starting.instance, one.compute)
+    one.step()
+    one.hypervisor.switch_off(other.instance, one.compute)
+    one.hypervisor.switch_off(starting.instance, one.compute)  # and its compute is killed
+    one.restart()
+    expected = [f'power {other.instance}', f'resume {starting.instance}']
+    assert sorted(one.step()) == sorted(expected), instances
 
 
 def test_where_nothing_can_be_written_after_a_reboot_it_is_said_and_tried_again(
-    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    one: Toy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with toy(cloud, tmp_path) as one:
-        instance = one.built()
-        one.reboot()
+    instance = one.built()
+    one.reboot()
 
-        def full(path: Path, _: str) -> None:
-            raise OSError(errno.ENOSPC, 'No space left on device', str(path))
+    def full(path: Path, _: str) -> None:
+        raise OSError(errno.ENOSPC, 'No space left on device', str(path))
 
-        with monkeypatch.context() as patched:
-            patched.setattr(state, 'write_durably', full)
-            assert one.step() == [f'resume {instance}']
-            for _ in range(2):
-                one.step()
-            assert caplog.text.count('boot: No space left on device') == 1
-        one.step()
-        one.hypervisor.switch_off(instance, one.compute)
-        one.restart()
-        assert one.step() == [f'power {instance}']
+    with monkeypatch.context() as patched:
+        patched.setattr(state, 'write_durably', full)
+        assert one.step() == [f'resume {instance}']
+        for _ in range(2):
+            one.step()
+        assert caplog.text.count('boot: No space left on device') == 1
+    one.step()
+    one.hypervisor.switch_off(instance, one.compute)
+    one.restart()
+    assert one.step() == [f'power {instance}']
 
 
 @pytest.fixture
@@ -315,38 +301,36 @@ def frozen_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 
 
 def test_a_guest_that_goes_off_is_noted_on_a_read_only_disk_too(
-    cloud: Cloud, tmp_path: Path, frozen_disk: threading.Event, caplog: pytest.LogCaptureFixture
+    one: Toy, frozen_disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with toy(cloud, tmp_path) as one:
-        instances = [one.built() for _ in range(2)]
-        (one.host.guest_data.directory / f'{instances[0]}.ready').write_text('{}')
-        one.step()
-        frozen_disk.set()
-        for each in instances:
-            one.hypervisor.switch_off(each, one.compute)
-        one.step()
-        assert [one.record(each).state for each in instances] == [STOPPED] * 2
-        assert one.step() == []
-        assert [line.levelname for line in caplog.records if 'Read-only' in line.message] == ['WARNING']
-        assert f'instance {instances[0]} will be called ready' in caplog.text
+    instances = [one.built() for _ in range(2)]
+    (one.host.guest_data.directory / f'{instances[0]}.ready').write_text('{}')
+    one.step()
+    frozen_disk.set()
+    for each in instances:
+        one.hypervisor.switch_off(each, one.compute)
+    one.step()
+    assert [one.record(each).state for each in instances] == [STOPPED] * 2
+    assert one.step() == []
+    assert [line.levelname for line in caplog.records if 'Read-only' in line.message] == ['WARNING']
+    assert f'instance {instances[0]} will be called ready' in caplog.text
 
 
 def test_what_cannot_be_removed_on_a_read_only_disk_is_said_once_and_removed_later(
-    cloud: Cloud, tmp_path: Path, frozen_disk: threading.Event, caplog: pytest.LogCaptureFixture
+    one: Toy, cloud: Cloud, frozen_disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with toy(cloud, tmp_path) as one:
-        instance = one.built()
-        destroy(cloud.store, instance)
-        frozen_disk.set()
-        for _ in range(2):
-            assert one.step() == [f'destroy {instance}']
-            one.planner.works_again()
-        said = [line for line in caplog.records if 'Read-only' in line.message]
-        assert [(line.levelname, line.exc_info) for line in said] == [('WARNING', None)]
-        frozen_disk.clear()
+    instance = one.built()
+    destroy(cloud.store, instance)
+    frozen_disk.set()
+    for _ in range(2):
         assert one.step() == [f'destroy {instance}']
-        assert one.step() == []
-        assert one.complaints._open == {}
+        one.planner.works_again()
+    said = [line for line in caplog.records if 'Read-only' in line.message]
+    assert [(line.levelname, line.exc_info) for line in said] == [('WARNING', None)]
+    frozen_disk.clear()
+    assert one.step() == [f'destroy {instance}']
+    assert one.step() == []
+    assert one.complaints._open == {}
 
 
 def test_a_clock_that_was_put_back_keeps_no_address_from_being_written_down(cloud: Cloud, tmp_path: Path) -> None:

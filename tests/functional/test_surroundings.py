@@ -9,14 +9,12 @@ import pytest
 from ecomp.agent.host import metadata
 from ecomp.agent.host.metadata import is_metadata
 from ecomp.conf import EtcdConfig
-from ecomp.errors import PlacementRefusal
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, Record, from_json, to_json
-from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store
 from tests.functional.cloud import Cloud, new
-from tests.functional.toy import toy
+from tests.functional.toy import Toy
 from tests.kit.servers import Etcd, PlacementServer
 from tests.kit.store_client import existing
 
@@ -41,14 +39,6 @@ def test_the_member_that_lives_is_found_whatever_its_family(etcd: Etcd) -> None:
     store.close()
 
 
-@pytest.mark.parametrize('query', ['resources=VCPU:1#x&required=MISC_SHARES_VIA_AGGREGATE', 'resources=VCPU:1\n&x=1'])
-def test_no_part_of_a_query_is_silently_dropped(placement: PlacementServer, query: str) -> None:
-    client = Placement(placement.url)
-    with pytest.raises(PlacementRefusal):
-        allocations.candidates(client, query)
-    client.close()
-
-
 def test_a_metadata_server_whose_first_answer_is_late_is_no_other_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,16 +60,15 @@ def test_only_a_metadata_server_counts_as_one() -> None:
 
 
 @pytest.mark.parametrize(('state', 'after'), [(BUILDING, ERROR), (ACTIVE, ACTIVE)])
-def test_a_build_whose_request_was_deleted_says_so(cloud: Cloud, tmp_path: Path, state: str, after: str) -> None:
-    with toy(cloud, tmp_path) as compute:
-        instance = new()
-        key = keys.record(compute.compute, instance)
-        cloud.store.commit([], [Put(key, to_json(Record(instance, compute.compute, state, image='http://h/i')))])
-        compute.instances.end_without_request(instance, None)
-        entry = existing(cloud.store, key)
-        record = from_json(entry.value)
-        assert record.state == after
-        if after == ERROR:
-            assert record.error is not None
-            assert 'its request was deleted' in record.error.reason
-            assert entry.lease
+def test_a_build_whose_request_was_deleted_says_so(one: Toy, cloud: Cloud, state: str, after: str) -> None:
+    instance = new()
+    key = keys.record(one.compute, instance)
+    cloud.store.commit([], [Put(key, to_json(Record(instance, one.compute, state, image='http://h/i')))])
+    one.instances.end_without_request(instance, None)
+    entry = existing(cloud.store, key)
+    record = from_json(entry.value)
+    assert record.state == after
+    if after == ERROR:
+        assert record.error is not None
+        assert 'its request was deleted' in record.error.reason
+        assert entry.lease
