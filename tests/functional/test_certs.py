@@ -6,6 +6,7 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -276,13 +277,13 @@ def test_etcd_takes_those_it_was_made_for(secured: tuple[Path, Secured]) -> None
         path = top / name
         path.write_text(path.read_text().replace('port: 2379', f'port: {etcd.port}'))
         config = load(path)
-        store = Store(config.etcd)
-        assert store.get('/nothing') is None
-        store.close()
-        stranger = Store(config.etcd._replace(cert_cert=None, cert_key=None))
-        with pytest.raises(Unreachable, match='refuses our certificate'):
+        with closing(Store(config.etcd)) as store:
+            assert store.get('/nothing') is None
+        with (
+            closing(Store(config.etcd._replace(cert_cert=None, cert_key=None))) as stranger,
+            pytest.raises(Unreachable, match='refuses our certificate'),
+        ):
             stranger.get('/nothing')
-        stranger.close()
         assert config.placement.endpoint == 'https://localhost:8080'
         assert config.placement.token_file == path.parent / 'token'
 

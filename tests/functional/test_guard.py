@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -125,13 +126,12 @@ def test_a_list_of_another_etcd(header: tuple[int, int, int], value: bytes | Non
     with FakeEtcd({b'/t/a': b'1', **({b'/cluster': value} if value else {})}, header) as fake:
         with Guarded(fake.endpoint) as seen:
             until(lambda: seen.strange, 10, 'it is told')
-            store = Store(config(fake.endpoint), seen.guard)
-            for call in (lambda: store.get('/x'), lambda: store.grant(5), lambda: store.keep_alive(1)):
+            with closing(Store(config(fake.endpoint), seen.guard)) as store:
+                for call in (lambda: store.get('/x'), lambda: store.grant(5), lambda: store.keep_alive(1)):
+                    with pytest.raises(StrangeEtcd):
+                        call()
                 with pytest.raises(StrangeEtcd):
-                    call()
-            with pytest.raises(StrangeEtcd):
-                store.commit([], [Put('/x', 'x')])  # which this fake could not answer
-            store.close()
+                    store.commit([], [Put('/x', 'x')])  # which this fake could not answer
         assert len(seen.strange) == 1
         assert said in seen.strange[0]
         assert '--accept-new-etcd' in seen.strange[0]
@@ -179,20 +179,20 @@ def test_a_member_that_has_just_stood_for_election_is_no_other_etcd() -> None:
 
 def test_presence_is_not_published_under_another(own_etcd: Etcd) -> None:
     """Its revision and its term may be higher than what was seen."""
-    store = Store(config(own_etcd.endpoint), Guard(KnownCluster(IDENTITY, 0, 1, 1), lambda _: None))
-    with pytest.raises(StrangeEtcd, match='/cluster is not there'):
+    with (
+        closing(Store(config(own_etcd.endpoint), Guard(KnownCluster(IDENTITY, 0, 1, 1), lambda _: None))) as store,
+        pytest.raises(StrangeEtcd, match='/cluster is not there'),
+    ):
         Presence(store, '/c', {'token': 'mine'}, lambda _: None).start()
-    store.close()
     assert own_etcd.get('/c') is None
 
 
 def test_the_first_writes_who_it_is_and_the_next_takes_it(own_etcd: Etcd) -> None:
     first, second = Guard(KnownCluster(), lambda _: None), Guard(KnownCluster(), lambda _: None)
     for guard, identity in ((first, IDENTITY), (second, OTHER)):
-        store = Store(config(own_etcd.endpoint), guard)
-        store.adopt(cluster.new(identity, 'now'))
-        store.recognise()
-        store.close()
+        with closing(Store(config(own_etcd.endpoint), guard)) as store:
+            store.adopt(cluster.new(identity, 'now'))
+            store.recognise()
     assert own_etcd.get('/cluster') == HERE
     assert first.known.identity == second.known.identity == IDENTITY
     assert second.known.revision == 2
@@ -201,20 +201,20 @@ def test_the_first_writes_who_it_is_and_the_next_takes_it(own_etcd: Etcd) -> Non
 def test_an_answer_lost_while_it_writes_who_it_is(own_etcd: Etcd) -> None:
     with Proxy(own_etcd.port) as proxy:
         guard = Guard(KnownCluster(), lambda _: None)
-        store = Store(config(proxy.address), guard)
-        assert store.get('/x') is None
-        proxy.lose_answer(b'"identity"', lambda: own_etcd.get('/cluster') is not None)
-        store.adopt(HERE.decode())
-        store.close()
+        with closing(Store(config(proxy.address), guard)) as store:
+            assert store.get('/x') is None
+            proxy.lose_answer(b'"identity"', lambda: own_etcd.get('/cluster') is not None)
+            store.adopt(HERE.decode())
     assert guard.known.identity == IDENTITY
 
 
 def test_what_names_no_identity_is_not_taken(own_etcd: Etcd) -> None:
     own_etcd.put('/cluster', '{}')
-    store = Store(config(own_etcd.endpoint), Guard(KnownCluster(), lambda _: None))
-    with pytest.raises(EcompError, match='remove that key'):
+    with (
+        closing(Store(config(own_etcd.endpoint), Guard(KnownCluster(), lambda _: None))) as store,
+        pytest.raises(EcompError, match='remove that key'),
+    ):
         store.adopt(HERE.decode())
-    store.close()
 
 
 # The file

@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import xml.etree.ElementTree as ET
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from pwd import getpwnam
@@ -190,24 +190,23 @@ def test_libvirtd_frozen(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> 
 
     for name, value in (('KEEPALIVE_INTERVAL', 1), ('KEEPALIVE_COUNT', 1), ('OPEN_TIMEOUT', 1.0)):
         monkeypatch.setattr(connection, name, value)
-    frozen = Libvirt(host.root / 'state', uri=host.uri)
-    frozen.guests()
-    os.kill(host.pid(), signal.SIGSTOP)
-    try:
-        for words in ('while listing domains', 'does not answer', 'does not answer'):
-            with pytest.raises(Unreachable, match=words):
-                frozen.guests()
-    finally:
-        os.kill(host.pid(), signal.SIGCONT)
-
-    def answers() -> bool:
+    with closing(Libvirt(host.root / 'state', uri=host.uri)) as frozen:
+        frozen.guests()
+        os.kill(host.pid(), signal.SIGSTOP)
         try:
-            return frozen.guests() == {}
-        except Unreachable:
-            return False
+            for words in ('while listing domains', 'does not answer', 'does not answer'):
+                with pytest.raises(Unreachable, match=words):
+                    frozen.guests()
+        finally:
+            os.kill(host.pid(), signal.SIGCONT)
 
-    until(answers, 60, 'libvirtd answers again')
-    frozen.close()
+        def answers() -> bool:
+            try:
+                return frozen.guests() == {}
+            except Unreachable:
+                return False
+
+        until(answers, 60, 'libvirtd answers again')
     with pytest.raises(EcompError, match='closed'):
         frozen.guests()
 
@@ -224,25 +223,24 @@ def test_a_connection_that_breaks_while_it_is_made_leaves_no_socket(
         error.err = (libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_FROM_RPC, 'it broke', 2, None, None, None, -1, -1)
         raise error
 
-    broken = Libvirt(host.root / 'state', uri=host.uri)
-    broken.on_change(lambda _: None)
-    opened = broken._connection
-    first = opened._get()
-    works = getattr(libvirt.virConnect, step)
-    monkeypatch.setattr(libvirt.virConnect, step, breaks)
-    # Not before: once it is dropped, a thread opens the next one, without anybody asking.
-    opened._drop(first)
-    for _ in range(3):
-        with pytest.raises(Unreachable):
-            broken.guests()
-    sockets = len(unix_sockets())
-    for _ in range(20):
-        with pytest.raises(Unreachable):
-            broken.guests()
-    until(lambda: len(unix_sockets()) <= sockets, 5, 'what was opened is closed')
-    monkeypatch.setattr(libvirt.virConnect, step, works)
-    assert broken.guests() == {}
-    broken.close()
+    with closing(Libvirt(host.root / 'state', uri=host.uri)) as broken:
+        broken.on_change(lambda _: None)
+        opened = broken._connection
+        first = opened._get()
+        works = getattr(libvirt.virConnect, step)
+        monkeypatch.setattr(libvirt.virConnect, step, breaks)
+        # Not before: once it is dropped, a thread opens the next one, without anybody asking.
+        opened._drop(first)
+        for _ in range(3):
+            with pytest.raises(Unreachable):
+                broken.guests()
+        sockets = len(unix_sockets())
+        for _ in range(20):
+            with pytest.raises(Unreachable):
+                broken.guests()
+        until(lambda: len(unix_sockets()) <= sockets, 5, 'what was opened is closed')
+        monkeypatch.setattr(libvirt.virConnect, step, works)
+        assert broken.guests() == {}
 
 
 @pytest.mark.usefixtures('real')
@@ -258,21 +256,19 @@ def test_a_connection_without_a_thread_to_open_it_is_opened_later(
             raise failures.pop()
         real_start(thread)
 
-    opened = Libvirt(host.root / 'state', uri=host.uri)
-    opened.on_change(told.put)
-    first = opened._connection._get()
-    monkeypatch.setattr(threading.Thread, 'start', start)
-    opened._connection._drop(first)
-    until(lambda: 'connection is back' in told.get(timeout=60), 60, 'it is opened without anybody asking')
-    assert not failures
-    assert opened.guests() == {}
-    opened.close()
+    with closing(Libvirt(host.root / 'state', uri=host.uri)) as opened:
+        opened.on_change(told.put)
+        first = opened._connection._get()
+        monkeypatch.setattr(threading.Thread, 'start', start)
+        opened._connection._drop(first)
+        until(lambda: 'connection is back' in told.get(timeout=60), 60, 'it is opened without anybody asking')
+        assert not failures
+        assert opened.guests() == {}
     failures.append(RuntimeError("can't start new thread"))
-    another = Libvirt(host.root / 'state', uri=host.uri)
-    with pytest.raises(Unreachable, match='no thread can be started to open it'):
-        another.guests()
-    assert another.guests() == {}
-    another.close()
+    with closing(Libvirt(host.root / 'state', uri=host.uri)) as another:
+        with pytest.raises(Unreachable, match='no thread can be started to open it'):
+            another.guests()
+        assert another.guests() == {}
 
 
 def unix_sockets() -> list[str]:
@@ -286,10 +282,9 @@ def unix_sockets() -> list[str]:
 
 
 def in_a_worker(state: Path, uri: str, spec: GuestSpec) -> None:
-    hypervisor = Libvirt(state, uri=uri)
-    build(hypervisor, spec)
-    assert hypervisor.guests()[spec.instance].running
-    hypervisor.close()
+    with closing(Libvirt(state, uri=uri)) as hypervisor:
+        build(hypervisor, spec)
+        assert hypervisor.guests()[spec.instance].running
 
 
 def test_a_spawned_worker(host: LibvirtHost, real: Libvirt, spec: GuestSpec) -> None:
@@ -302,16 +297,18 @@ def test_a_spawned_worker(host: LibvirtHost, real: Libvirt, spec: GuestSpec) -> 
 
 
 def test_prepare(host: LibvirtHost, real: Libvirt, connection: object) -> None:
-    elsewhere = Libvirt(host.root / 'elsewhere', uri=host.uri)
-    with pytest.raises(Conflict, match=f'{host.root}/state/images, not {host.root}/elsewhere/images'):
+    with (
+        closing(Libvirt(host.root / 'elsewhere', uri=host.uri)) as elsewhere,
+        pytest.raises(Conflict, match=f'{host.root}/state/images, not {host.root}/elsewhere/images'),
+    ):
         elsewhere.prepare()
-    elsewhere.close()
     closed = host.root / 'closed'
     closed.mkdir(mode=0o700)
-    unreachable = Libvirt(closed / 'state', uri=host.uri)
-    with pytest.raises(UsageError, match=f'setfacl -m u:libvirt-qemu:x {closed} '):
+    with (
+        closing(Libvirt(closed / 'state', uri=host.uri)) as unreachable,
+        pytest.raises(UsageError, match=f'setfacl -m u:libvirt-qemu:x {closed} '),
+    ):
         unreachable.prepare()
-    unreachable.close()
     for plug, words in ((('network', 'none'), "no network 'none'"), (('bridge', 'br-none'), 'no bridge br-none')):
         with pytest.raises(UsageError, match=words):
             Libvirt(host.root / 'state', [Attachment(*plug)], uri=host.uri).prepare()

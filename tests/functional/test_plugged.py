@@ -7,6 +7,7 @@ import queue
 import re
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,54 +40,52 @@ def is_isolated() -> bool:
 
 def inside_the_host(state: str, instance: str) -> None:
     """What ecompute's parent does on its own host."""
-    hypervisor = Libvirt(Path(state))
-    looks: queue.Queue[str] = queue.Queue()
-    hypervisor.on_change(str, looks.put)
+    with closing(Libvirt(Path(state))) as hypervisor:
+        looks: queue.Queue[str] = queue.Queue()
+        hypervisor.on_change(str, looks.put)
 
-    def restart_network(bridge: str) -> None:
-        edited = re.sub("bridge name='[^']*'", f"bridge name='{bridge}'", run('virsh', 'net-dumpxml', 'default'))
-        Path(state, 'network.xml').write_text(edited)
-        run('virsh', '-q', 'net-destroy', 'default')
-        assert looks.get(timeout=60) == 'libvirt: network default was started or stopped'
-        run('virsh', '-q', 'net-define', f'{state}/network.xml')
-        assert masters() == ['', 'br0']
-        hypervisor.plug_in()
-        trouble = hypervisor.guests()[instance].trouble
-        assert trouble.startswith(f'{UNPLUGGED} (vnet0): ')
-        assert trouble.endswith('. Fix: start network default again')
-        run('virsh', '-q', 'net-start', 'default')
-        assert looks.get(timeout=60) == 'libvirt: network default was started or stopped'
-        hypervisor.plug_in()
-        assert hypervisor.guests()[instance].trouble == ''
+        def restart_network(bridge: str) -> None:
+            edited = re.sub("bridge name='[^']*'", f"bridge name='{bridge}'", run('virsh', 'net-dumpxml', 'default'))
+            Path(state, 'network.xml').write_text(edited)
+            run('virsh', '-q', 'net-destroy', 'default')
+            assert looks.get(timeout=60) == 'libvirt: network default was started or stopped'
+            run('virsh', '-q', 'net-define', f'{state}/network.xml')
+            assert masters() == ['', 'br0']
+            hypervisor.plug_in()
+            trouble = hypervisor.guests()[instance].trouble
+            assert trouble.startswith(f'{UNPLUGGED} (vnet0): ')
+            assert trouble.endswith('. Fix: start network default again')
+            run('virsh', '-q', 'net-start', 'default')
+            assert looks.get(timeout=60) == 'libvirt: network default was started or stopped'
+            hypervisor.plug_in()
+            assert hypervisor.guests()[instance].trouble == ''
 
-    assert masters() == ['virbr0', 'br0']
-    hypervisor.plug_in()
-    for bridge in ('virbr0', 'virbr7', 'virbr0'):
-        restart_network(bridge)
-        assert masters() == [bridge, 'br0']
-    # A bridge of the host's, which libvirt has nothing to tell of.
-    run('ip', 'link', 'del', 'br0')
-    hypervisor.plug_in()
-    assert hypervisor.guests()[instance].trouble.endswith('. Fix: start bridge br0 again')
-    run('ip', 'link', 'add', 'br0', 'up', 'type', 'bridge')
-    hypervisor.plug_in()
-    assert (masters(), hypervisor.guests()[instance].trouble) == (['virbr0', 'br0'], '')
-    # Whoever has put it on another bridge meant that.
-    run('ip', 'link', 'set', 'vnet1', 'master', 'virbr0')
-    hypervisor.plug_in()
-    assert masters() == ['virbr0', 'virbr0']
-    hypervisor.close()
+        assert masters() == ['virbr0', 'br0']
+        hypervisor.plug_in()
+        for bridge in ('virbr0', 'virbr7', 'virbr0'):
+            restart_network(bridge)
+            assert masters() == [bridge, 'br0']
+        # A bridge of the host's, which libvirt has nothing to tell of.
+        run('ip', 'link', 'del', 'br0')
+        hypervisor.plug_in()
+        assert hypervisor.guests()[instance].trouble.endswith('. Fix: start bridge br0 again')
+        run('ip', 'link', 'add', 'br0', 'up', 'type', 'bridge')
+        hypervisor.plug_in()
+        assert (masters(), hypervisor.guests()[instance].trouble) == (['virbr0', 'br0'], '')
+        # Whoever has put it on another bridge meant that.
+        run('ip', 'link', 'set', 'vnet1', 'master', 'virbr0')
+        hypervisor.plug_in()
+        assert masters() == ['virbr0', 'virbr0']
 
 
 def inside_the_host_isolated(state: str, instance: str) -> None:
-    hypervisor = Libvirt(Path(state))
-    assert is_isolated()
-    run('virsh', '-q', 'net-destroy', 'alone')
-    run('virsh', '-q', 'net-start', 'alone')
-    assert not is_isolated()
-    hypervisor.plug_in()
-    assert (masters(), is_isolated(), hypervisor.guests()[instance].trouble) == (['virbr6'], True, '')
-    hypervisor.close()
+    with closing(Libvirt(Path(state))) as hypervisor:
+        assert is_isolated()
+        run('virsh', '-q', 'net-destroy', 'alone')
+        run('virsh', '-q', 'net-start', 'alone')
+        assert not is_isolated()
+        hypervisor.plug_in()
+        assert (masters(), is_isolated(), hypervisor.guests()[instance].trouble) == (['virbr6'], True, '')
 
 
 def run_inside(host: LibvirtHost, function: str, instance: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -73,19 +74,18 @@ class Unrenewed(Store):
 def test_a_lease_that_is_not_renewed_is_told_of_and_replaced(etcd: Etcd, prefix: str) -> None:
     """F1: the class, whatever the reason is that renewals alone fail."""
     lost, back, key = list[str](), list[bool](), prefix + 'c'
-    store = Unrenewed(EtcdConfig((etcd.endpoint,)))
-    lease = Lease(store, 1)
-    with started(Presence(store, key, MINE, lost.append, lease, on_back=lambda: back.append(True))):
-        store.fails = True
-        until(lambda: lost, 20, 'it is told')
-        until(lambda: store.get(key) is None, 20, 'the lease has ended')
-        assert 'etcd answers, and has not renewed the lease' in lost[0]
-        assert 'context canceled. Fix: ' in lost[0]
-        store.fails = False
-        until(lambda: back, 20, 'it is alive again')
-        assert store.get(key) is not None
-        assert len(lost) == 1
-    store.close()
+    with closing(Unrenewed(EtcdConfig((etcd.endpoint,)))) as store:
+        lease = Lease(store, 1)
+        with started(Presence(store, key, MINE, lost.append, lease, on_back=lambda: back.append(True))):
+            store.fails = True
+            until(lambda: lost, 20, 'it is told')
+            until(lambda: store.get(key) is None, 20, 'the lease has ended')
+            assert 'etcd answers, and has not renewed the lease' in lost[0]
+            assert 'context canceled. Fix: ' in lost[0]
+            store.fails = False
+            until(lambda: back, 20, 'it is alive again')
+            assert store.get(key) is not None
+            assert len(lost) == 1
 
 
 def test_behind_a_grpc_proxy_a_lease_is_renewed(grpc_proxy: GrpcProxy, placement: PlacementServer) -> None:

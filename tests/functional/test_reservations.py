@@ -12,7 +12,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,14 +206,11 @@ def test_where_libvirt_gives_out_none(prepared: Libvirt, connection: Any) -> Non
 
 def test_a_network_that_is_gone_gives_and_gave_nobody_anything(host: LibvirtHost) -> None:
     """Its guests may be there still, with addresses that the host sees or an agent tells."""
-    own = Connection(host.uri)
-    try:
+    with closing(Connection(host.uri)) as own:
         networks = Networks(own)
         assert networks.gives('default', first_address(own)) is True
         assert networks.gives('gone', '10.78.0.2') is False
         assert networks.leases('gone', ['52:54:00:99:01:00']) == {}
-    finally:
-        own.close()
 
 
 def first_address(own: Connection) -> str:

@@ -133,15 +133,14 @@ class Refreshing(Store):
 def test_who_is_at_it_for_long_says_so_again(cloud: Cloud) -> None:
     full, free = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1), cloud.compute()
     cloud.create(cloud.wanted(full))
-    store = Refreshing(cloud)
-    # At once: its lease is not refreshed, which would cost an answer.
-    cloud.create(cloud.wanted(free), store=store)
-    assert store.refreshed == []
-    wanted = cloud.wanted(full)
-    with pytest.raises(NoCapacity):
-        cloud.create(wanted, store=store, found=[{full: SMALL}])
-    assert set(store.refreshed) == {store.granted[-1]}
-    store.close()
+    with closing(Refreshing(cloud)) as store:
+        # At once: its lease is not refreshed, which would cost an answer.
+        cloud.create(cloud.wanted(free), store=store)
+        assert store.refreshed == []
+        wanted = cloud.wanted(full)
+        with pytest.raises(NoCapacity):
+            cloud.create(wanted, store=store, found=[{full: SMALL}])
+        assert set(store.refreshed) == {store.granted[-1]}
 
 
 def test_when_all_are_taken_meanwhile_nothing_is_left(cloud: Cloud) -> None:

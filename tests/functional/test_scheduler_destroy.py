@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -227,70 +228,68 @@ def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
 
 def test_with_an_index_one_of_many_is_found_by_one_question(own_etcd: Etcd) -> None:
     """Without it each costs a question for every 64 computes."""
-    store = CountingStore(EtcdConfig((own_etcd.endpoint,)))
-    lease = own_etcd.grant()
-    computes = [new() for _ in range(200)]
-    for compute in computes:
-        own_etcd.put(keys.compute(compute), '{"token": "x"}', lease)
-    there = [new() for _ in range(3)]
-    for instance in there:
-        request = Request(instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
-        own_etcd.put(keys.request(computes[7], instance), requests.to_json(request))
-    among = index(store)
-    for instance in there:
-        before = store.asked
-        found = find(store, instance, among)
+    with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
+        lease = own_etcd.grant()
+        computes = [new() for _ in range(200)]
+        for compute in computes:
+            own_etcd.put(keys.compute(compute), '{"token": "x"}', lease)
+        there = [new() for _ in range(3)]
+        for instance in there:
+            request = Request(instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
+            own_etcd.put(keys.request(computes[7], instance), requests.to_json(request))
+        among = index(store)
+        for instance in there:
+            before = store.asked
+            found = find(store, instance, among)
+            assert found is not None
+            assert found.record.compute == computes[7]
+            assert store.asked == before + 1
+            assert found == find(store, instance)
+        # Its compute has taken it since, and written a record; then the request is gone.
+        record = new_record(computes[7], found.request or request, 'now').at(ACTIVE, 'now', 'started')
+        own_etcd.put(keys.record(computes[7], there[0]), to_json(replace(record, instance=there[0])))
+        for _ in range(2):
+            found = find(store, there[0], among)
+            assert found is not None
+            assert found.record.state == ACTIVE
+            own_etcd.delete(keys.request(computes[7], there[0]))
+        # It is gone where it was; and another one has come since.
+        own_etcd.delete(keys.request(computes[7], there[1]))
+        assert find(store, there[1], among) is None
+        late = new()
+        own_etcd.put(keys.request(computes[9], late), requests.to_json(replace(request, instance=late)))
+        found = find(store, late, among)
         assert found is not None
-        assert found.record.compute == computes[7]
-        assert store.asked == before + 1
-        assert found == find(store, instance)
-    # Its compute has taken it since, and written a record; then the request is gone.
-    record = new_record(computes[7], found.request or request, 'now').at(ACTIVE, 'now', 'started')
-    own_etcd.put(keys.record(computes[7], there[0]), to_json(replace(record, instance=there[0])))
-    for _ in range(2):
-        found = find(store, there[0], among)
-        assert found is not None
-        assert found.record.state == ACTIVE
-        own_etcd.delete(keys.request(computes[7], there[0]))
-    # It is gone where it was; and another one has come since.
-    own_etcd.delete(keys.request(computes[7], there[1]))
-    assert find(store, there[1], among) is None
-    late = new()
-    own_etcd.put(keys.request(computes[9], late), requests.to_json(replace(request, instance=late)))
-    found = find(store, late, among)
-    assert found is not None
-    assert found.record.compute == computes[9]
-    assert destroy(store, late, among) == f'{late}: destroy accepted, {computes[9]} carries it out'
-    store.close()
+        assert found.record.compute == computes[9]
+        assert destroy(store, late, among) == f'{late}: destroy accepted, {computes[9]} carries it out'
 
 
 def test_the_names_of_records_are_listed_once_for_those_that_no_compute_is_asked_for(own_etcd: Etcd) -> None:
     """A record is four times as long as its name, and etcd reads it all the same; two lists are twice as many names."""
-    store = CountingStore(EtcdConfig((own_etcd.endpoint,)))
-    lease = own_etcd.grant()
-    computes = [new() for _ in range(3)]
-    for compute in computes[:2]:
-        own_etcd.put(keys.compute(compute), '{"token": "x"}', lease)
-    asked, *ended = (new() for _ in range(3))
-    request = Request(asked, {computes[0]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
-    own_etcd.put(keys.request(computes[0], asked), requests.to_json(request))
-    own_etcd.put(keys.record(computes[0], asked), to_json(Record(asked, computes[0], ACTIVE, image=IMAGE)))
-    # The computes of these are not alive; what one of 1.0 wrote is below none.
-    own_etcd.put(keys.record(computes[2], ended[0]), to_json(Record(ended[0], computes[2], GONE, image=IMAGE)))
-    own_etcd.put(keys.old_record(ended[1]), to_json(Record(ended[1], computes[2], ERROR, image=IMAGE)))
-    # Somebody else's word of one that is asked for elsewhere counts neither way.
-    own_etcd.put(keys.record(computes[2], asked), to_json(Record(asked, computes[2], GONE, image=IMAGE)))
-    among = index(store)
-    assert store.asked == 1
-    found = find(store, asked, among)
-    assert found is not None
-    assert (found.record.compute, found.record.state) == (computes[0], ACTIVE)
-    assert store.asked == 2
-    for instance, state, questions in ((ended[0], GONE, 2), (ended[1], ERROR, 1)):
-        before = store.asked
-        found = find(store, instance, among)
+    with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
+        lease = own_etcd.grant()
+        computes = [new() for _ in range(3)]
+        for compute in computes[:2]:
+            own_etcd.put(keys.compute(compute), '{"token": "x"}', lease)
+        asked, *ended = (new() for _ in range(3))
+        request = Request(asked, {computes[0]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
+        own_etcd.put(keys.request(computes[0], asked), requests.to_json(request))
+        own_etcd.put(keys.record(computes[0], asked), to_json(Record(asked, computes[0], ACTIVE, image=IMAGE)))
+        # The computes of these are not alive; what one of 1.0 wrote is below none.
+        own_etcd.put(keys.record(computes[2], ended[0]), to_json(Record(ended[0], computes[2], GONE, image=IMAGE)))
+        own_etcd.put(keys.old_record(ended[1]), to_json(Record(ended[1], computes[2], ERROR, image=IMAGE)))
+        # Somebody else's word of one that is asked for elsewhere counts neither way.
+        own_etcd.put(keys.record(computes[2], asked), to_json(Record(asked, computes[2], GONE, image=IMAGE)))
+        among = index(store)
+        assert store.asked == 1
+        found = find(store, asked, among)
         assert found is not None
-        assert (found.record.compute, found.record.state) == (computes[2], state)
-        assert store.asked == before + questions
-        assert found == find(store, instance)
-    store.close()
+        assert (found.record.compute, found.record.state) == (computes[0], ACTIVE)
+        assert store.asked == 2
+        for instance, state, questions in ((ended[0], GONE, 2), (ended[1], ERROR, 1)):
+            before = store.asked
+            found = find(store, instance, among)
+            assert found is not None
+            assert (found.record.compute, found.record.state) == (computes[2], state)
+            assert store.asked == before + questions
+            assert found == find(store, instance)

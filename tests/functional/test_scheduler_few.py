@@ -7,6 +7,7 @@ import random
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,9 +93,8 @@ class Cluster:
 
 @pytest.fixture
 def cluster(own_etcd: Etcd, in_process: InProcess) -> Iterator[Cluster]:
-    store = CountingStore(EtcdConfig((own_etcd.endpoint,)))
-    yield Cluster(own_etcd, store, in_process)
-    store.close()
+    with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
+        yield Cluster(own_etcd, store, in_process)
 
 
 def test_one_question_about_one_compute_and_one_claim_however_many_there_are(cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from h2.errors import ErrorCodes
@@ -38,9 +39,8 @@ def front(etcd: Etcd) -> Iterator[Resetting]:
 
 @pytest.fixture
 def store(front: Resetting) -> Iterator[Store]:
-    made = Store(EtcdConfig((front.address,), timeout=5.0))
-    yield made
-    made.close()
+    with closing(Store(EtcdConfig((front.address,), timeout=5.0))) as made:
+        yield made
 
 
 @pytest.mark.parametrize('code', CODES, ids=lambda code: code.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,18 +26,15 @@ def test_a_proxy_in_the_environment_is_not_for_our_own_servers(
     for name in ('http_proxy', 'HTTP_PROXY', 'https_proxy', 'grpc_proxy', 'all_proxy'):
         monkeypatch.setenv(name, 'http://127.0.0.1:9')
     monkeypatch.delenv('no_proxy', raising=False)
-    store = Store(EtcdConfig(endpoints=(etcd.endpoint,)))
-    assert store.get('/nothing') is None
-    store.close()
-    client = Placement(placement.url)
-    assert 'resource_providers' in client.get('/resource_providers')
-    client.close()
+    with closing(Store(EtcdConfig(endpoints=(etcd.endpoint,)))) as store:
+        assert store.get('/nothing') is None
+    with closing(Placement(placement.url)) as client:
+        assert 'resource_providers' in client.get('/resource_providers')
 
 
 def test_the_member_that_lives_is_found_whatever_its_family(etcd: Etcd) -> None:
-    store = Store(EtcdConfig(endpoints=('[::1]:1', etcd.endpoint)))
-    assert store.get('/nothing') is None
-    store.close()
+    with closing(Store(EtcdConfig(endpoints=('[::1]:1', etcd.endpoint)))) as store:
+        assert store.get('/nothing') is None
 
 
 def test_a_metadata_server_whose_first_answer_is_late_is_no_other_server(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,11 @@ def test_no_guest_is_made_without_filters_where_there_were_some(
 
 
 def test_no_guest_is_made_beside_an_etcd_without_an_address(host: LibvirtHost, spec: GuestSpec) -> None:
-    worker = Libvirt(host.root / 'state', uri=host.uri, control=[('etcd.invalid', 2379)], filters=True)
-    with pytest.raises(Unreachable, match=r'etcd\.invalid'):
-        build(worker, spec)
-    assert not worker.runs(spec.instance)
-    worker.delete_disk(spec.instance)
-    worker.close()
+    with closing(Libvirt(host.root / 'state', uri=host.uri, control=[('etcd.invalid', 2379)], filters=True)) as worker:
+        with pytest.raises(Unreachable, match=r'etcd\.invalid'):
+            build(worker, spec)
+        assert not worker.runs(spec.instance)
+        worker.delete_disk(spec.instance)
 
 
 def test_the_images_own_size(real: Libvirt, spec: GuestSpec, connection: object) -> None:
