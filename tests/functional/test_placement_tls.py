@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import os
 import re
 import shutil
 import socket
 import ssl
-import threading
 import uuid
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from tests.kit.certificates import Authority
 from tests.kit.commands import Control, Ecompute
+from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.servers import PlacementServer
 from tests.kit.story import SMALL, log_of, logged, logs, place, reached, record
 
@@ -32,100 +30,56 @@ NAMES = ('localhost', '127.0.0.1')
 OURS = re.compile('our certificate|certificate of ours')
 
 
-class Front(ThreadingHTTPServer):
+class Front(FaultyPlacement):
     """Takes those alone who have a certificate and know the token, and passes on what they ask.
 
     `breaks` is how many of the next calls are read, and then the connection is cut; `heard` are all calls.
     """
 
-    daemon_threads = True
-
     def __init__(self, behind: PlacementServer, directory: Path) -> None:
         self.authority = Authority(directory / 'ca')
-        self.directory, self.behind = directory, behind
+        self.directory = directory
         self.token, self.says = 'the-token', b'{"errors": [{"detail": "who are you?"}]}'
         self.breaks = 0
         self.heard: list[str] = []
-        self._open: set[Any] = set()
         self.issue()
-        super().__init__(('127.0.0.1', 0), _Handler)
-
-    @property
-    def url(self) -> str:
-        return f'https://127.0.0.1:{self.server_address[1]}'
+        super().__init__(behind.port)
+        self.url = f'https://127.0.0.1:{self.port}'
 
     def issue(self, *names: str, days: int = 10) -> None:
         """Its own certificate, from the next connection on."""
         self.authority.issue(self.directory, 'server', *(names or NAMES), days=days)
 
-    def get_request(self) -> tuple[Any, Any]:
-        """A connection; TLS begins in its own thread."""
-        connection, address = super().get_request()
+    def taken(self, connection: socket.socket) -> socket.socket:
+        """Over TLS, which begins in the connection's own thread."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.directory / 'server.crt', self.directory / 'server.key')
         context.load_verify_locations(self.authority.certificate)
         context.verify_mode = ssl.CERT_REQUIRED
         connection.settimeout(10)
-        secured = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-        self._open.add(secured)
-        return secured, address
+        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
-    def drop(self) -> None:
-        """Cut all connections."""
-        while self._open:
-            with contextlib.suppress(OSError):
-                self._open.pop().shutdown(socket.SHUT_RDWR)
+    def fails(self, method: str, path: str) -> str:
+        """See FaultyPlacement."""
+        self.heard.append(f'{method} {path}')
+        if not self.breaks:
+            return ''
+        self.breaks -= 1
+        return 'broken'
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """What it refuses is what the tests are about."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = 'HTTP/1.1'
-    server: Front
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Not on stderr."""
-
-    def do_any(self) -> None:
-        front = self.server
-        body = self.rfile.read(int(self.headers.get('content-length', 0)))
-        front.heard.append(f'{self.command} {self.path}')
-        if front.breaks:
-            front.breaks -= 1
-            self.close_connection = True
-            os.close(self.connection.detach())  # no good-bye of TLS
-            return
-        if self.headers['x-auth-token'] != front.token:
-            self.answer(401, {'content-type': 'application/json'}, front.says)
-            return
-        headers = {name: value for name, value in self.headers.items() if not name.lower().startswith('x-')}
-        behind = http.client.HTTPConnection('127.0.0.1', front.behind.port, timeout=30)
-        behind.request(self.command, self.path, body or None, {**headers, 'x-auth-token': 'admin'})
-        answer = behind.getresponse()
-        self.answer(answer.status, {'content-type': answer.headers.get('content-type', 'text/plain')}, answer.read())
-        behind.close()
-
-    def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        if status != 204:
-            self.send_header('content-length', str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_PUT = do_POST = do_DELETE = do_any
+    def pass_on(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
+        """Ask for who knows the token."""
+        told = {name.lower(): value for name, value in headers.items()}
+        if told.get('x-auth-token') != self.token:
+            return 401, 'application/json', self.says
+        plain = {name: value for name, value in told.items() if not name.startswith('x-')}
+        return super().pass_on(method, path, {**plain, 'x-auth-token': 'admin'}, body)
 
 
 @pytest.fixture
 def front(placement: PlacementServer, tmp_path: Path) -> Iterator[Front]:
     with Front(placement, tmp_path / 'front') as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={'poll_interval': 0.05})
-        thread.start()
         yield made
-        made.shutdown()
-        thread.join()
 
 
 @pytest.fixture
@@ -142,9 +96,8 @@ def without(config: PlacementConfig, **changed: object) -> PlacementConfig:
 
 @pytest.fixture
 def client(config: PlacementConfig) -> Iterator[Placement]:
-    made = Placement(config, (2.0, 5.0))
-    yield made
-    made.close()
+    with closing(Placement(config, (2.0, 5.0))) as made:
+        yield made
 
 
 def test_who_has_a_certificate_and_the_token_reads_and_writes(client: Placement) -> None:
@@ -175,15 +128,12 @@ def test_a_token_is_read_anew_for_each_call(client: Placement, config: Placement
 
 def refused(config: PlacementConfig) -> str:
     """What is said to who asks so: one line, and a write fails as a read does."""
-    made = Placement(config, (2.0, 5.0))
-    try:
+    with closing(Placement(config, (2.0, 5.0))) as made:
         with pytest.raises(Unreachable) as read:
             made.get('/resource_providers')
         # Of what they say after it was sent nobody knows whether it was carried out.
         with pytest.raises((Unreachable, UnknownOutcome)):
             made.write('POST', '/resource_providers', {'name': 'never'})
-    finally:
-        made.close()
     assert str(read.value).isprintable()
     assert str(read.value).startswith(f'placement at {config.endpoint} cannot be reached: ')
     return str(read.value)
@@ -244,14 +194,9 @@ def test_files_that_are_no_certificates(config: PlacementConfig, tmp_path: Path)
         Placement(config, (2.0, 5.0)).get('/resource_providers')
 
 
-def test_one_that_does_not_speak_tls(config: PlacementConfig) -> None:
-    with ThreadingHTTPServer(('127.0.0.1', 0), _Handler) as plain:
-        thread = threading.Thread(target=plain.serve_forever, kwargs={'poll_interval': 0.05})
-        thread.start()
-        said = refused(without(config, endpoint=f'https://127.0.0.1:{plain.server_address[1]}'))
-        plain.shutdown()
-        thread.join()
-    assert 'does not speak TLS' in said
+def test_one_that_does_not_speak_tls(config: PlacementConfig, placement: PlacementServer) -> None:
+    with FaultyPlacement(placement.port) as plain:
+        assert 'does not speak TLS' in refused(without(config, endpoint=f'https://127.0.0.1:{plain.port}'))
 
 
 def test_a_write_is_never_sent_twice(client: Placement, front: Front) -> None:
@@ -286,7 +231,7 @@ def test_an_ecompute_outlives_an_exchange(control: Control, front: Front, config
             else:
                 path.write_bytes(content)
             # A connection that is open was made with the certificate of before.
-            front.drop()
+            front.cut()
             front.breaks = 0
             logs(compute, str(path), 'trying again')
             assert (record(control, instance) or {}).get('state') not in ('error', 'active')
@@ -302,14 +247,13 @@ def test_nobody_s_netrc_is_sent(config: PlacementConfig, tmp_path: Path, monkeyp
     netrc.chmod(0o600)
     monkeypatch.setenv('NETRC', str(netrc))
     said: list[str | None] = []
-    answer = _Handler.answer
+    pass_on = Front.pass_on
 
-    def listened(handler: _Handler, *rest: Any) -> None:
-        said.append(handler.headers['authorization'])
-        answer(handler, *rest)
+    def listened(front: Front, method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
+        said.append({name.lower(): value for name, value in headers.items()}.get('authorization'))
+        return pass_on(front, method, path, headers, body)
 
-    monkeypatch.setattr(_Handler, 'answer', listened)
-    client = Placement(config, (2.0, 5.0))
-    client.get('/resource_providers')
-    client.close()
+    monkeypatch.setattr(Front, 'pass_on', listened)
+    with closing(Placement(config, (2.0, 5.0))) as client:
+        client.get('/resource_providers')
     assert said == [None]

@@ -62,7 +62,7 @@ class FaultyPlacement:
         if kind == 'refused':
             self._close()
         else:
-            self._cut()  # kept connections would be answered as before only by luck: none is kept
+            self.cut()  # kept connections would be answered as before only by luck: none is kept
 
     def heal(self) -> None:
         """Pass on again."""
@@ -92,12 +92,27 @@ class FaultyPlacement:
         finally:
             connection.close()
 
+    def taken(self, connection: socket.socket) -> socket.socket:
+        """What it speaks over once somebody has connected."""
+        return connection
+
+    def cut(self) -> None:
+        """Cut all connections."""
+        for each in list(self._open):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
     def _listen(self, port: int) -> ThreadingHTTPServer:
         faulty = self
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
             allow_reuse_address = True
+
+            def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+                connection, address = super().get_request()
+                return faulty.taken(connection), address
 
             def process_request(self, request: socket.socket, address: tuple[str, int]) -> None:  # type: ignore[override]
                 faulty._open.add(request)
@@ -115,13 +130,7 @@ class FaultyPlacement:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
-        self._cut()
-
-    def _cut(self) -> None:
-        for each in list(self._open):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        self._open.clear()
+        self.cut()
 
 
 class _Handler(BaseHTTPRequestHandler):
