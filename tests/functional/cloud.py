@@ -134,6 +134,19 @@ class CountingStore(Store):
         return super()._ask(*given)
 
 
+def before(made: Any, call: str, do: Callable[[], object], matches: Callable[..., bool] = lambda *_: True) -> Any:
+    """The same, where this happens once, just before a call that matches."""
+    real, left = getattr(made, call), [do]
+
+    def called(*given: Any, **named: Any) -> Any:
+        if left and matches(*given):
+            left.pop()()
+        return real(*given, **named)
+
+    setattr(made, call, called)
+    return made
+
+
 def new() -> str:
     return str(uuid.uuid4())
 

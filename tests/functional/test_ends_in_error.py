@@ -30,7 +30,7 @@ from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE
 from ecomp.placement import allocations
 from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.cloud import Cloud, new
+from tests.functional.cloud import Cloud, before, new
 from tests.functional.toy import NOW, Toy, toy
 from tests.kit.store_client import existing
 
@@ -148,9 +148,9 @@ def named(cloud: Cloud, compute: str, name: str) -> str:
     return wanted.instance
 
 
-def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares(cloud: Cloud, tmp_path: Path) -> None:
+def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares(one: Toy, cloud: Cloud) -> None:
     """What a follower has no room for is refused, and was delivered as all others: with a name, a group, a quota."""
-    with toy(cloud, tmp_path) as one, limited(cloud, 'a-project', 5) as used:
+    with limited(cloud, 'a-project', 5) as used:
         instance = named(cloud, one.compute, 'unkept')
         assert used() == 1
         key = keys.request(one.compute, instance)
@@ -167,9 +167,9 @@ def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares
         assert lease, 'it is found by its name as long as its record is there, and not for ever'
 
 
-def test_what_a_restored_etcd_does_not_know_is_counted_again(cloud: Cloud, tmp_path: Path) -> None:
+def test_what_a_restored_etcd_does_not_know_is_counted_again(one: Toy, cloud: Cloud) -> None:
     """Once, however often it is published, and given back at its end; so is what is being destroyed."""
-    with toy(cloud, tmp_path) as one, limited(cloud, 'a-project', 1) as used:
+    with limited(cloud, 'a-project', 1) as used:
         before = existing(cloud.store, keys.quota('a-project'))
         instance = named(cloud, one.compute, 'later')
         one.step()
@@ -197,10 +197,8 @@ def test_what_a_restored_etcd_does_not_know_is_counted_again(cloud: Cloud, tmp_p
 
 
 @pytest.mark.parametrize('shares', [True, False])
-def test_what_leaves_its_queue_while_it_is_published_is_counted(
-    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
-) -> None:
-    with toy(cloud, tmp_path) as one, limited(cloud, 'a-project', 5) as used:
+def test_what_leaves_its_queue_while_it_is_published_is_counted(one: Toy, cloud: Cloud, shares: bool) -> None:
+    with limited(cloud, 'a-project', 5) as used:
         instance = named(cloud, one.compute, 'waits') if shares else one.place()
         one.step()
         places = one.places(instance)
@@ -210,19 +208,15 @@ def test_what_leaves_its_queue_while_it_is_published_is_counted(
         cloud.store.commit([], [*map(Delete, places), Put(waiting.key, waiting_to_json(waiting))])
         (place,) = backlog_of(cloud.store.snapshot(keys.QUEUES).entries, Backlog()).places.values()
         other = Taker(ControlPlane(new(), cloud.store, cloud.placement, lambda: NOW), lambda: 0)
-        commit = cloud.store.commit
 
-        def late(conditions: Any, operations: Any) -> int | None:
-            if places[0] in {each.key for each in operations}:
-                monkeypatch.undo()
-                # In an etcd and a placement of before it was taken nobody holds a claim for it.
-                held = allocations.consumer(cloud.placement, instance)
-                assert allocations.release_once(cloud.placement, instance, held)
-                assert other.refuse(place, 'it asks for too much')
-                assert used() == 0
-            return commit(conditions, operations)
+        def refuse() -> None:
+            # In an etcd and a placement of before it was taken nobody holds a claim for it.
+            held = allocations.consumer(cloud.placement, instance)
+            assert allocations.release_once(cloud.placement, instance, held)
+            assert other.refuse(place, 'it asks for too much')
+            assert used() == 0
 
-        monkeypatch.setattr(cloud.store, 'commit', late)
+        before(cloud.store, 'commit', refuse, lambda _, operations: places[0] in {each.key for each in operations})
         one.republish(one.hypervisor.guests().keys())
         assert used() == 1
         assert cloud.store.get(places[0]) is not None
@@ -232,10 +226,10 @@ def test_what_leaves_its_queue_while_it_is_published_is_counted(
 
 
 def test_many_that_accept_a_new_etcd_at_once_all_get_through(
-    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: Toy, cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All write the one quota of their project: each was lost to the others after five tries."""
-    with toy(cloud, tmp_path) as one, limited(cloud, 'a-project', 5) as used:
+    with limited(cloud, 'a-project', 5) as used:
         instance = named(cloud, one.compute, 'among-many')
         one.step()
         places = one.places(instance)

@@ -27,9 +27,9 @@ from ecomp.scheduler.looking.find import FRESH
 from ecomp.scheduler.operating.audit import _release as repaired
 from ecomp.scheduler.operating.decommission import disable, drained, forget
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
-from ecomp.store.client import Delete, Put, Snapshot, Store, Unchanged
+from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.sharing import highest_released, note_released
-from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new
+from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, before, new
 from tests.kit.store_client import existing
 
 ROOM_FOR_ONE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
@@ -53,18 +53,6 @@ class Between(Placement):
         return super()._send(method, path, body, unanswered)
 
 
-class Moving(Store):
-    """An etcd where `do` happens once, before it is read who is placing."""
-
-    do: Callable[[], object] | None = None
-
-    def snapshot(self, prefix: str, keys_only: bool = False, **more: Any) -> Snapshot:
-        if prefix == keys.ATTEMPTS and self.do is not None:
-            do, self.do = self.do, None
-            do()
-        return super().snapshot(prefix, keys_only, **more)
-
-
 @pytest.fixture
 def between(cloud: Cloud) -> Between:
     return Between(cloud.server.url)
@@ -76,7 +64,13 @@ def left_empty(cloud: Cloud, instance: str) -> None:
         allocations.claim_once(cloud.placement, instance, {new(): SMALL}, 'a-user', 'a-project')
 
 
-def delivered_meanwhile(cloud: Cloud, compute: str, wanted: SetOrder) -> Moving:
+def placing(cloud: Cloud, do: Callable[[], object]) -> Store:
+    """An etcd where this happens once, before it is read who is placing."""
+    store = Store(EtcdConfig((cloud.etcd.endpoint,)))
+    return before(store, 'snapshot', do, lambda prefix, *_: prefix == keys.ATTEMPTS)
+
+
+def delivered_meanwhile(cloud: Cloud, compute: str, wanted: SetOrder) -> Store:
     """An etcd where its eschedule, which has claimed, does the last of it: the attempt goes, the request is there."""
     lease = cloud.store.grant(60)
     at_it(cloud, wanted, lease)
@@ -88,9 +82,7 @@ def delivered_meanwhile(cloud: Cloud, compute: str, wanted: SetOrder) -> Moving:
         cloud.store.commit([], [Put(keys.request(compute, wanted.instance), to_json(request))])
         cloud.store.revoke(lease)
 
-    store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
-    store.do = deliver
-    return store
+    return placing(cloud, deliver)
 
 
 def test_a_uuid_whose_consumer_was_left_empty_is_placed_all_the_same(cloud: Cloud) -> None:
@@ -182,10 +174,8 @@ def test_no_room_beside_another_eschedule_of_the_same_uuid_is_not_called_so(clou
         assert cloud.store.commit([Unchanged(key, ours.revision)], [Put(key, text, ours.lease)])
         allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
 
-    store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
-    store.do = other
     with pytest.raises(Conflict, match='another eschedule took it over'):
-        cloud.create(wanted, resume=True, store=store)
+        cloud.create(wanted, resume=True, store=placing(cloud, other))
     assert cloud.server.consumers(compute).keys() == {wanted.instance}
 
 

@@ -17,10 +17,10 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.looking.find import find
 from ecomp.store.client import Store
-from tests.functional.cloud import SMALL, Cloud, new
+from tests.functional.cloud import SMALL, Cloud, before, new
 from tests.functional.queueing import is_taken, put, queued, taker, waits
 from tests.kit.proxy import Proxy
-from tests.kit.store_client import existing
+from tests.kit.store_client import connected, existing
 
 
 def test_taken(cloud: Cloud, flavor: Flavor) -> None:
@@ -129,17 +129,12 @@ def test_a_taker_that_was_too_slow_claims_nothing(cloud: Cloud, flavor: Flavor) 
     """Frozen between its mark and its claim, until another one has taken the same."""
     here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
 
-    class Slow(Placement):
-        slept = False
+    def meanwhile() -> None:
+        cloud.etcd.delete(keys.taker(found.waiting.key))
+        assert taker(cloud, there).take(found)
 
-        def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
-            if not self.slept:
-                self.slept = True
-                cloud.etcd.delete(keys.taker(found.waiting.key))
-                assert taker(cloud, there).take(found)
-            super().write(method, path, body)
-
-    assert not taker(cloud, here, placement=Slow(cloud.server.url)).take(found)
+    slow = before(Placement(cloud.server.url), 'write', meanwhile)
+    assert not taker(cloud, here, placement=slow).take(found)
     is_taken(cloud, there, found.waiting)
 
 
@@ -202,18 +197,12 @@ def test_taken_in_the_middle_of_being_cancelled(cloud: Cloud, flavor: Flavor) ->
     """The taker is faster: the same destroy goes on as that of any other instance."""
     compute, found = cloud.compute(), queued(cloud, flavor)
 
-    class Slow(Store):
-        def __init__(self) -> None:
-            self.__dict__.update(cloud.store.__dict__)
-            self.first = True
+    def meanwhile() -> None:
+        assert taker(cloud, compute).take(found)
 
-        def grant(self, seconds: int) -> int:
-            if self.first:
-                self.first = False
-                assert taker(cloud, compute).take(found)
-            return super().grant(seconds)
-
-    assert destroy(Slow(), found.waiting.instance).endswith(f'destroy accepted, {compute} carries it out')
+    with connected(cloud.etcd.endpoint) as store:
+        said = destroy(before(store, 'grant', meanwhile), found.waiting.instance)
+    assert said.endswith(f'destroy accepted, {compute} carries it out')
     assert cloud.delivered(compute, found.waiting.instance).is_tombstone
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -21,9 +20,9 @@ from ecomp.model.order import Request, Shares
 from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, new_record, to_json
 from ecomp.scheduler.changing.change import clear, destroy
 from ecomp.scheduler.looking.find import find, living
-from ecomp.store.client import Delete, Entry, Put, Snapshot, Store, Unchanged
+from ecomp.store.client import Delete, Put, Snapshot, Store
 from ecomp.store.sharing import index
-from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, new
+from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, before, new
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd
 from tests.kit.store_client import existing
@@ -57,42 +56,22 @@ def test_a_destroy_by_two_is_one(cloud: Cloud) -> None:
     assert sum('already' in answer for answer in answers) == 3
 
 
-class Ending(Store):
-    """A store where the instance comes to its end, as by its compute, just before this call."""
-
-    def __init__(self, cloud: Cloud, compute: str, instance: str, before: str) -> None:
-        super().__init__(EtcdConfig((cloud.etcd.endpoint,)))
-        self._end = (keys.request(compute, instance), keys.record(compute, instance))
-        self._gone = to_json(Record(instance, compute, GONE, stages={'gone': 'just now'}))
-        self._before: str | None = before
-
-    def _happens(self, call: str) -> None:
-        if call == self._before:
-            self._before = None
-            request, record = self._end
-            super().commit([], [Delete(request), Put(record, self._gone)])
-
-    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
-        if self._end[0] in wanted:
-            self._happens('read')
-        return super().read(wanted)
-
-    def commit(
-        self, conditions: Sequence[Unchanged], operations: Sequence[Put | Delete], fenced: bool = True
-    ) -> int | None:
-        self._happens('commit')
-        return super().commit(conditions, operations, fenced)
-
-
 @pytest.mark.parametrize('has_request', [True, False])
-@pytest.mark.parametrize('before', ['read', 'commit'])
-def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, before: str, has_request: bool) -> None:
+@pytest.mark.parametrize('call', ['read', 'commit'])
+def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, call: str, has_request: bool) -> None:
     compute, instance = cloud.compute(), new()
     cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
     if has_request:
         cloud.etcd.put(keys.request(compute, instance), json.dumps({'instance': instance}))
+    request, gone = keys.request(compute, instance), Record(instance, compute, GONE, stages={'gone': 'just now'})
+
+    def end() -> None:  # as by its compute
+        cloud.store.commit([], [Delete(request), Put(keys.record(compute, instance), to_json(gone))])
+
+    store = Store(EtcdConfig((cloud.etcd.endpoint,)))
+    store = before(store, call, end, lambda what, *_: call == 'commit' or request in what)
     with pytest.raises(NotFound, match='gone since just now'):
-        destroy(Ending(cloud, compute, instance, before), instance)
+        destroy(store, instance)
     assert cloud.etcd.get(keys.request(compute, instance)) is None
 
 
@@ -104,32 +83,16 @@ def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:
     assert cloud.delivered(compute, wanted.instance).is_tombstone
 
 
-class Reviving(Store):
-    """A store where one that is over lives again just before this call: cleared by somebody, and asked for anew."""
-
-    def __init__(self, cloud: Cloud, record: Record) -> None:
-        super().__init__(EtcdConfig((cloud.etcd.endpoint,)))
-        key = keys.request(record.compute, record.instance)
-        self._alive = [
-            Put(keys.record(record.compute, record.instance), to_json(replace(record, state=ACTIVE, error=None))),
-            Put(key, json.dumps({'instance': record.instance})),
-        ]
-
-    def commit(
-        self, conditions: Sequence[Unchanged], operations: Sequence[Put | Delete], fenced: bool = True
-    ) -> int | None:
-        alive, self._alive = self._alive, []
-        if alive:
-            super().commit([], alive)
-        return super().commit(conditions, operations, fenced)
-
-
 @pytest.mark.parametrize('state', [GONE, ERROR])
 def test_what_lives_again_is_neither_cleared_nor_destroyed(cloud: Cloud, state: str) -> None:
     instance, compute = new(), new()
     record = Record(instance, compute, state, image=IMAGE, error=Failure('image', 'HTTP 404', 'nothing is left'))
     cloud.etcd.put_record(to_json(record))
-    cleared = clear(Reviving(cloud, record))
+    # Cleared by somebody, and asked for anew.
+    alive = [Put(keys.record(compute, instance), to_json(replace(record, state=ACTIVE, error=None)))]
+    alive.append(Put(keys.request(compute, instance), json.dumps({'instance': instance})))
+    store = Store(EtcdConfig((cloud.etcd.endpoint,)))
+    cleared = clear(before(store, 'commit', lambda: cloud.store.commit([], alive)))
     assert instance not in cleared.removed
     # Other tests leave records in this etcd that nobody can read: clear says so of each.
     assert not [error for error in cleared.errors if instance in str(error)]
