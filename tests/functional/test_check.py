@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import http.server
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -24,6 +22,7 @@ from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.model import health
 from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
 from tests.kit.certificates import Authority
+from tests.kit.listening import Canned, answer
 from tests.kit.servers import Etcd, PlacementServer, environment, free_port, until
 
 LINE = re.compile(r'(?P<check>[a-z-]+): (?P<what>.+)\. Mend it: (?P<cure>.+)')
@@ -269,30 +268,11 @@ def test_what_a_start_would_refuse(etcd: Etcd, placement: PlacementServer, tmp_p
 # The control plane, as both commands look at it
 
 
-@contextmanager
-def odd_placement(microversion: str, ahead: timedelta) -> Iterator[str]:
-    """The URL of a placement with this newest microversion, whose clock is ahead of ours."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = f'{{"versions": [{{"max_version": "{microversion}"}}], "traits": []}}'.encode()
-            self.send_response_only(200)
-            self.send_header('date', format_datetime(datetime.now(UTC) + ahead, usegmt=True))
-            self.send_header('content-type', 'application/json')
-            self.send_header('content-length', str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f'http://127.0.0.1:{server.server_address[1]}'
-    finally:
-        server.shutdown()
-        server.server_close()
+def odd_placement(microversion: str, ahead: timedelta) -> Canned:
+    """A placement with this newest microversion, whose clock is ahead of ours."""
+    body = f'{{"versions": [{{"max_version": "{microversion}"}}], "traits": []}}'.encode()
+    date = format_datetime(datetime.now(UTC) + ahead, usegmt=True)
+    return Canned(answer(200, 'application/json', body, f'date: {date}'))
 
 
 def found(etcd: Etcd, url: str, **certificates: Path) -> set[str]:
@@ -309,8 +289,8 @@ def test_a_strange_placement_and_its_clock(etcd: Etcd, placement: PlacementServe
         ('1.39', timedelta(hours=1), {'clock'}),
         ('latest', timedelta(hours=-1), {'clock', 'placement-version'}),
     ):
-        with odd_placement(microversion, ahead) as url:
-            assert found(etcd, url) == wrong
+        with closing(odd_placement(microversion, ahead)) as server:
+            assert found(etcd, server.url) == wrong
     # And something else that answers there.
     assert found(etcd, f'http://{etcd.endpoint}') == {'placement'}
     assert found(etcd, f'http://127.0.0.1:{free_port()}') == {'placement'}

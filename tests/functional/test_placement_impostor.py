@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -25,60 +23,15 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.by_http import HEADERS
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import claim, connected, new
-
-
-class Impostor(http.server.BaseHTTPRequestHandler):
-    """Answers everything with what the server was told."""
-
-    protocol_version = 'HTTP/1.1'
-
-    def do_GET(self) -> None:
-        """One answer."""
-        self.server.asked.append(f'{self.command} {self.path}')  # type: ignore[attr-defined]
-        self.rfile.read(int(self.headers.get('content-length', 0)))
-        status, kind, body = self.server.answers[0]  # type: ignore[attr-defined]
-        if len(self.server.answers) > 1:  # type: ignore[attr-defined]
-            self.server.answers.pop(0)  # type: ignore[attr-defined]
-        self.send_response(status)
-        if status in (301, 302, 307):
-            self.send_header('location', '/elsewhere')
-        if status == 503:
-            self.send_header('retry-after', '3600')  # for which nobody waits
-        self.send_header('content-type', kind)
-        self.send_header('content-length', str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_PUT = do_GET
-    do_POST = do_GET
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
-
-
-class Impostors(http.server.ThreadingHTTPServer):
-    """A server with its answers and what it was asked."""
-
-    daemon_threads = True
-
-    def __init__(self, answers: list[tuple[int, str, bytes]]) -> None:
-        super().__init__(('127.0.0.1', 0), Impostor)
-        self.answers = answers
-        self.asked: list[str] = []
-        self.url = f'http://127.0.0.1:{self.server_address[1]}'
+from tests.kit.listening import Canned, answer
 
 
 @contextmanager
-def impostor(*answers: tuple[int, str, bytes]) -> Iterator[Impostors]:
-    server = Impostors(list(answers))
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+def impostor(*answers: tuple[int, str, bytes]) -> Iterator[Canned]:
+    """Whoever answers everything so."""
+    more = {302: ('location: /elsewhere',), 503: ('retry-after: 3600',)}  # for which nobody waits
+    with closing(Canned(*(answer(*each, *more.get(each[0], ())) for each in answers))) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 HTML = b'<html><body>Welcome to the proxy</body></html>'
@@ -109,9 +62,9 @@ NOT_PLACEMENT = [
 ]
 
 
-@pytest.mark.parametrize('answer', NOT_PLACEMENT)
-def test_what_is_not_placement_is_said_to_be_none(answer: tuple[int, str, bytes]) -> None:
-    with impostor(answer) as server, connected(server.url) as client:
+@pytest.mark.parametrize('says', NOT_PLACEMENT)
+def test_what_is_not_placement_is_said_to_be_none(says: tuple[int, str, bytes]) -> None:
+    with impostor(says) as server, connected(server.url) as client:
         with pytest.raises(Unreachable, match='not as placement does: is `placement:` right'):
             client.get('/resource_providers')
         assert server.asked == ['GET /resource_providers']
@@ -130,9 +83,9 @@ def look(client: Placement, traits: bool = False) -> object:
     return providers.look(client, new(), True, traits=traits, aggregates=False)
 
 
-@pytest.mark.parametrize('answer', [each for each in NOT_PLACEMENT if each[1] == 'text/html' or each[0] == 200])
-def test_a_page_that_welcomes_us_is_no_claim(answer: tuple[int, str, bytes]) -> None:
-    with impostor(answer) as server, connected(server.url) as client:
+@pytest.mark.parametrize('says', [each for each in NOT_PLACEMENT if each[1] == 'text/html' or each[0] == 200])
+def test_a_page_that_welcomes_us_is_no_claim(says: tuple[int, str, bytes]) -> None:
+    with impostor(says) as server, connected(server.url) as client:
         with pytest.raises(Unreachable, match='not as placement does'):
             claim(client, new(), new())
         assert len(server.asked) == 1
@@ -238,15 +191,15 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(('answer', 'kind'), ERRORS)
-def test_an_error_is_told_by_its_code_and_in_one_line(answer: tuple[int, str, bytes], kind: type[EcompError]) -> None:
-    with impostor(answer) as server, connected(server.url) as client:
+@pytest.mark.parametrize(('says', 'kind'), ERRORS)
+def test_an_error_is_told_by_its_code_and_in_one_line(says: tuple[int, str, bytes], kind: type[EcompError]) -> None:
+    with impostor(says) as server, connected(server.url) as client:
         for call in (lambda: client.get('/x'), lambda: client.write('PUT', '/x', {})):
             with pytest.raises(kind) as caught:
                 call()
             assert type(caught.value) is kind
             assert '\n' not in str(caught.value)
-            if answer[0] != 406:
+            if says[0] != 406:
                 assert 'a reason' in str(caught.value)
         assert len(server.asked) == 2  # none of these is tried again
 

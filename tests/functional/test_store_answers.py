@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
@@ -195,23 +194,15 @@ def test_a_connection_that_has_ended_is_let_go_of(own_etcd: Etcd) -> None:
 def test_what_speaks_something_else_was_sent_nothing(says: bytes, why: str) -> None:
     heard: list[bytes] = []
 
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                with connection:
-                    connection.sendall(says)
-                    heard.append(connection.recv(65536))
+    class Other(Listening):
+        def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
+            connection.sendall(says)
+            heard.append(connection.recv(65536))
 
-    with socket.create_server(('127.0.0.1', 0)) as listener:
-        threading.Thread(target=serve, daemon=True).start()
-        address = f'127.0.0.1:{listener.getsockname()[1]}'
-        store = Store(EtcdConfig((address,), timeout=2.0))
-        with pytest.raises(Unreachable, match=f'etcd at {address} cannot be reached: ') as caught:
+    with closing(Other()) as other, closing(Store(EtcdConfig((other.address,), timeout=2.0))) as store:
+        with pytest.raises(Unreachable, match=f'etcd at {other.address} cannot be reached: ') as caught:
             store.commit([], [Put('/secret-key', 'x')])
         assert why in str(caught.value)
         assert type(caught.value) is Unreachable
-        store.close()
-        listener.shutdown(socket.SHUT_RDWR)
     assert heard
     assert not any(b'/secret-key' in each for each in heard)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
 from h2.config import H2Configuration
@@ -17,6 +16,7 @@ from ecomp.errors import Unreachable
 from ecomp.store.by_h2 import Member
 from ecomp.store.client import Store
 from ecomp.store.messages import DEADLINE_EXCEEDED, UNAVAILABLE, CallFailure, WatchCreate
+from tests.kit.listening import Listening
 from tests.kit.servers import PATIENCE
 
 SECONDS = 20
@@ -25,28 +25,23 @@ UNKNOWN = b'\0\0\0\x42\0\0\0\0\0' * 10_000
 """Frames of a kind that nobody knows, which are passed over (RFC 9113, 4.1): always one more than is read."""
 
 
-def flood(listener: socket.socket) -> None:
-    with suppress(OSError):
-        while True:
-            client, _ = listener.accept()
-            threading.Thread(target=frames, args=(client,), daemon=True).start()
+class Flood(Listening):
+    """Never stops sending."""
 
-
-def frames(client: socket.socket) -> None:
-    http = H2Connection(H2Configuration(client_side=False))
-    http.initiate_connection()
-    until = time.monotonic() + SECONDS * PATIENCE
-    with client, suppress(OSError):
-        client.sendall(http.data_to_send())
+    def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
+        """See Listening."""
+        http = H2Connection(H2Configuration(client_side=False))
+        http.initiate_connection()
+        until = time.monotonic() + SECONDS * PATIENCE
+        connection.sendall(http.data_to_send())
         while time.monotonic() < until:
-            client.sendall(UNKNOWN)  # what is asked is never looked at
+            connection.sendall(UNKNOWN)  # what is asked is never looked at
 
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    with socket.create_server(('127.0.0.1', 0)) as listener:
-        threading.Thread(target=flood, args=(listener,), daemon=True).start()
-        yield f'127.0.0.1:{listener.getsockname()[1]}'
+    with closing(Flood()) as flood:
+        yield flood.address
 
 
 def test_who_never_stops_sending_is_no_longer_waited_for_than_who_is_silent(endpoint: str) -> None:

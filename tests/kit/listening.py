@@ -37,3 +37,31 @@ class Listening:
     def _serve(self, connection: socket.socket, number: int) -> None:
         with connection, suppress(OSError):
             self.serve(connection, number)
+
+
+class Canned(Listening):
+    """Speaks HTTP, and says what it is told, the last of it again and again. `asked` are the requests."""
+
+    def __init__(self, *says: bytes) -> None:
+        self._says = list(says)
+        self.asked: list[str] = []
+        super().__init__()
+        self.url = f'http://{self.address}'
+
+    def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
+        """See Listening."""
+        with connection.makefile('rb') as heard:
+            while line := heard.readline():
+                length = 0
+                while (field := heard.readline().lower()).strip():
+                    if field.startswith(b'content-length:'):
+                        length = int(field.partition(b':')[2])
+                heard.read(length)
+                self.asked.append(' '.join(line.decode().split()[:2]))
+                connection.sendall(self._says.pop(0) if len(self._says) > 1 else self._says[0])
+
+
+def answer(status: int, kind: str, body: bytes, *fields: str) -> bytes:
+    """What a server of HTTP says."""
+    head = [f'HTTP/1.1 {status} x', f'content-type: {kind}', f'content-length: {len(body)}', *fields]
+    return '\r\n'.join(head).encode() + b'\r\n\r\n' + body
