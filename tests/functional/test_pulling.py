@@ -15,7 +15,6 @@ from ecomp.agent.queue import Offers, Puller, Taker
 from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
-from ecomp.model.flavor import to_json as flavor_to_json
 from ecomp.model.group import LARGEST, Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.queue import Backlog, Place, QueueEntry, mark_to_json, to_json
@@ -30,16 +29,6 @@ pytestmark = pytest.mark.fast
 ROOM = {'VCPU': 2, 'MEMORY_MB': 512, 'DISK_GB': 10}
 ONE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 """A compute with room for one small guest."""
-
-
-@pytest.fixture
-def flavor(cloud: Cloud) -> Iterator[Flavor]:
-    """A flavor of the test's own, and its queue."""
-    made = Flavor(f'f{new()}', SMALL)
-    cloud.etcd.put(keys.flavor(made.name), flavor_to_json(made))
-    yield made
-    for key in (keys.flavor(made.name), *cloud.etcd.keys(f'{keys.QUEUES}{made.name}/')):
-        cloud.etcd.delete(key)
 
 
 class Compute:
