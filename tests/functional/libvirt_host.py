@@ -10,13 +10,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kit.servers import until
+from tests.kit.servers import TOP, until
 
 # Our directories by those of libvirt they are bound over, and what libvirtd expects in them.
 BOUND = {
@@ -72,6 +73,13 @@ class LibvirtHost:
         # virtlogd outlives a killed libvirtd, and is in the same namespaces.
         entered = ['nsenter', '-t', str(self.pid('virtlogd')), '-m', '-n', *command]
         return subprocess.run(entered, check=check, capture_output=True, text=True, timeout=120, env=env, input=input)
+
+    def call(self, module: str, function: str, instance: str) -> None:
+        """Call a function of a module of tests in the host's namespaces, with the state directory and an instance."""
+        script = f'import {module} as test; test.{function}{(str(self.root / "state"), instance)}'
+        path = os.pathsep.join([str(TOP), *sys.path])
+        done = self.inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
+        assert done.returncode == 0, done.stderr
 
     def start_libvirtd(self) -> None:
         self.inside(['libvirtd', '-d', '--pid-file', str(self.root / 'libvirtd.pid')])

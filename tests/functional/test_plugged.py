@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import re
 import subprocess
-import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -88,20 +86,13 @@ def inside_the_host_isolated(state: str, instance: str) -> None:
         assert (masters(), is_isolated(), hypervisor.guests()[instance].trouble) == (['virbr6'], True, '')
 
 
-def run_inside(host: LibvirtHost, function: str, instance: str) -> None:
-    script = f'import tests.functional.test_plugged as test; test.{function}{(str(host.root / "state"), instance)}'
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    done = host.inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_guests_are_on_their_bridges_again_or_their_trouble_says_why(
     host: LibvirtHost, real: Libvirt, spec: GuestSpec
 ) -> None:
     host.inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
     build(real, replace(spec, networks=BOTH))
     try:
-        run_inside(host, 'inside_the_host', spec.instance)
+        host.call('tests.functional.test_plugged', 'inside_the_host', spec.instance)
     finally:
         real.destroy(spec.instance, COMPUTE)
         host.inside(['ip', 'link', 'del', 'br0'])
@@ -116,7 +107,7 @@ def test_guests_that_their_network_keeps_apart_are_kept_apart_again(
         host.inside(['virsh', '-q', *words])
     build(real, replace(spec, networks=(Attachment('network', 'alone'),)))
     try:
-        run_inside(host, 'inside_the_host_isolated', spec.instance)
+        host.call('tests.functional.test_plugged', 'inside_the_host_isolated', spec.instance)
     finally:
         real.destroy(spec.instance, COMPUTE)
         for word in ('net-destroy', 'net-undefine'):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import re
 import subprocess
-import sys
 import threading
 import time
 import xml.etree.ElementTree as ET
@@ -44,13 +42,6 @@ INACTIVE = libvirt.VIR_NETWORK_XML_INACTIVE
 ADD, DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
 BOTH = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE | libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
 BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
-
-
-@pytest.fixture(scope='module')
-def connection(host: LibvirtHost) -> Iterator[Any]:
-    opened = libvirt.open(host.uri)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -328,12 +319,10 @@ def inside_the_host(state: str, instance: str) -> None:
 def test_leases_and_the_metadata_address(host: LibvirtHost, real: Libvirt, spec: GuestSpec) -> None:
     host.inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
     build(real, replace(spec, networks=BRIDGED))
-    arguments = (str(host.root / 'state'), spec.instance)
-    script = f'import tests.functional.test_reservations as test; test.inside_the_host{arguments}'
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    done = host.inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
-    host.inside(['ip', 'link', 'del', 'br0'])
-    assert done.returncode == 0, done.stderr
+    try:
+        host.call('tests.functional.test_reservations', 'inside_the_host', spec.instance)
+    finally:
+        host.inside(['ip', 'link', 'del', 'br0'])
 
 
 SHUT = """<network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'><name>shut</name>
