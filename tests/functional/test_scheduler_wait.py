@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -29,9 +31,13 @@ def told() -> list[str]:
     return []
 
 
-def answered(told: list[str]) -> bool:
-    """Whether etcd has told the one who waits what there is: until then it cannot say what it waits for."""
-    return any(not each.startswith('waiting for: etcd to answer') for each in told)
+@contextmanager
+def begun(told: list[str], *call: Any) -> Iterator[Future[Any]]:
+    """Somebody waits whom etcd has told what there is: until then it cannot say what it waits for."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(*call)
+        until(lambda: any(not each.startswith('waiting for: etcd to') for each in told), 10, 'etcd has answered it')
+        yield waiting
 
 
 def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> None:
@@ -42,9 +48,7 @@ def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> N
     def waits_for(what: str) -> bool:
         return any(f'waiting for: {what}' in each for each in told)
 
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'addressed')
-        until(lambda: answered(told), 10, 'etcd has answered it')
+    with begun(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'addressed') as waiting:
         for stage in ('image', 'disk', 'started', 'addressed'):
             record = record.at(ACTIVE, 't', stage)
             cloud.etcd.put_record(to_json(record))
@@ -96,9 +100,7 @@ def test_several_are_waited_for_under_one_deadline(cloud: Cloud, told: list[str]
 def test_a_record_that_goes_ends_a_wait(cloud: Cloud, told: list[str]) -> None:
     instance, config = new(), EtcdConfig((cloud.etcd.endpoint,))
     cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, image=IMAGE)))
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started')
-        until(lambda: answered(told), 10, 'etcd has answered it')
+    with begun(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started') as waiting:
         cloud.etcd.delete(cloud.etcd.record_key(instance))
         with pytest.raises(NotFound, match='its record was removed'):
             waiting.result(PATIENCE * 20)
@@ -134,13 +136,10 @@ def test_a_wait_on_an_etcd_that_is_away_says_so(told: list[str], caplog: pytest.
 def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
     gone, removed, compute = new(), new(), new()
     config = EtcdConfig((cloud.etcd.endpoint,))
-
-    with ThreadPoolExecutor(1) as pool:
-        for instance in (gone, removed):
-            cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
-            waiting = pool.submit(wait_until_gone, Wait(config, instance, Deadline(30), told.append))
-            until(lambda: answered(told), 10, 'etcd has answered it')
-            told.clear()
+    for instance in (gone, removed):
+        told.clear()
+        cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
+        with begun(told, wait_until_gone, Wait(config, instance, Deadline(30), told.append)) as waiting:
             if instance == gone:
                 cloud.etcd.put_record(to_json(Record(gone, compute, GONE, image=IMAGE)))
             else:  # a failed one's record is removed at once
@@ -153,9 +152,7 @@ def test_one_that_waits_in_a_queue_is_followed_to_its_compute(cloud: Cloud, told
     instance, compute = new(), new()
     config, waits = EtcdConfig((cloud.etcd.endpoint,)), keys.queue('small', instance)
     cloud.etcd.put(waits, '{}')
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started')
-        until(lambda: answered(told), 10, 'etcd has answered it')
+    with begun(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started') as waiting:
         request, record = keys.request(compute, instance), Record(instance, compute, ACTIVE, image=IMAGE)
         cloud.store.commit([], [Delete(waits), Put(request, '{}')])
         cloud.etcd.put_record(to_json(record.at(ACTIVE, 't', 'started')))
@@ -194,9 +191,7 @@ def test_who_waits_from_the_queue_on_hears_the_compute_that_took_it(
     cloud.etcd.put(keys.request(other, instance), '{}')
     cloud.etcd.put(keys.record(other, instance), to_json(says))
     wait = Wait(config, instance, Deadline(30), told.append, claims=lambda each: [instance] if each == right else [])
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, wait, 'started')
-        until(lambda: answered(told), 10, 'etcd has answered it')
+    with begun(told, wait_for_stage, wait, 'started') as waiting:
         cloud.etcd.put(keys.request(right, instance), '{}')
         if has_written:
             cloud.etcd.put(keys.record(right, instance), to_json(record))
@@ -223,9 +218,7 @@ def test_nobody_is_believed_of_two_while_placement_does_not_answer(cloud: Cloud,
         return [instance] if compute == right else []
 
     wait = Wait(config, instance, Deadline(30), told.append, claims=claims)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, wait, 'started')
-        until(lambda: answered(told), 10, 'etcd has answered it')
+    with begun(told, wait_for_stage, wait, 'started') as waiting:
         cloud.etcd.put(keys.request(right, instance), '{}')
         cloud.etcd.put(keys.record(right, instance), to_json(record))
         cloud.etcd.put(keys.record(other, instance), to_json(says.at(ACTIVE, 't', 'started')))
@@ -253,9 +246,7 @@ def test_who_waits_for_a_destroy_hears_its_end_though_another_is_asked_by_nobody
         cloud.etcd.put(keys.record(compute, instance), to_json(replace(record, compute=compute)))
     held = {right: [instance]}
     wait = Wait(config, instance, Deadline(30), told.append, claims=lambda each: held.get(each, []))
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_until_gone, wait)
-        until(lambda: answered(told), 10, 'etcd has answered it')
+    with begun(told, wait_until_gone, wait) as waiting:
         held.clear()
         gone = to_json(record.at(GONE, 't', 'gone'))
         cloud.store.commit([], [Delete(request), Put(keys.record(right, instance), gone)])
