@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from mdserver import metadata, server
 from ecomp.agent.host.metadata import GuestData
 from ecomp.model.guest import GuestFailure, GuestWord
 from ecomp.virt.xml import seed_url
-from tests.kit.servers import TOP, until
+from tests.functional.mdservers import AS_MODULE, serving
+from tests.kit.servers import until
 
 UUID, MAC = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '52:54:00:aa:00:01'
 HERE = '127.0.0.1'
@@ -33,17 +33,8 @@ def port(tmp_path: Path) -> Iterator[int]:
     leases = [{'ip-address': HERE, 'mac-address': MAC, 'expiry-time': 0}]
     (tmp_path / 'virbr0.status').write_text(json.dumps(leases))
     (tmp_path / 'mdserver.conf').write_text('[mdserver]\nguests = metadata\nleases = *.status\n')
-    command = [sys.executable, '-m', 'mdserver.server', 'mdserver.conf', '--listen', f'{HERE}:0']
-    environment = {**os.environ, 'PYTHONPATH': str(TOP / 'md_server')}
-    log = tmp_path / 'log'
-    with log.open('wb') as stderr:
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=stderr, stdin=subprocess.DEVNULL)
-    try:
-        said = until(lambda: re.search(r'LISTENING ON http://[\d.]+:(\d+)/', log.read_text()), 30, 'it listens')
-        yield int(said[1])
-    finally:
-        process.terminate()
-        process.wait(20)
+    with serving(tmp_path, 'mdserver.conf', '--listen', f'{HERE}:0', command=AS_MODULE) as running:
+        yield running.port
 
 
 class Guest:
