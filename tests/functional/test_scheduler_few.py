@@ -151,17 +151,11 @@ def test_by_chance_any_of_them_is_asked_about(cluster: Cluster) -> None:
     assert len(cluster.asked) == 2
 
 
-def test_one_that_is_not_as_empty_as_it_said_gives_way_to_the_next(cluster: Cluster) -> None:
-    stale, better = cluster.compute(used=3, said=0), cluster.compute(used=1, said=1)
-    cluster.compute(used=2, said=2)
+@pytest.mark.parametrize('computes', [[(3, 0), (1, 1), (2, 2)], [(4, 0), (2, 2)]], ids=['not as empty', 'full'])
+def test_one_that_is_not_as_it_said_gives_way_to_the_next(cluster: Cluster, computes: list[tuple[int, int]]) -> None:
+    stale, better, *_ = [cluster.compute(used=used, said=said) for used, said in computes]
     assert cluster.create() == better
     assert cluster.asked == [stale, better, 'claim']
-
-
-def test_one_that_is_full_gives_way_to_the_next(cluster: Cluster) -> None:
-    full, room = cluster.compute(used=4, said=0), cluster.compute(used=2, said=2)
-    assert cluster.create() == room
-    assert cluster.asked == [full, room, 'claim']
 
 
 def test_where_hints_lie_all_are_asked_about(cluster: Cluster) -> None:
