@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from pathlib import Path
 
 
@@ -18,6 +19,12 @@ def sha256(content: bytes) -> str:
 def base(content: bytes, format: str = 'raw') -> str:
     """The name of this content's base volume."""
     return f'base-{sha256(content)}.{format}'
+
+
+def overlay(directory: Path, name: str, below: str, format: str) -> None:
+    """A disk that lies on a file beside it."""
+    command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', format, '-b', str(directory / below)]
+    subprocess.run([*command, str(directory / name), '4M'], check=True)
 
 
 def entries(directory: Path) -> list[Path]:

@@ -14,7 +14,7 @@ import pytest
 from ecomp.agent.images import download
 from ecomp.agent.images.cache import Bases
 from ecomp.errors import BuildFailed
-from tests.functional.image_content import base, entries, raw, sha256
+from tests.functional.image_content import base, entries, overlay, raw, sha256
 from tests.kit.image_server import Web
 from tests.kit.images import MIB, cache, get, kept
 from tests.kit.servers import PATIENCE, until
@@ -42,12 +42,6 @@ def test_a_newer_image_may_take_the_room_of_the_one_before(web: Web, directory: 
     web.image = raw(2 * MIB, 1)
     assert get(ours, web.url + 'good').virtual_size == 2 * MIB
     assert kept(directory) == [base(web.image)]
-
-
-def overlay(directory: Path, name: str, below: str, format: str) -> None:
-    """A disk that lies on a file beside it."""
-    command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', format, '-b', str(directory / below)]
-    subprocess.run([*command, str(directory / name), '4M'], check=True)
 
 
 def test_a_disk_is_made_while_the_server_is_asked_and_removed_if_it_has_another_one(web: Web, directory: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -173,9 +172,7 @@ def test_a_silent_server_is_given_up(web: Web, directory: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize('path', ['drip', 'dripping/good'])
-def test_an_endless_drip_is_given_up(
-    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+def test_an_endless_drip_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Also one in the list of checksums beside it."""
     monkeypatch.setattr(download, 'DEADLINE', 0.5)
     began = time.monotonic()
@@ -201,25 +198,6 @@ def test_so_is_the_wait_for_another_s_download(web: Web, directory: Path) -> Non
 
 
 # The disk
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip('mounting a tmpfs needs root')
-    mount = tmp_path / 'small'
-    mount.mkdir()
-    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=256k', 'ecomp-test', str(mount)], check=False).returncode:
-        pytest.skip('a tmpfs cannot be mounted here')
-    yield mount
-    subprocess.run(['umount', str(mount)], check=True)
-
-
-def test_a_full_disk_is_said_and_freed_again(web: Web, small_disk: Path) -> None:
-    refused(small_disk, web.url + 'good', 'cannot be kept in .*: No space left on device')
-    web.image = b'\0' * 510 + b'\x55\xaa'
-    assert get(cache(small_disk), web.url + 'good?small').format == 'raw'
 
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from ecomp.agent.images.cache import DAY, Bases, Scrubber, bad
+from tests.functional.image_content import overlay
 from tests.functional.present import started
 from tests.kit.image_server import Web
 from tests.kit.images import LIMITS, MIB, cache, get
@@ -30,22 +30,14 @@ def change(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def overlay(directory: Path, base: Path) -> str:
-    """An instance whose disk lies on it."""
-    made = directory / 'instance.qcow2'
-    subprocess.run(
-        ['qemu-img', 'create', '-q', '-f', 'qcow2', '-b', str(base), '-F', 'qcow2', str(made)], check=True
-    )
-    return made.stem
-
-
 def test_what_was_fetched_is_read_again_a_day_later(
     web: Web, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fetched = get(cache(directory), web.url + 'good')
     path = Path(fetched.path)
     content = path.read_bytes()
-    instance = overlay(directory, path)
+    instance = 'instance'
+    overlay(directory, f'{instance}.qcow2', path.name, 'qcow2')
     scrubber = Scrubber(directory)
     change(path)
     scrubber.scrub(time.time())
