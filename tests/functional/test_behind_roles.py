@@ -22,6 +22,7 @@ from ecomp.store.client import Delete, Entry, Put, Unchanged
 from ecomp.store.presence import Presence
 from ecomp.store.watch import Follower
 from tests.functional.by_role import put, works
+from tests.functional.present import started
 from tests.kit.behind_roles import BehindRoles, behind_roles
 from tests.kit.process import begin
 from tests.kit.secured import certify, etcd_of
@@ -40,8 +41,7 @@ def test_reads_transactions_leases_and_watches(cloud: BehindRoles) -> None:
     prefix, key = keys.request_prefix(compute), f'{keys.request_prefix(compute)}x'
     states: list[dict[str, Entry]] = []
     follower = Follower(etcd_of(cloud.certs, 'compute-hv1'), [(prefix, lambda state: states.append(dict(state)))])
-    follower.start()
-    try:
+    with started(follower):
         until(lambda: states, 10, 'it has listed')
         scheduler = cloud.stores['scheduler-shell']
         revision = scheduler.commit([Unchanged(key, 0)], [Put(key, 'asked')])
@@ -62,8 +62,6 @@ def test_reads_transactions_leases_and_watches(cloud: BehindRoles) -> None:
         cloud.etcd.restart()
         until(lambda: works(lambda: put(cloud, key)), 10, 'it is itself after a restart')
         until(lambda: states[-1].keys() == {key}, 10, 'it is told after a restart')
-    finally:
-        follower.stop()
     url = f'https://localhost:{cloud.etcd.port}'
     assert control.etcd_healthy(url, cloud.certs / 'etcd')
 
@@ -80,9 +78,8 @@ def test_presence(cloud: BehindRoles) -> None:
     alive = Presence(cloud.stores['compute-hv1'], first, {'token': 'a'}, lost.append)
     alive.check()
     assert cloud.stores['operator-ann'].get(first) is None
-    alive.start()
-    assert cloud.stores['operator-ann'].get(first) is not None
-    alive.stop()
+    with started(alive):
+        assert cloud.stores['operator-ann'].get(first) is not None
     assert cloud.stores['operator-ann'].get(first) is None
     assert lost == []
 

@@ -23,6 +23,7 @@ from ecomp.store.presence import Presence
 from ecomp.store.sharing import write_end
 from tests.functional.fake_etcd import FakeEtcd, Frame
 from tests.functional.following import Following
+from tests.functional.present import started
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, until
 from tests.kit.store_client import config
@@ -251,13 +252,12 @@ def test_it_is_remembered_soon_and_at_the_end(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(state, 'write_durably', lambda path, text: (writes.append(path), real(path, text)))
     known = KnownEtcd(tmp_path)
     assert known.load() == KnownCluster()
-    known.start()
-    for revision in range(500):
-        known.note(KnownCluster(IDENTITY, 1, revision, 2))
-    until(lambda: KnownEtcd(tmp_path).load().revision == 499, 5, 'the last is written without a further change')
-    assert len(writes) <= 3
-    known.note(KnownCluster(IDENTITY, 1, 500, 2))
-    known.stop()
+    with started(known):
+        for revision in range(500):
+            known.note(KnownCluster(IDENTITY, 1, revision, 2))
+        until(lambda: KnownEtcd(tmp_path).load().revision == 499, 5, 'the last is written without a further change')
+        assert len(writes) <= 3
+        known.note(KnownCluster(IDENTITY, 1, 500, 2))
     assert KnownEtcd(tmp_path).load() == KnownCluster(IDENTITY, 1, 500, 2)
     assert [path.name for path in tmp_path.iterdir()] == ['etcd.json']
 
@@ -280,13 +280,12 @@ def test_at_which_revision_it_was_first_seen_is_remembered_and_an_older_acceptan
 def test_a_full_disk_is_said_once_and_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     known = KnownEtcd(tmp_path / 'not' / 'there')
     known.note(KNOWN)
-    known.start()
-    until(lambda: caplog.records, 5, 'it is said')
-    known.note(KnownCluster(IDENTITY, 1, 11, 2))
-    (tmp_path / 'not' / 'there').mkdir(parents=True)
-    known.note(KnownCluster(IDENTITY, 1, 12, 2))
-    until(lambda: KnownEtcd(tmp_path / 'not' / 'there').load().revision == 12, 5, 'it is written when it can be')
-    known.stop()
+    with started(known):
+        until(lambda: caplog.records, 5, 'it is said')
+        known.note(KnownCluster(IDENTITY, 1, 11, 2))
+        (tmp_path / 'not' / 'there').mkdir(parents=True)
+        known.note(KnownCluster(IDENTITY, 1, 12, 2))
+        until(lambda: KnownEtcd(tmp_path / 'not' / 'there').load().revision == 12, 5, 'it is written when it can be')
     assert len(caplog.records) == 1
 
 
