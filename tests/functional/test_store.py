@@ -287,7 +287,8 @@ def test_a_client_outlives_an_etcd_that_ends_in_peace(own_etcd: Etcd) -> None:
 
 def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str) -> None:
     dead = f'127.0.0.1:{free_port()}'
-    for endpoints in ((dead, etcd.endpoint), (etcd.endpoint, dead), ('no-such-host.invalid:1', etcd.endpoint)):
+    for endpoints in ((dead, etcd.endpoint), (etcd.endpoint, dead), ('no-such-host.invalid:1', etcd.endpoint),
+                      ('[::1]:1', etcd.endpoint)):  # fmt: skip
         with closing(Store(EtcdConfig(endpoints))) as store:
             assert store.commit([], [Put(prefix + 'x', 'x')])
 

@@ -32,11 +32,6 @@ def test_a_proxy_in_the_environment_is_not_for_our_own_servers(
         assert 'resource_providers' in client.get('/resource_providers')
 
 
-def test_the_member_that_lives_is_found_whatever_its_family(etcd: Etcd) -> None:
-    with closing(Store(EtcdConfig(endpoints=('[::1]:1', etcd.endpoint)))) as store:
-        assert store.get('/nothing') is None
-
-
 def test_a_metadata_server_whose_first_answer_is_late_is_no_other_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
