@@ -22,11 +22,14 @@ from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
 from ecomp.model.order import Request
 from ecomp.model.planes import Leftover, clearance_to_json, from_pages
 from ecomp.model.quota import Quota, to_json
+from ecomp.model.record import ACTIVE, new_record
+from ecomp.model.record import to_json as record_to_json
 from ecomp.scheduler.operating.audit import answers, asking, audit
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
+from tests.functional.present import started
 from tests.kit.servers import until
 from tests.kit.store_client import existing
 
@@ -148,18 +151,11 @@ def test_ten_thousand_guests(cloud: Cloud, host: Host) -> None:
 
 
 def test_a_base_volume_that_is_gone(cloud: Cloud, host: Host) -> None:
-    instance = str(uuid4())
-    allocations = {host.compute: {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}}
-    wire = {name: {'resources': each} for name, each in allocations.items()}
-    request = {'instance': instance, 'image': 'http://images.example/i', 'allocations': wire}
-    record = {
-        'version': 1, 'instance': instance, 'compute': host.compute, 'state': 'active', 'image': 'x', 'stages': {},
-        'resources': {}, 'addresses': [], 'error': None, 'fault': None,
-    }  # fmt: skip
-    cloud.etcd.put(keys.request(host.compute, instance), json.dumps(request))
-    cloud.etcd.put_record(json.dumps(record))
-    body = {'allocations': wire, 'user_id': 'u', 'project_id': 'p', 'consumer_generation': None}
-    cloud.server.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
+    wanted = cloud.wanted(host.compute)
+    instance = wanted.instance
+    cloud.create(wanted)
+    record = new_record(host.compute, cloud.delivered(host.compute, instance), 'now')
+    cloud.etcd.put_record(record_to_json(record.at(ACTIVE, 'now', 'started')))
     host.hypervisor.create_disk(spec := GuestSpec(instance, host.compute, 1, 64, 1, BASE, 'qemu'))
     host.hypervisor.start(spec)
     assert codes(cloud, host) == []
@@ -178,9 +174,7 @@ def test_a_hypervisor_that_is_away_is_said_to_be(cloud: Cloud, host: Host) -> No
     assert 'libvirt is away' in mute.sentence
 
 
-def test_what_a_compute_calls_a_page_ends_no_audit(
-    cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_compute_calls_a_page_ends_no_audit(cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     put = host.answerer._put
 
     def more(entry: Entry, audit: str, part: int | str, value: str) -> None:
@@ -221,15 +215,10 @@ def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, h
     config = EtcdConfig((cloud.etcd.endpoint,))
     second = host.answers_as('theirs', other, tmp_path / 'other', lambda _: True)
     follower = Follower(config, [(keys.AUDIT, second.on_audits)])
-    second.start()
-    follower.start()
-    try:
+    with started(second), started(follower):
         for token, instance in (('mine', mine), ('theirs', theirs)) * 3:
             cloud.etcd.put(keys.compute(host.compute), json.dumps({'token': token}), cloud.etcd.grant())
             assert set(from_pages([ask(cloud.store, host)['0']]).guests) == {instance}
-    finally:
-        follower.stop()
-        second.stop()
 
 
 def test_a_read_only_one_or_one_that_remembers_answers_and_removes_nothing(cloud: Cloud, host: Host) -> None:
@@ -313,9 +302,7 @@ def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
             'seed ../../x: not removed: it names no instance',
         ]
         host.hypervisor.others = frozenset({'somebodys'})
-        assert host.clear(cloud.store, Leftover('disk', used)) == [
-            f'disk {used}: not removed: domain somebodys has it'
-        ]
+        assert host.clear(cloud.store, Leftover('disk', used)) == [f'disk {used}: not removed: domain somebodys has it']
         assert host.hypervisor.guests() == before
         assert data.all() == {MAC: asked}
     finally:
