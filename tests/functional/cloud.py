@@ -9,7 +9,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -87,11 +87,13 @@ class Cloud:
         (delivered,) = create(store or self.store, backend, wanted, WHO, resume, random.Random(), now).values()
         return delivered
 
-    def create_all(self, wanted: SetOrder, resume: bool = False) -> dict[str, DeliveryOutcome]:
+    def create_all(
+        self, wanted: SetOrder, resume: bool = False, store: Store | None = None
+    ) -> Mapping[str, DeliveryOutcome]:
         """create() of a set."""
         backend: Future[tuple[Placement, Offer]] = Future()
         backend.set_result((self.placement, allocations.candidates(self.placement, wanted.query or '')))
-        return create(self.store, backend, wanted, WHO, resume, random.Random(), lambda: 'now')
+        return create(store or self.store, backend, wanted, WHO, resume, random.Random(), lambda: 'now')
 
     def claimer(self, placement: Placement | None = None) -> Claimer:
         """What claims for a request that stays ours."""

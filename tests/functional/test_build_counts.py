@@ -6,26 +6,21 @@ A figure here is changed with what makes it cheaper or dearer, and with the reas
 from __future__ import annotations
 
 import functools
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import pytest
 
 from ecomp.model import keys
-from ecomp.model.choose import Offer
 from ecomp.model.order import Request, SetOrder, to_json
 from ecomp.model.record import ACTIVE
-from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import BLOCK
-from ecomp.scheduler.placing.create import create
 from ecomp.store.client import Delete, Put, Store
-from tests.functional.cloud import IMAGE, RESOURCES, WHO, Cloud, new
+from tests.functional.cloud import IMAGE, RESOURCES, Cloud, new
 from tests.functional.toy import Toy
 
 ETCD = ('get', 'read', 'snapshot', 'count', 'revision', 'commit', 'grant', 'keep_alive', 'revoke')
@@ -82,9 +77,7 @@ def test_a_set_asks_this_much(cloud: Cloud, asked: Counter[str], count: int, cla
     who = {'user_id': 'a', 'project_id': 'b', 'count': count, 'minimum': count}
     wanted = SetOrder(new(), query=f'{RESOURCES}&member_of={aggregate}', image=IMAGE, **who)
     asked.clear()
-    backend: Future[tuple[Placement, Offer]] = Future()
-    backend.set_result((cloud.placement, allocations.candidates(cloud.placement, wanted.query or '')))
-    placed = create(cloud.store, backend, wanted, WHO, False, random.Random(), lambda: 'now')
+    placed = cloud.create_all(wanted)
     assert Counter(each.compute for each in placed.values()) == dict.fromkeys(computes, count // 10)
     # The quota, a lease, the attempt, the computes, who else is at it, the quota once more, the delivery, the lease.
     assert asked == {
