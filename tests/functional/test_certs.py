@@ -214,9 +214,7 @@ def test_the_uuid_of_a_compute_that_has_one(tmp_path: Path, capsys: pytest.Captu
     assert asked(f'hv1={own}', 'hv2')[0] == 0
     assert load_compute(path).uuid == own
     assert asked(f'hv1={own}') == (0, '')
-    assert asked(f'hv1={other}', 'hv3') == (
-        2, f'elab: {path} is there, with uuid {own}: say `uuid: {other}` in it\n'
-    )
+    assert asked(f'hv1={other}', 'hv3') == (2, f'elab: {path} is there, with uuid {own}: say `uuid: {other}` in it\n')
     path.write_text(path.read_text().replace(f'uuid: {own}\n', ''))
     assert asked(f'hv1={own}') == (2, f'elab: {path} is there, with no uuid: say `uuid: {own}` in it\n')
     assert not (tmp_path / 'x/compute-hv3').exists()

@@ -111,9 +111,7 @@ def test_the_past_ends_where_the_last_answer_says_not_that_it_is_the_last(stalli
 
 
 @pytest.mark.parametrize('answers', [ANSWERS, 3 * ANSWERS])
-def test_a_key_that_was_changed_is_waited_for(
-    stalling: Etcd, monkeypatch: pytest.MonkeyPatch, answers: int
-) -> None:
+def test_a_key_that_was_changed_is_waited_for(stalling: Etcd, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     """Of an etcd that looks long for the first changes, and says meanwhile that it has told all, as 3.4.23 does."""
     monkeypatch.setattr(room, 'SPACED', 0.0)
 
@@ -191,9 +189,7 @@ def unheard(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.usefixtures('unheard')
-def test_a_stream_that_begins_and_brings_nothing_is_a_failure(
-    stalling: Etcd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_begins_and_brings_nothing_is_a_failure(stalling: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, 'TRIES', 2)
     history = History(config(stalling.endpoint), False, print)
     streams = counted(history)

@@ -159,9 +159,7 @@ GOOD = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_
     ],
 )
 def test_other_json_than_an_inventory(inventories: Any) -> None:
-    is_none_of(
-        {'inventories': inventories, 'usages': {}}, look, lambda client: providers.shares(client, [new()])
-    )
+    is_none_of({'inventories': inventories, 'usages': {}}, look, lambda client: providers.shares(client, [new()]))
 
 
 @pytest.mark.parametrize('usages', [{'VCPU': 'x'}, {'VCPU': None}, {'VCPU': INF}, {'VCPU': 0.5}, {'VCPU': {}}])

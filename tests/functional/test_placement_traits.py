@@ -93,9 +93,7 @@ def test_registering_again_what_is_as_it_should_be_writes_nothing(client: Placem
     assert generation() == before
 
 
-def test_what_a_registration_asks(
-    client: Placement, compute: str, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_registration_asks(client: Placement, compute: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls, for a thousand start at once: of one that is new, of one that is as it should be, and of a closed one."""
     calls: list[str] = []
 

@@ -42,9 +42,7 @@ def follow(etcd_proxy: Proxy) -> Iterator[Callable[..., Following]]:
         each.follower.stop()
 
 
-def test_each_sees_its_own_and_nothing_else(
-    follow: Callable[..., Following], store: Store, prefix: str
-) -> None:
+def test_each_sees_its_own_and_nothing_else(follow: Callable[..., Following], store: Store, prefix: str) -> None:
     a, b, nobody = prefix + 'a/1', prefix + 'b/1', prefix + 'c/1'
     store.commit([], [Put(a, '1'), Put(nobody, '1')])
     one, two, twin, late = follow(prefix + 'a/', prefix + 'b/', prefix + 'a/', prefix + 'd/').heard

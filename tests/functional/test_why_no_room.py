@@ -107,9 +107,7 @@ def judged(
     return seen
 
 
-def in_few_calls(
-    placement: InProcess, query: str, providers: list[Provider], sharing: list[Provider]
-) -> Counter[str]:
+def in_few_calls(placement: InProcess, query: str, providers: list[Provider], sharing: list[Provider]) -> Counter[str]:
     """What a few calls tell of the providers is what each of them says by itself."""
     asked, before = parse(enabled_only(query)), len(placement.calls)
     exact = {each.uuid: each for each in providers}
