@@ -88,6 +88,7 @@ def test_an_image_that_was_put_back_to_an_older_one_is_taken(tmp_path: Path, dir
 def test_without_a_word_on_versions_the_length_is_one(web: Web, directory: Path) -> None:
     web.image = raw(MIB)
     first = get(cache(directory), web.url + 'good')
+    assert (first.format, first.virtual_size, Path(first.path).name) == ('raw', MIB, base(web.image))
     web.image = raw(MIB, 1)
     assert get(cache(directory), web.url + 'good') == first
     web.image = raw(2 * MIB, 1)

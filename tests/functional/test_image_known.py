@@ -43,9 +43,14 @@ def test_every_spoilt_field_of_it_is_survived(web: Web, directory: Path) -> None
     assert json.loads(path.read_text()) == good
 
 
-def test_a_base_volume_that_is_gone_or_cut_off_is_fetched_again(web: Web, directory: Path, image: bytes) -> None:
+def test_a_base_volume_is_fetched_once_and_again_where_it_is_gone_or_cut_off(
+    web: Web, directory: Path, image: bytes
+) -> None:
     web.says = {'etag': '"1"'}
     first = get(cache(directory), web.url + 'good')
+    for _ in range(2):
+        assert get(cache(directory), web.url + 'good') == first
+    assert web.sent == ['good']
     Path(first.path).unlink()
     assert get(cache(directory), web.url + 'good') == first
     os.truncate(first.path, 1000)

@@ -37,14 +37,6 @@ def test_an_image_is_kept_whole_under_a_name_of_its_content(web: Web, directory:
     assert Path(found.path).stat().st_mode & 0o777 == 0o644
 
 
-def test_it_is_downloaded_once(web: Web, directory: Path) -> None:
-    web.says = {'etag': '"1"'}
-    first = get(cache(directory), web.url + 'good')
-    assert get(cache(directory), web.url + 'good') == first
-    assert get(cache(directory), web.url + 'good').path == first.path
-    assert web.sent == ['good']
-
-
 def test_many_at_once_are_one_download(web: Web, directory: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(get, cache(directory), web.url + 'slowly') for _ in range(4)]
@@ -54,14 +46,6 @@ def test_many_at_once_are_one_download(web: Web, directory: Path) -> None:
     assert len(found) == 1
     # Whoever waited for it has it: nobody asks again, not even whether it is the same.
     assert web.asked == ['slowly', 'SHA256SUMS']
-
-
-def test_a_raw_disk_is_an_image_too(web: Web, directory: Path) -> None:
-    web.image = b'\0' * 510 + b'\x55\xaa' + b'\0' * 512
-    found = get(cache(directory), web.url + 'good')
-    assert (found.format, found.virtual_size) == ('raw', 1024)
-    assert found.path.endswith('.raw')
-    assert get(cache(directory), web.url + 'good') == found
 
 
 def test_a_leftover_of_a_killed_worker_is_no_image(web: Web, directory: Path) -> None:
