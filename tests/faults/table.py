@@ -70,7 +70,7 @@ RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     1: (
         'an unknown outcome is read back; if that fails, nothing is released',
         (
-            LOST + 'test_a_delivery_whose_answer_is_lost_was_one',
+            'functional/test_scheduler_names.py::test_a_delivery_that_is_lost_or_whose_answer_is',
             LOST + 'test_when_it_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on',
             LOST + 'test_when_a_claim_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on',
         ),
@@ -88,12 +88,10 @@ RULES: dict[int, tuple[str, tuple[str, ...]]] = {
         'placement counts from 1 again and a late release meets its own number',
         (
             MOVED + 'test_a_late_release_of_the_first_one_meets_another_generation',
-            MOVED + 'test_a_late_release_meets_another_generation_also_after_somebody_else_s_release',
             MOVED + 'test_a_uuid_whose_consumer_was_left_empty_is_placed_all_the_same',
             MOVED + 'test_a_lost_claim_beside_an_equal_one_moves_it',
             CREATE + 'test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothing',
             CREATE + 'test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back',
-            LOST + 'test_a_claim_found_there_is_moved_and_not_believed',
         ),
     ),
     4: (
