@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +17,6 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Offer
 from ecomp.model.host import to_json as hostname_to_json
-from ecomp.model.order import SetOrder
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing import claim as claims
@@ -33,16 +31,7 @@ pytestmark = pytest.mark.fast
 # The plain way
 
 
-def test_a_request_is_delivered(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
-    assert cloud.create(wanted) == DeliveryOutcome(compute)
-    cloud.is_whole(compute, wanted)
-    request = cloud.delivered(compute, wanted.instance)
-    assert (request.image, request.query, request.user_id) == (IMAGE, wanted.query, 'a-user')
-    assert request.stages == {'requested': 'today', 'scheduled': 'now'}
-
-
-def test_while_it_is_asked_somebody_is_at_it(cloud: Cloud) -> None:
+def test_a_request_is_delivered_and_while_it_is_asked_somebody_is_at_it(cloud: Cloud) -> None:
     compute, wanted = cloud.order()
     seen: list[bytes | None] = []
 
@@ -50,9 +39,13 @@ def test_while_it_is_asked_somebody_is_at_it(cloud: Cloud) -> None:
         seen.append(cloud.etcd.get(keys.attempt(wanted.instance)))
         return 'now'
 
-    cloud.create(wanted, now=now)
+    assert cloud.create(wanted, now=now) == DeliveryOutcome(compute)
     assert seen[0] is not None
     assert json.loads(seen[0]) == {'version': 1, 'instances': [wanted.instance], 'query': wanted.query, **WHO}
+    cloud.is_whole(compute, wanted)
+    request = cloud.delivered(compute, wanted.instance)
+    assert (request.image, request.query, request.user_id) == (IMAGE, wanted.query, 'a-user')
+    assert request.stages == {'requested': 'today', 'scheduled': 'now'}
 
 
 def test_a_dead_compute_is_skipped_and_named(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,23 +77,15 @@ def test_a_uuid_of_a_large_set_costs_a_few_lists_whatever_the_number_of_computes
     for _ in range(3):
         cloud.compute()
     wanted = replace(cloud.wanted(compute), count=40, minimum=40)
-    offer = allocations.candidates(cloud.placement, wanted.query)
     with closing(CountingStore(EtcdConfig((cloud.etcd.endpoint,)))) as store:
-        placed = create_set(cloud, store, wanted, offer)
+        placed = cloud.create_all(wanted, True, store)
         assert len(placed) == 40
         first, store.asked = store.asked, 0
-        again = create_set(cloud, store, wanted, offer)
+        again = cloud.create_all(wanted, True, store)
         assert again.keys() == placed.keys()
         assert all(each.again for each in again.values())
     assert first < 30
     assert store.asked < 50
-
-
-def create_set(cloud: Cloud, store: Store, wanted: SetOrder, offer: Offer) -> Mapping[str, DeliveryOutcome]:
-    """create() of a set by a uuid that the user gave."""
-    backend: Future[tuple[Placement, Offer]] = Future()
-    backend.set_result((cloud.placement, offer))
-    return create(store, backend, wanted, WHO, True, random.Random(), lambda: 'now')
 
 
 def test_a_refused_claim_is_tried_on_the_next(cloud: Cloud) -> None:
@@ -130,7 +115,7 @@ class Refreshing(Store):
         return super().keep_alive(lease)
 
 
-def test_who_is_at_it_for_long_says_so_again(cloud: Cloud) -> None:
+def test_who_is_at_it_for_long_says_so_again_and_where_all_are_taken_leaves_nothing(cloud: Cloud) -> None:
     full, free = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1), cloud.compute()
     cloud.create(cloud.wanted(full))
     with closing(Refreshing(cloud)) as store:
@@ -138,18 +123,10 @@ def test_who_is_at_it_for_long_says_so_again(cloud: Cloud) -> None:
         cloud.create(cloud.wanted(free), store=store)
         assert store.refreshed == []
         wanted = cloud.wanted(full)
-        with pytest.raises(NoCapacity):
+        with pytest.raises(NoCapacity, match='every candidate was taken meanwhile'):
             cloud.create(wanted, store=store, found=[{full: SMALL}])
+        cloud.has_nothing_of(wanted)
         assert set(store.refreshed) == {store.granted[-1]}
-
-
-def test_when_all_are_taken_meanwhile_nothing_is_left(cloud: Cloud) -> None:
-    full = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1)
-    cloud.create(cloud.wanted(full))
-    wanted = cloud.wanted(full)
-    with pytest.raises(NoCapacity, match='every candidate was taken meanwhile'):
-        cloud.create(wanted, found=[{full: SMALL}])
-    cloud.has_nothing_of(wanted)
 
 
 def test_racing_for_the_last_places_loses_and_leaks_nothing(cloud: Cloud) -> None:
