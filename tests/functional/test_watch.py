@@ -32,17 +32,6 @@ def test_a_follower_sees_what_is_there_then_each_change(etcd: Etcd, store: Store
     assert seen.states[:2] == [{a: b'1'}, {a: b'1', b: b'1'}]
 
 
-def test_every_change_between_the_list_and_the_watch_is_seen(etcd: Etcd, store: Store, prefix: str) -> None:
-    key = prefix + 'x'
-    numbers = iter(range(10**9))
-    with Following(etcd.endpoint, prefix, resync=0.05) as seen:
-        for _ in range(200):
-            store.commit([], [Put(key, str(next(numbers)))])
-        seen.sees({key: b'199'}, 'the last of many')
-    shown = [int(state[key]) for state in seen.states if state]
-    assert shown == sorted(shown)
-
-
 def test_a_follower_is_told_of_nothing_when_nothing_happens(etcd: Etcd, prefix: str) -> None:
     with Following(etcd.endpoint, prefix) as seen, Following(etcd.endpoint, prefix, resync=0.1) as relisting:
         until(lambda: len(relisting.states) > 5, 10, 'a follower with a short resync lists again')
