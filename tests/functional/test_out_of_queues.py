@@ -23,12 +23,14 @@ from tests.kit.proxy import Proxy
 from tests.kit.store_client import connected, existing
 
 
-def test_taken(cloud: Cloud, flavor: Flavor) -> None:
+def test_taken_once_and_what_is_delivered_here_is_not_let_go(cloud: Cloud, flavor: Flavor) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
-    assert taker(cloud, compute).take(found)
+    mine = taker(cloud, compute)
+    assert mine.take(found)
     is_taken(cloud, compute, found.waiting)
     assert cloud.delivered(compute, found.waiting.instance).stages == {'requested': 'then', 'scheduled': 'now'}
     assert not taker(cloud, compute).take(found), 'it is there no more'
+    assert not mine.let_go(found.waiting.instance)
     is_taken(cloud, compute, found.waiting)
 
 
@@ -238,14 +240,6 @@ def test_nobody_else_takes_while_a_taker_gives_up(cloud: Cloud, flavor: Flavor) 
     assert not taker(cloud, here, store=Lossy(cloud), placement=slow).take(found)
     assert taken == [False]
     waits(cloud, found.waiting)
-
-
-def test_what_is_delivered_here_is_not_let_go(cloud: Cloud, flavor: Flavor) -> None:
-    compute, found = cloud.compute(), queued(cloud, flavor)
-    mine = taker(cloud, compute)
-    assert mine.take(found)
-    assert not mine.let_go(found.waiting.instance)
-    is_taken(cloud, compute, found.waiting)
 
 
 def test_several_takers_at_once_take_each_once(cloud: Cloud, flavor: Flavor) -> None:

@@ -65,12 +65,6 @@ def test_an_inventory_is_set_whole_whatever_it_was(client: Placement, placement:
     assert placement.inventory(compute).keys() == found.keys()
 
 
-def test_usages(client: Placement, provider: str) -> None:
-    assert providers.usages(client, provider) == {'VCPU': 0, 'MEMORY_MB': 0, 'DISK_GB': 0}
-    claim(client, new(), provider)
-    assert providers.usages(client, provider) == SMALL
-
-
 def test_a_class_in_use_cannot_vanish(client: Placement, provider: str) -> None:
     claim(client, new(), provider)
     with pytest.raises(Conflict, match='in use') as caught:
@@ -231,8 +225,10 @@ def test_taking_over_moves_the_claim_and_makes_the_late_release_fail(
 
 def test_what_each_consumer_holds_of_a_provider(client: Placement, provider: str) -> None:
     assert allocations.of_provider(client, provider) == {}
+    assert providers.usages(client, provider) == {'VCPU': 0, 'MEMORY_MB': 0, 'DISK_GB': 0}
     one, two = new(), new()
     claim(client, one, provider)
+    assert providers.usages(client, provider) == SMALL
     claim(client, two, provider, VCPU=1)
     assert allocations.of_provider(client, provider) == {one: SMALL, two: {'VCPU': 1}}
     with pytest.raises(NotFound):
