@@ -71,12 +71,6 @@ def test_life_of_a_guest(hypervisor: Hypervisor, spec: GuestSpec) -> None:
         assert hypervisor.guests() == {}
 
 
-def test_nothing_there_is_success(hypervisor: Hypervisor, spec: GuestSpec) -> None:
-    hypervisor.destroy(spec.instance, COMPUTE)
-    hypervisor.delete_disk(spec.instance)
-    assert hypervisor.addresses(spec.instance) == {}
-
-
 def test_a_seed_goes_with_the_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     instance = spec.instance
     told = replace(spec, seed={'meta-data': b'{}', 'user-data': b''})
@@ -242,7 +236,10 @@ def test_shut_down(hypervisor: Hypervisor, spec: GuestSpec) -> None:
         hypervisor.resume(instance, COMPUTE)
 
 
-def test_nothing_to_turn_off(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+def test_nothing_to_turn_off_or_to_remove(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    hypervisor.destroy(spec.instance, COMPUTE)
+    hypervisor.delete_disk(spec.instance)
+    assert hypervisor.addresses(spec.instance) == {}
     hypervisor.shutdown(spec.instance, COMPUTE)
     hypervisor.switch_off(spec.instance, COMPUTE)
     assert hypervisor.guests() == {}

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import pytest
 
-from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
+from ecomp.errors import Conflict, EcompError, Unreachable, UsageError
 from ecomp.model.guest import DEFAULT_NETWORKS, PAUSED, Attachment, Guest, GuestSpec
 from tests.functional.guest import COMPUTE, FOREIGN, build
 from tests.functional.libvirt_host import LibvirtHost
@@ -82,13 +82,6 @@ def test_a_seed_is_a_second_disk_that_qemu_alone_reads(
     real.destroy(spec.instance, COMPUTE)
     real.delete_disk(spec.instance)
     assert not seed.exists()
-
-
-def test_a_missing_bridge(real: Libvirt, spec: GuestSpec) -> None:
-    real.create_disk(spec)
-    with pytest.raises(BuildFailed, match=r'started: .*br-none'):
-        real.start(replace(spec, networks=(Attachment('bridge', 'br-none'),)))
-    assert not real.guests()[spec.instance].running
 
 
 def test_strangers_are_not_seen_and_not_touched(real: Libvirt, spec: GuestSpec, connection: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,13 +35,18 @@ def disk(real: Libvirt, spec: GuestSpec) -> Path:
     return directory / f'{spec.instance}.qcow2'
 
 
-def test_a_pool_that_somebody_removed_is_defined_again(real: Libvirt, spec: GuestSpec, connection: Any) -> None:
-    remove_pool(connection)
+@pytest.mark.parametrize('spoil', [remove_pool, lambda connection: connection.storagePoolLookupByName(POOL).destroy()])
+def test_a_pool_that_somebody_removed_or_stopped_is_started_again(
+    real: Libvirt, spec: GuestSpec, connection: Any, spoil: Callable[[Any], object]
+) -> None:
+    spoil(connection)
     real.create_disk(spec)
     assert disk(real, spec).exists()
-    remove_pool(connection)
+    assert real.guests().keys() == {spec.instance}
+    spoil(connection)
     real.delete_disk(spec.instance)
     assert not disk(real, spec).exists()
+    assert real.guests() == {}
     pool = connection.storagePoolLookupByName(POOL)
     assert pool.isActive()
     assert pool.autostart()
@@ -140,9 +146,10 @@ def test_a_stranger_that_has_a_disk_of_ours(real: Libvirt, spec: GuestSpec, conn
 def test_a_half_made_build_is_made_anew(real: Libvirt, spec: GuestSpec, connection: object) -> None:
     """The domain defined with a bridge that is not there, the file not libvirt's work and not in its list."""
     real.create_disk(spec)
-    with pytest.raises(BuildFailed):
+    with pytest.raises(BuildFailed, match=r'started: .*br-none'):
         real.start(replace(spec, networks=(Attachment('bridge', 'br-none'),)))
-    assert real.guests()[spec.instance].defined
+    there = real.guests()[spec.instance]
+    assert (there.defined, there.running) == (True, False)
     disk = real.image_directory() / f'{spec.instance}.qcow2'
     disk.unlink()
     connection.storagePoolLookupByName('ecompute').refresh()
@@ -162,17 +169,6 @@ def test_a_disk_removed_by_hand(real: Libvirt, spec: GuestSpec) -> None:
     disk.unlink()
     real.delete_disk(spec.instance)
     real.create_disk(spec)
-
-
-def test_a_pool_that_somebody_stopped_is_started(real: Libvirt, spec: GuestSpec, connection: object) -> None:
-    pool = connection.storagePoolLookupByName('ecompute')
-    pool.destroy()
-    real.create_disk(spec)
-    assert real.guests().keys() == {spec.instance}
-    pool.destroy()
-    real.delete_disk(spec.instance)
-    assert real.guests() == {}
-    assert pool.isActive()
 
 
 def test_a_pool_that_another_worker_starts_is_used(
