@@ -59,8 +59,8 @@ class Cloud:
             stages={'requested': 'today'},
         )
 
-    def order(self, alive: bool = True, **totals: int) -> tuple[str, SetOrder]:
-        """A compute, and an order for one small guest on it."""
+    def make_order(self, alive: bool = True, **totals: int) -> tuple[str, SetOrder]:
+        """Make a compute, and an order for one small guest on it."""
         compute = self.compute(alive, **totals)
         return compute, self.wanted(compute)
 
@@ -136,8 +136,8 @@ class CountingStore(Store):
         return super()._ask(*given)
 
 
-def before(made: Any, call: str, do: Callable[[], object], matches: Callable[..., bool] = lambda *_: True) -> Any:
-    """The same, where this happens once, just before a call that matches."""
+def interpose(made: Any, call: str, do: Callable[[], object], matches: Callable[..., bool] = lambda *_: True) -> Any:
+    """Have something happen once, just before a call that matches; the same object."""
     real, left = getattr(made, call), [do]
 
     def called(*given: Any, **named: Any) -> Any:

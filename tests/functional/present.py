@@ -16,7 +16,7 @@ def presence(store: Store, key: str, token: str, lost: list[str] | None = None) 
 
 
 @contextmanager
-def started(made: Any) -> Iterator[Any]:
+def start_and_stop(made: Any) -> Iterator[Any]:
     """Start what has a thread of its own, and stop it at the end."""
     made.start()
     try:

@@ -16,7 +16,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.enqueue import enqueue
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, new
-from tests.kit.store_client import existing
+from tests.kit.store_client import read_entry
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def request(flavor: Flavor, instance: str | None = None, name: str | None = None
 
 
 def put(cloud: Cloud, waiting: QueueEntry, resume: bool = False, store: Store | None = None) -> bool:
-    entry = existing(cloud.store, keys.flavor(waiting.flavor.name))
+    entry = read_entry(cloud.store, keys.flavor(waiting.flavor.name))
     return enqueue(store or cloud.store, waiting, entry.revision, None, WHO, resume)
 
 
@@ -55,7 +55,7 @@ def queued(cloud: Cloud, flavor: Flavor) -> Place:
 
 
 def place(cloud: Cloud, waiting: QueueEntry) -> Place:
-    return Place(existing(cloud.store, waiting.key).revision, waiting)
+    return Place(read_entry(cloud.store, waiting.key).revision, waiting)
 
 
 def taker(

@@ -29,9 +29,9 @@ from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
-from tests.functional.present import started
+from tests.functional.present import start_and_stop
 from tests.kit.servers import until
-from tests.kit.store_client import existing
+from tests.kit.store_client import read_entry
 
 MAC = '52:54:00:00:00:01'
 BASE = BaseImage('/base', 'qcow2', 0)
@@ -111,7 +111,7 @@ class Host:
             key = keys.clearance(name, self.compute)
             assert store.commit([Unchanged(key, 0)], [Put(key, clearance_to_json(leftovers), lease)])
             assert answers(store, name, {self.compute}, 'clearing', 'cleared') == {self.compute}
-            return list(json.loads(existing(store, keys.digest(name, self.compute, 'cleared')).value))
+            return list(json.loads(read_entry(store, keys.digest(name, self.compute, 'cleared')).value))
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, h
     config = EtcdConfig((cloud.etcd.endpoint,))
     second = host.answers_as('theirs', other, tmp_path / 'other', lambda _: True)
     follower = Follower(config, [(keys.AUDIT, second.on_audits)])
-    with started(second), started(follower):
+    with start_and_stop(second), start_and_stop(follower):
         for token, instance in (('mine', mine), ('theirs', theirs)) * 3:
             cloud.etcd.put(keys.compute(host.compute), json.dumps({'token': token}), cloud.etcd.grant())
             assert set(from_pages([ask(cloud.store, host)['0']]).guests) == {instance}
@@ -344,6 +344,6 @@ def test_nonsense_is_answered(cloud: Cloud, host: Host) -> None:
         for key in (keys.clearance(name, host.compute), f'{keys.AUDIT}{name}/x/y'):
             cloud.store.commit([], [Put(key, 'nonsense', lease)])
         assert answers(cloud.store, name, {host.compute}, 'clearing', 'cleared') == {host.compute}
-        entry = existing(cloud.store, keys.digest(name, host.compute, 'cleared'))
+        entry = read_entry(cloud.store, keys.digest(name, host.compute, 'cleared'))
         assert 'nothing is removed' in json.loads(entry.value)[0]
     until(lambda: '0' in ask(cloud.store, host), 10, 'it answers still')

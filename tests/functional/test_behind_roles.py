@@ -22,7 +22,7 @@ from ecomp.store.client import Delete, Entry, Put, Unchanged
 from ecomp.store.presence import Presence
 from ecomp.store.watch import Follower
 from tests.functional.by_role import put, works
-from tests.functional.present import started
+from tests.functional.present import start_and_stop
 from tests.kit.behind_roles import BehindRoles, behind_roles
 from tests.kit.process import begin
 from tests.kit.secured import certify, etcd_of
@@ -41,7 +41,7 @@ def test_reads_transactions_leases_and_watches(cloud: BehindRoles) -> None:
     prefix, key = keys.request_prefix(compute), f'{keys.request_prefix(compute)}x'
     states: list[dict[str, Entry]] = []
     follower = Follower(etcd_of(cloud.certs, 'compute-hv1'), [(prefix, lambda state: states.append(dict(state)))])
-    with started(follower):
+    with start_and_stop(follower):
         until(lambda: states, 10, 'it has listed')
         scheduler = cloud.stores['scheduler-shell']
         revision = scheduler.commit([Unchanged(key, 0)], [Put(key, 'asked')])
@@ -78,7 +78,7 @@ def test_presence(cloud: BehindRoles) -> None:
     alive = Presence(cloud.stores['compute-hv1'], first, {'token': 'a'}, lost.append)
     alive.check()
     assert cloud.stores['operator-ann'].get(first) is None
-    with started(alive):
+    with start_and_stop(alive):
         assert cloud.stores['operator-ann'].get(first) is not None
     assert cloud.stores['operator-ann'].get(first) is None
     assert lost == []

@@ -22,7 +22,7 @@ from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.model import health
 from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
 from tests.kit.certificates import Authority
-from tests.kit.listening import Canned, answer
+from tests.kit.listening import CannedServer, make_answer
 from tests.kit.servers import Etcd, PlacementServer, environment, free_port, until
 
 LINE = re.compile(r'(?P<check>[a-z-]+): (?P<what>.+)\. Mend it: (?P<cure>.+)')
@@ -268,11 +268,11 @@ def test_what_a_start_would_refuse(etcd: Etcd, placement: PlacementServer, tmp_p
 # The control plane, as both commands look at it
 
 
-def odd_placement(microversion: str, ahead: timedelta) -> Canned:
+def odd_placement(microversion: str, ahead: timedelta) -> CannedServer:
     """A placement with this newest microversion, whose clock is ahead of ours."""
     body = f'{{"versions": [{{"max_version": "{microversion}"}}], "traits": []}}'.encode()
     date = format_datetime(datetime.now(UTC) + ahead, usegmt=True)
-    return Canned(answer(200, 'application/json', body, f'date: {date}'))
+    return CannedServer(make_answer(200, 'application/json', body, f'date: {date}'))
 
 
 def found(etcd: Etcd, url: str, **certificates: Path) -> set[str]:

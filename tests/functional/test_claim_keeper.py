@@ -57,7 +57,7 @@ def test_who_stands_behind_a_claim(cloud: Cloud) -> None:
 
 
 def test_a_killed_eschedule_s_claim_goes_and_its_uuid_can_go_on(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     lease = cloud.store.grant(60)
     at_it(cloud, wanted, lease)
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {compute: SMALL}})

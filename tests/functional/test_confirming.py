@@ -98,7 +98,7 @@ def test_nothing_is_left_of_what_placement_does_not_confirm(one: Toy, cloud: Clo
     client = cloud.placement
     allocations.release_once(client, instance, allocations.consumer(client, instance))
     one.step()
-    assert one.failed(instance)[1].stage == 'scheduled'
+    assert one.read_failure(instance)[1].stage == 'scheduled'
     assert one.hypervisor.reservations() == {}
     assert list((tmp_path / 'metadata').glob('*')) == []
     assert one.hypervisor.guests() == {}

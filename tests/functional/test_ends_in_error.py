@@ -30,9 +30,9 @@ from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE
 from ecomp.placement import allocations
 from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.cloud import Cloud, before, new
+from tests.functional.cloud import Cloud, interpose, new
 from tests.functional.toy import NOW, Toy, toy
-from tests.kit.store_client import existing
+from tests.kit.store_client import read_entry
 
 pytestmark = pytest.mark.fast
 FULL = 'the file system of the images is full'
@@ -76,7 +76,7 @@ def test_what_was_released_on_the_way_is_no_reason(
             one.planner = started_again(one, cloud, tmp_path)
         one.planner.works_again()
         assert one.step() == [f'build {instance}']
-        _, why = one.failed(instance)
+        _, why = one.read_failure(instance)
         assert (why.stage, why.reason) == ('disk', FULL)
         assert cloud.store.get(keys.request(one.compute, instance)) is None
         assert Memory(tmp_path, one.compute, lambda: NOW).all() == {}
@@ -107,7 +107,7 @@ def test_a_request_that_is_deleted_while_nobody_is_at_its_build_is_ended(cloud: 
         lives, deleted = one.record(kept), 'its request was deleted while it was being built'
         assert (lives.state, lives.fault) == (ACTIVE, deleted)
         assert cloud.server.allocations(kept) != {}
-        assert one.failed(disk)[1].reason == deleted
+        assert one.read_failure(disk)[1].reason == deleted
         assert cloud.server.allocations(disk) == {}
         assert cloud.store.get(keys.request(one.compute, disk)) is None
 
@@ -133,7 +133,7 @@ def limited(
     cloud.store.commit([], [Put(key, quota_to_json(Quota(project, {'instances': count}, before or {})))])
 
     def used() -> int:
-        return quota_from_json(project, existing(cloud.store, key).value).used.get('instances', 0)
+        return quota_from_json(project, read_entry(cloud.store, key).value).used.get('instances', 0)
 
     try:
         yield used
@@ -154,27 +154,27 @@ def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares
         instance = named(cloud, one.compute, 'unkept')
         assert used() == 1
         key = keys.request(one.compute, instance)
-        entry = existing(cloud.store, key)
+        entry = read_entry(cloud.store, key)
         (work,) = one.planner.step({key: replace(entry, value=b'', dropped=len(entry.value))})
         one.planner.begin(work)
         one.planner.carry_out(work)
-        failed, why = one.failed(instance)
+        failed, why = one.read_failure(instance)
         assert 'too much' in why.reason
         assert (failed.name, failed.project_id) == ('unkept', 'a-project')
         assert used() == 0
         assert cloud.store.get(keys.group('unkept')) is None
-        lease = existing(cloud.store, keys.name('unkept')).lease
+        lease = read_entry(cloud.store, keys.name('unkept')).lease
         assert lease, 'it is found by its name as long as its record is there, and not for ever'
 
 
 def test_what_a_restored_etcd_does_not_know_is_counted_again(one: Toy, cloud: Cloud) -> None:
     """Once, however often it is published, and given back at its end; so is what is being destroyed."""
     with limited(cloud, 'a-project', 1) as used:
-        before = existing(cloud.store, keys.quota('a-project'))
+        before = read_entry(cloud.store, keys.quota('a-project'))
         instance = named(cloud, one.compute, 'later')
         one.step()
         assert one.record(instance).state == ACTIVE
-        places = one.places(instance)
+        places = one.list_keys(instance)
         restored = [Put(before.key, before.value.decode()), *map(Delete, (*places, keys.name('later')))]
         cloud.store.commit([], [*restored, Delete(keys.group('later'))])
         assert used() == 0
@@ -201,7 +201,7 @@ def test_what_leaves_its_queue_while_it_is_published_is_counted(one: Toy, cloud:
     with limited(cloud, 'a-project', 5) as used:
         instance = named(cloud, one.compute, 'waits') if shares else one.place()
         one.step()
-        places = one.places(instance)
+        places = one.list_keys(instance)
         request = cloud.delivered(one.compute, instance)
         # The etcd of before it was taken: its place in the queue holds its name, group and quota.
         waiting = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
@@ -216,7 +216,7 @@ def test_what_leaves_its_queue_while_it_is_published_is_counted(one: Toy, cloud:
             assert other.refuse(place, 'it asks for too much')
             assert used() == 0
 
-        before(cloud.store, 'commit', refuse, lambda _, operations: places[0] in {each.key for each in operations})
+        interpose(cloud.store, 'commit', refuse, lambda _, operations: places[0] in {each.key for each in operations})
         one.republish(one.hypervisor.guests().keys())
         assert used() == 1
         assert cloud.store.get(places[0]) is not None
@@ -232,14 +232,14 @@ def test_many_that_accept_a_new_etcd_at_once_all_get_through(
     with limited(cloud, 'a-project', 5) as used:
         instance = named(cloud, one.compute, 'among-many')
         one.step()
-        places = one.places(instance)
+        places = one.list_keys(instance)
         cloud.store.commit([], [*map(Delete, (*places, keys.name('among-many'), keys.group('among-many')))])
         key, commit, others = keys.quota('a-project'), cloud.store.commit, list(range(20))
 
         def late(conditions: Any, operations: Any) -> int | None:
             if others and any(each.key == key for each in operations):
                 others.pop()
-                commit([], [Put(key, existing(cloud.store, key).value.decode())])  # another one was faster
+                commit([], [Put(key, read_entry(cloud.store, key).value.decode())])  # another one was faster
             return commit(conditions, operations)
 
         monkeypatch.setattr(cloud.store, 'commit', late)
@@ -269,7 +269,7 @@ def test_what_failed_gives_its_share_of_a_quota_back_once(cloud: Cloud, tmp_path
 @pytest.mark.parametrize('how', ['adopted', 'built again', 'refused', 'at once'])
 def test_where_the_record_was_lost_no_address_is_left(one: Toy, cloud: Cloud, how: str) -> None:
     """What becomes of an instance before its address is written anew ends without it, too."""
-    instance = one.built()
+    instance = one.build()
     request, booted = keys.request(one.compute, instance), keys.booted(instance)
     assert cloud.store.get(booted) is not None
     cloud.store.commit([], [Delete(keys.record(one.compute, instance))])
@@ -291,8 +291,8 @@ def test_where_the_record_was_lost_no_address_is_left(one: Toy, cloud: Cloud, ho
 
 def test_where_the_record_was_lost_the_address_of_another_compute_stays(one: Toy, cloud: Cloud) -> None:
     """Somebody asked two computes for one instance, and etcd lost the record of one: the address may be the other's."""
-    instance, other = one.built(), cloud.compute(VCPU=1)
-    there = existing(cloud.store, keys.request(one.compute, instance))
+    instance, other = one.build(), cloud.compute(VCPU=1)
+    there = read_entry(cloud.store, keys.request(one.compute, instance))
     asked = [Put(keys.request(other, instance), there.value.decode()), Put(keys.booted(instance), '10.9.9.9')]
     cloud.store.commit([], [Delete(keys.record(one.compute, instance)), *asked])
     one.instances.records.forget(instance)
@@ -300,12 +300,12 @@ def test_where_the_record_was_lost_the_address_of_another_compute_stays(one: Toy
     one.hypervisor.delete_disk(instance)
     one.planner.works_again()
     assert [each.partition(' ')[0] for each in one.step()] == ['build']
-    assert existing(cloud.store, keys.booted(instance)).value == b'10.9.9.9'
+    assert read_entry(cloud.store, keys.booted(instance)).value == b'10.9.9.9'
 
 
 def test_what_ended_by_our_memory_and_is_here_is_not_taken_down(one: Toy, cloud: Cloud) -> None:
     """A restored etcd asks for it, and so does its guest: its end was of an earlier life."""
-    instance = one.built()
+    instance = one.build()
     one.memory.ended(instance)
     before = cloud.etcd.get(keys.request(one.compute, instance))
     one.republish({instance})
@@ -321,13 +321,13 @@ def test_what_had_ended_and_waits_again_ends_on_one_lease(one: Toy, cloud: Cloud
     one.destroy(instance)
     one.instances.records.forget(instance)
     one.step()
-    before = existing(cloud.store, keys.record(one.compute, instance))
+    before = read_entry(cloud.store, keys.record(one.compute, instance))
     waiting = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
     cloud.store.commit([], [Put(waiting.key, waiting_to_json(waiting))])
     one.republish(())
     assert cloud.store.get(waiting.key) is None
     assert cloud.store.keep_alive(before.lease) == 0
-    assert cloud.store.keep_alive(existing(cloud.store, keys.record(one.compute, instance)).lease) > 0
+    assert cloud.store.keep_alive(read_entry(cloud.store, keys.record(one.compute, instance)).lease) > 0
 
 
 @pytest.mark.parametrize('state', [ACTIVE, BUILDING, DESTROYING])
@@ -340,7 +340,7 @@ def test_republish_writes_nothing_of_what_another_compute_claims(
     request, record = cloud.delivered(one.compute, instance), one.record(instance)
     stages = {} if state == BUILDING else record.stages
     one.memory.remember(request, replace(record, state=state, stages=stages))
-    places = one.places(instance)
+    places = one.list_keys(instance)
     cloud.store.commit([], [*map(Delete, places)])
     other = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
     held = allocations.consumer(cloud.placement, instance)

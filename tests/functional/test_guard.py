@@ -23,7 +23,7 @@ from ecomp.store.presence import Presence
 from ecomp.store.sharing import write_end
 from tests.functional.fake_etcd import FakeEtcd, Frame
 from tests.functional.following import Following
-from tests.functional.present import started
+from tests.functional.present import start_and_stop
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, until
 from tests.kit.store_client import config
@@ -33,7 +33,7 @@ HERE = cluster.new(IDENTITY, 'now').encode()
 KNOWN = KnownCluster(IDENTITY, 1, 10, 2)
 
 
-class Guarded(Following):
+class GuardedFollower(Following):
     """A follower of /t/ with a guard; what it was told, and what the guard had to remember or to say."""
 
     def __init__(self, endpoint: str, known: KnownCluster = KNOWN) -> None:
@@ -62,7 +62,7 @@ def test_a_watch_that_cannot_be_trusted_is_listed_anew(frames: object) -> None:
         script: list[Frame] = frames(fake)  # type: ignore[operator]
         fake.watches.put(script)
         fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 11, 2))])
-        with Guarded(fake.endpoint) as seen:
+        with GuardedFollower(fake.endpoint) as seen:
             seen.sees({'/t/a': b'2'})
             assert seen.states == [{'/t/a': b'1'}, {'/t/a': b'2'}] or seen.states == [
                 {'/t/a': b'1'}, {'/t/a': b'1'}, {'/t/a': b'2'}
@@ -76,7 +76,7 @@ def test_a_watch_knows_no_less_than_the_list_before_it() -> None:
     with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
         fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'wrong', header=(1, 9, 2))])
         fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 11, 2))])
-        with Guarded(fake.endpoint, KnownCluster(IDENTITY, 1, 5, 2)) as seen:
+        with GuardedFollower(fake.endpoint, KnownCluster(IDENTITY, 1, 5, 2)) as seen:
             seen.sees({'/t/a': b'2'})
             assert {'/t/a': b'wrong'} not in seen.states
             assert fake.lists == 2
@@ -86,7 +86,7 @@ def test_a_watch_knows_no_less_than_the_list_before_it() -> None:
 def test_what_others_have_been_answered_by_now_does_not_make_a_watch_old() -> None:
     """On a busy host every change is followed by another one of ours before it is heard of."""
 
-    class Busy(Guarded):
+    class Busy(GuardedFollower):
         def on_state(self, state: Mapping[str, Entry]) -> None:
             super().on_state(state)
             self.guard.check(self.guard.known, cluster.Header(1, 20, 2), 'e')
@@ -105,7 +105,7 @@ def test_a_watch_that_is_always_refused_is_tried_ever_more_seldom() -> None:
     with FakeEtcd({b'/cluster': HERE}) as fake:
         for _ in range(100):
             fake.watches.put([fake.reply(created=True, canceled=True, cancel_reason='permission denied')])
-        with Guarded(fake.endpoint):
+        with GuardedFollower(fake.endpoint):
             until(lambda: fake.lists >= 3, 10, 'it lists again')
             before = fake.lists
             threading.Event().wait(4.0)  # a measurement, not a synchronisation
@@ -125,7 +125,7 @@ def test_a_watch_that_is_always_refused_is_tried_ever_more_seldom() -> None:
 )
 def test_a_list_of_another_etcd(header: tuple[int, int, int], value: bytes | None, said: str) -> None:
     with FakeEtcd({b'/t/a': b'1', **({b'/cluster': value} if value else {})}, header) as fake:
-        with Guarded(fake.endpoint) as seen:
+        with GuardedFollower(fake.endpoint) as seen:
             until(lambda: seen.strange, 10, 'it is told')
             with closing(Store(config(fake.endpoint), seen.guard)) as store:
                 for call in (lambda: store.get('/x'), lambda: store.grant(5), lambda: store.keep_alive(1)):
@@ -143,7 +143,7 @@ def test_a_list_of_another_etcd(header: tuple[int, int, int], value: bytes | Non
 def test_it_turns_strange_between_two_lists() -> None:
     with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
         fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 12, 3)), None])
-        with Guarded(fake.endpoint) as seen:
+        with GuardedFollower(fake.endpoint) as seen:
             until(lambda: seen.strange, 10, 'the second list is behind the first')
             assert 'it is at revision 10, and 12 was seen' in seen.strange[0]
             assert seen.states == [{'/t/a': b'1'}, {'/t/a': b'2'}]
@@ -252,7 +252,7 @@ def test_it_is_remembered_soon_and_at_the_end(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(state, 'write_durably', lambda path, text: (writes.append(path), real(path, text)))
     known = KnownEtcd(tmp_path)
     assert known.load() == KnownCluster()
-    with started(known):
+    with start_and_stop(known):
         for revision in range(500):
             known.note(KnownCluster(IDENTITY, 1, revision, 2))
         until(lambda: KnownEtcd(tmp_path).load().revision == 499, 5, 'the last is written without a further change')
@@ -280,7 +280,7 @@ def test_at_which_revision_it_was_first_seen_is_remembered_and_an_older_acceptan
 def test_a_full_disk_is_said_once_and_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     known = KnownEtcd(tmp_path / 'not' / 'there')
     known.note(KNOWN)
-    with started(known):
+    with start_and_stop(known):
         until(lambda: caplog.records, 5, 'it is said')
         known.note(KnownCluster(IDENTITY, 1, 11, 2))
         (tmp_path / 'not' / 'there').mkdir(parents=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ecomp.store.client import Delete, Store
 from ecomp.store.presence import SECONDS, Lease, Presence
-from tests.functional.present import presence, started
+from tests.functional.present import presence, start_and_stop
 from tests.kit.servers import Etcd, until
 from tests.kit.store_client import connected
 
@@ -57,7 +57,7 @@ def test_one_that_is_somebody_else_s_by_now_ends_alone(etcd: Etcd, store: Store,
     lost: list[str] = []
     _, (first, second) = shared(store, prefix, 2, lost)
     store.commit([], [Delete(f'{prefix}0')], fenced=False)
-    with connected(etcd.endpoint) as others, started(presence(others, f'{prefix}0', 'theirs')):
+    with connected(etcd.endpoint) as others, start_and_stop(presence(others, f'{prefix}0', 'theirs')):
         first.look()
         until(lambda: lost, 20, 'it is told')
         store.revoke(second.lease)

@@ -29,8 +29,8 @@ from ecomp.scheduler.operating.decommission import disable, drained, forget
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.sharing import highest_released, note_released
-from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, before, new
-from tests.kit.store_client import existing
+from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, interpose, new
+from tests.kit.store_client import read_entry
 
 ROOM_FOR_ONE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 
@@ -64,14 +64,14 @@ def left_empty(cloud: Cloud, instance: str) -> None:
         allocations.claim_once(cloud.placement, instance, {new(): SMALL}, 'a-user', 'a-project')
 
 
-def placing(cloud: Cloud, do: Callable[[], object]) -> Store:
-    """An etcd where this happens once, before it is read who is placing."""
+def make_placing_store(cloud: Cloud, do: Callable[[], object]) -> Store:
+    """Make a store where this happens once, before it is read who is placing."""
     store = Store(EtcdConfig((cloud.etcd.endpoint,)))
-    return before(store, 'snapshot', do, lambda prefix, *_: prefix == keys.ATTEMPTS)
+    return interpose(store, 'snapshot', do, lambda prefix, *_: prefix == keys.ATTEMPTS)
 
 
-def delivered_meanwhile(cloud: Cloud, compute: str, wanted: SetOrder) -> Store:
-    """An etcd where its eschedule, which has claimed, does the last of it: the attempt goes, the request is there."""
+def deliver_meanwhile(cloud: Cloud, compute: str, wanted: SetOrder) -> Store:
+    """Claim as its eschedule does, which does the last of it at that store: the attempt goes, the request is there."""
     lease = cloud.store.grant(60)
     at_it(cloud, wanted, lease)
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
@@ -82,12 +82,12 @@ def delivered_meanwhile(cloud: Cloud, compute: str, wanted: SetOrder) -> Store:
         cloud.store.commit([], [Put(keys.request(compute, wanted.instance), to_json(request))])
         cloud.store.revoke(lease)
 
-    return placing(cloud, deliver)
+    return make_placing_store(cloud, deliver)
 
 
 def test_a_uuid_whose_consumer_was_left_empty_is_placed_all_the_same(cloud: Cloud) -> None:
     """A1"""
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     left_empty(cloud, wanted.instance)
     assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
@@ -130,7 +130,7 @@ def test_a_candidate_that_was_forgotten_meanwhile_is_passed_over(cloud: Cloud) -
 @pytest.mark.parametrize('third', [False, True])
 def test_a_late_release_of_the_first_one_meets_another_generation(cloud: Cloud, third: bool) -> None:
     """A2: all the room there is, is what the first one claimed and left; and a third one may release it between."""
-    compute, wanted = cloud.order(**ROOM_FOR_ONE)
+    compute, wanted = cloud.make_order(**ROOM_FOR_ONE)
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     held = allocations.consumer(cloud.placement, wanted.instance)
     assert allocations.candidates(cloud.placement, wanted.query).candidates == []
@@ -166,21 +166,21 @@ def test_a_lost_claim_beside_an_equal_one_moves_it(cloud: Cloud, between: Betwee
 
 def test_no_room_beside_another_eschedule_of_the_same_uuid_is_not_called_so(cloud: Cloud) -> None:
     """A19: the room that is missing is what the other one has just claimed"""
-    compute, wanted = cloud.order(**ROOM_FOR_ONE)
+    compute, wanted = cloud.make_order(**ROOM_FOR_ONE)
     key, text = keys.attempt(wanted.instance), json.dumps({'version': 1, 'instances': [wanted.instance]})
 
     def other() -> None:
-        ours = existing(cloud.store, key)
+        ours = read_entry(cloud.store, key)
         assert cloud.store.commit([Unchanged(key, ours.revision)], [Put(key, text, ours.lease)])
         allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
 
     with pytest.raises(Conflict, match='another eschedule took it over'):
-        cloud.create(wanted, resume=True, store=placing(cloud, other))
+        cloud.create(wanted, resume=True, store=make_placing_store(cloud, other))
     assert cloud.server.consumers(compute).keys() == {wanted.instance}
 
 
 def test_what_an_earlier_one_releases_once_placement_was_asked_is_room(cloud: Cloud) -> None:
-    compute, wanted = cloud.order(**ROOM_FOR_ONE)
+    compute, wanted = cloud.make_order(**ROOM_FOR_ONE)
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     offer = allocations.candidates(cloud.placement, wanted.query)
     assert offer.candidates == []
@@ -243,7 +243,7 @@ def test_many_are_released_in_portions(cloud: Cloud) -> None:
 
 def test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked(cloud: Cloud, between: Between) -> None:
     """A4"""
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     keeper = ClaimKeeper(compute, cloud.store, between)
     keeper.look([], 0.0)
@@ -254,7 +254,7 @@ def test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked(cloud: Clou
 
 def test_who_asked_before_it_was_disabled_asks_again(cloud: Cloud) -> None:
     """A6: asked, and frozen until the compute is said to be empty"""
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     offer = allocations.candidates(cloud.placement, wanted.query)
     disable(cloud.placement, compute, compute)
     drained(cloud.store, cloud.placement, compute, compute, Deadline(60), lambda _: None)
@@ -265,7 +265,7 @@ def test_who_asked_before_it_was_disabled_asks_again(cloud: Cloud) -> None:
 
 def test_a_drain_waits_for_who_has_just_asked(cloud: Cloud) -> None:
     """A6: asked, and announced after the drain looked first"""
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     offer = allocations.candidates(cloud.placement, wanted.query)
     disable(cloud.placement, compute, compute)
     waited: list[str] = []
@@ -305,8 +305,8 @@ def test_a_drain_waits_for_who_has_just_marked_a_waiting_request(cloud: Cloud) -
 
 def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     """A7"""
-    compute, wanted = cloud.order(alive=False)
-    store = delivered_meanwhile(cloud, compute, wanted)
+    compute, wanted = cloud.make_order(alive=False)
+    store = deliver_meanwhile(cloud, compute, wanted)
     with pytest.raises(Exception, match=f'compute {compute} is not forgotten') as refused:
         forget(store, cloud.placement, compute, compute, lambda: 'now', lambda _: None, fenced=True)
     assert not isinstance(refused.value, NotFound)
@@ -314,7 +314,7 @@ def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
 
 
 def test_a_dead_taker_is_forgotten_with_its_claim_for_what_still_waits(cloud: Cloud) -> None:
-    compute, wanted = cloud.order(alive=False)
+    compute, wanted = cloud.make_order(alive=False)
     cloud.etcd.put(f'{keys.QUEUES}small/{wanted.instance}', '{}')
     allocations.claim_once(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     with pytest.raises(Conflict, match='--fenced'):
@@ -326,7 +326,7 @@ def test_a_dead_taker_is_forgotten_with_its_claim_for_what_still_waits(cloud: Cl
 
 def test_a_repair_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     """A8"""
-    compute, wanted = cloud.order()
-    store = delivered_meanwhile(cloud, compute, wanted)
+    compute, wanted = cloud.make_order()
+    store = deliver_meanwhile(cloud, compute, wanted)
     assert 'it has changed' in repaired(store, cloud.placement, wanted.instance)
     assert cloud.server.consumers(compute).keys() == {wanted.instance}

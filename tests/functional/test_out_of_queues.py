@@ -17,10 +17,10 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.looking.find import find
 from ecomp.store.client import Store
-from tests.functional.cloud import SMALL, Cloud, before, new
+from tests.functional.cloud import SMALL, Cloud, interpose, new
 from tests.functional.queueing import is_taken, put, queued, taker, waits
 from tests.kit.proxy import Proxy
-from tests.kit.store_client import connected, existing
+from tests.kit.store_client import connected, read_entry
 
 
 def test_taken_once_and_what_is_delivered_here_is_not_let_go(cloud: Cloud, flavor: Flavor) -> None:
@@ -76,7 +76,7 @@ def test_a_move_that_stays_unknown_goes_on_from_its_mark(
         taker(cloud, compute, store=shaky_store).take(found)
     assert cloud.server.allocations(found.waiting.instance) == {compute: SMALL}, 'nothing is released (rule 1)'
     if not arrives:
-        assert taker(cloud, compute).take(found, existing(cloud.store, mark_key).revision)
+        assert taker(cloud, compute).take(found, read_entry(cloud.store, mark_key).revision)
     is_taken(cloud, compute, found.waiting)
 
 
@@ -135,7 +135,7 @@ def test_a_taker_that_was_too_slow_claims_nothing(cloud: Cloud, flavor: Flavor) 
         cloud.etcd.delete(keys.taker(found.waiting.key))
         assert taker(cloud, there).take(found)
 
-    slow = before(Placement(cloud.server.url), 'write', meanwhile)
+    slow = interpose(Placement(cloud.server.url), 'write', meanwhile)
     assert not taker(cloud, here, placement=slow).take(found)
     is_taken(cloud, there, found.waiting)
 
@@ -203,7 +203,7 @@ def test_taken_in_the_middle_of_being_cancelled(cloud: Cloud, flavor: Flavor) ->
         assert taker(cloud, compute).take(found)
 
     with connected(cloud.etcd.endpoint) as store:
-        said = destroy(before(store, 'grant', meanwhile), found.waiting.instance)
+        said = destroy(interpose(store, 'grant', meanwhile), found.waiting.instance)
     assert said.endswith(f'destroy accepted, {compute} carries it out')
     assert cloud.delivered(compute, found.waiting.instance).is_tombstone
 

@@ -23,14 +23,14 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.by_http import HEADERS
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import claim, connected, new
-from tests.kit.listening import Canned, answer
+from tests.kit.listening import CannedServer, make_answer
 
 
 @contextmanager
-def impostor(*answers: tuple[int, str, bytes]) -> Iterator[Canned]:
+def impostor(*answers: tuple[int, str, bytes]) -> Iterator[CannedServer]:
     """Whoever answers everything so."""
     more = {302: ('location: /elsewhere',), 503: ('retry-after: 3600',)}  # for which nobody waits
-    with closing(Canned(*(answer(*each, *more.get(each[0], ())) for each in answers))) as server:
+    with closing(CannedServer(*(make_answer(*each, *more.get(each[0], ())) for each in answers))) as server:
         yield server
 
 
@@ -70,8 +70,8 @@ def test_what_is_not_placement_is_said_to_be_none(says: tuple[int, str, bytes]) 
         assert server.asked == ['GET /resource_providers']
 
 
-def is_none_of(body: object, *asks: Callable[[Placement], object]) -> None:
-    """To each of these questions this JSON is no answer of placement."""
+def expect_no_answer(body: object, *asks: Callable[[Placement], object]) -> None:
+    """Expect each of these questions to refuse this JSON as no answer of placement."""
     with impostor((200, 'application/json', json.dumps(body).encode())) as server, connected(server.url) as client:
         for ask in asks:
             with pytest.raises(Unreachable, match='not as placement does'):
@@ -111,16 +111,16 @@ INF = float('inf')
     ],
 )
 def test_other_json_than_candidates(body: dict[str, Any]) -> None:
-    is_none_of(body, lambda client: allocations.candidates(client, 'resources=VCPU:1'))
+    expect_no_answer(body, lambda client: allocations.candidates(client, 'resources=VCPU:1'))
 
 
 @pytest.mark.parametrize(
     'body', [{}, {'allocations': 7}, {'allocations': {'p': {'resources': {'VCPU': 1}}}}, {'allocations': [1]}]
 )
 def test_other_json_than_a_consumer(body: dict[str, Any]) -> None:
-    is_none_of(body, lambda client: allocations.consumer(client, new()))
+    expect_no_answer(body, lambda client: allocations.consumer(client, new()))
     if body != {'allocations': {'p': {'resources': {'VCPU': 1}}}}:
-        is_none_of(body, lambda client: allocations.of_provider(client, new()))
+        expect_no_answer(body, lambda client: allocations.of_provider(client, new()))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_other_json_than_a_consumer(body: dict[str, Any]) -> None:
 )
 def test_other_json_than_a_project_s_usages(usages: Any) -> None:
     body = {} if usages is None else {'usages': usages}
-    is_none_of(body, lambda client: providers.project_usages(client, 'web'))
+    expect_no_answer(body, lambda client: providers.project_usages(client, 'web'))
 
 
 GOOD = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
@@ -159,19 +159,19 @@ GOOD = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_
     ],
 )
 def test_other_json_than_an_inventory(inventories: Any) -> None:
-    is_none_of({'inventories': inventories, 'usages': {}}, look, lambda client: providers.shares(client, [new()]))
+    expect_no_answer({'inventories': inventories, 'usages': {}}, look, lambda client: providers.shares(client, [new()]))
 
 
 @pytest.mark.parametrize('usages', [{'VCPU': 'x'}, {'VCPU': None}, {'VCPU': INF}, {'VCPU': 0.5}, {'VCPU': {}}])
 def test_other_json_than_usages(usages: Any) -> None:
     body = {'inventories': {'VCPU': GOOD}, 'usages': usages}
-    is_none_of(body, look, lambda client: providers.usages(client, new()))
+    expect_no_answer(body, look, lambda client: providers.usages(client, new()))
 
 
 @pytest.mark.parametrize('traits', [7, 'abc', [7], [['x']], {'x': 1}])
 def test_other_json_than_traits(traits: Any) -> None:
     body = {'inventories': {}, 'usages': {}, 'traits': traits, 'resource_provider_generation': 1}
-    is_none_of(body, lambda client: look(client, traits=True))
+    expect_no_answer(body, lambda client: look(client, traits=True))
 
 
 ERRORS = [

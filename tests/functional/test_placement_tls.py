@@ -50,7 +50,7 @@ class Front(FaultyPlacement):
         """Its own certificate, from the next connection on."""
         self.authority.issue(self.directory, 'server', *(names or NAMES), days=days)
 
-    def taken(self, connection: socket.socket) -> socket.socket:
+    def wrap(self, connection: socket.socket) -> socket.socket:
         """Over TLS, which begins in the connection's own thread."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.directory / 'server.crt', self.directory / 'server.key')

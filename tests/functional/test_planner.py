@@ -45,7 +45,7 @@ def test_made_addressed_and_destroyed(one: Toy, cloud: Cloud) -> None:
 
 
 def test_a_guest_that_is_refused_metadata_has_a_fault_until_it_is_answered(one: Toy, cloud: Cloud) -> None:
-    instance, other = one.built(), one.built()
+    instance, other = one.build(), one.build()
     refused = one.host.guest_data.directory / f'{mac_address(instance, 0)}.refused'
     nobodys = one.host.guest_data.directory / f'{mac_address(new(), 0)}.refused'
     for path in (refused, nobodys):
@@ -200,7 +200,7 @@ def test_an_end_that_comes_late_leaves_no_lease(one: Toy, cloud: Cloud) -> None:
 
 def test_what_ran_when_the_host_went_down_is_started_again_once(one: Toy) -> None:
     """What goes off from then on stays off, also where its compute is restarted meanwhile."""
-    instance = one.built()
+    instance = one.build()
     one.reboot()
     assert one.step() == [f'resume {instance}']
     one.step()
@@ -223,7 +223,7 @@ def test_what_is_made_after_a_reboot_did_not_run_before_it(one: Toy) -> None:
 
 def test_one_that_waits_after_a_reboot_holds_up_no_other(one: Toy, cloud: Cloud) -> None:
     """Its record cannot be read: the others are dealt with, and so is it, once it can be."""
-    unreadable, running, off = (one.built() for _ in range(3))
+    unreadable, running, off = (one.build() for _ in range(3))
     one.hypervisor.switch_off(off, one.compute)
     one.step()
     key = keys.record(one.compute, unreadable)
@@ -250,7 +250,7 @@ def test_one_that_waits_after_a_reboot_holds_up_no_other(one: Toy, cloud: Cloud)
 
 def test_a_guest_in_work_after_a_reboot_holds_up_no_other(one: Toy) -> None:
     """Nor is it taken for one that was dealt with because it is seen running for a moment."""
-    instances = [one.built() for _ in range(2)]
+    instances = [one.build() for _ in range(2)]
     one.reboot()
     starting, other = one.planned()
     for each in (starting, other):
@@ -268,7 +268,7 @@ def test_a_guest_in_work_after_a_reboot_holds_up_no_other(one: Toy) -> None:
 def test_where_nothing_can_be_written_after_a_reboot_it_is_said_and_tried_again(
     one: Toy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    instance = one.built()
+    instance = one.build()
     one.reboot()
 
     def full(path: Path, _: str) -> None:
@@ -303,7 +303,7 @@ def frozen_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 def test_a_guest_that_goes_off_is_noted_on_a_read_only_disk_too(
     one: Toy, frozen_disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    instances = [one.built() for _ in range(2)]
+    instances = [one.build() for _ in range(2)]
     (one.host.guest_data.directory / f'{instances[0]}.ready').write_text('{}')
     one.step()
     frozen_disk.set()
@@ -319,7 +319,7 @@ def test_a_guest_that_goes_off_is_noted_on_a_read_only_disk_too(
 def test_what_cannot_be_removed_on_a_read_only_disk_is_said_once_and_removed_later(
     one: Toy, cloud: Cloud, frozen_disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    instance = one.built()
+    instance = one.build()
     destroy(cloud.store, instance)
     frozen_disk.set()
     for _ in range(2):
@@ -341,7 +341,7 @@ def test_a_clock_that_was_put_back_keeps_no_address_from_being_written_down(clou
             return {mac: each._replace(since=NOW) for mac, each in super().addresses(instance).items()}
 
     with toy(cloud, tmp_path, Leases()) as one:
-        instance = one.built()
+        instance = one.build()
         right, one.instances.now = one.instances.now, lambda: NOW.replace('T09', 'T10')
         one.hypervisor.switch_off(instance, one.compute)
         assert one.step() == [f'power {instance}']

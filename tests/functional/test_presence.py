@@ -14,15 +14,15 @@ import pytest
 from ecomp.errors import Conflict, NoSpace, Unreachable
 from ecomp.store.client import RENEWED, Delete, Put, Store, Unchanged
 from ecomp.store.presence import Presence
-from tests.functional.present import presence, started
+from tests.functional.present import presence, start_and_stop
 from tests.kit.servers import PATIENCE, Etcd, until
-from tests.kit.store_client import connected, existing
+from tests.kit.store_client import connected, read_entry
 
 
 def test_presence_is_there_until_it_stops(etcd: Etcd, store: Store, prefix: str) -> None:
     key = prefix + 'c'
-    with started(presence(store, key, 'mine')):
-        entry = existing(store, key)
+    with start_and_stop(presence(store, key, 'mine')):
+        entry = read_entry(store, key)
         assert json.loads(entry.value)['hostname'] == 'host-of-mine'
         assert entry.lease
     assert etcd.get(key) is None
@@ -56,8 +56,8 @@ def test_of_two_with_the_same_token_the_first_is_told_and_writes_nothing_any_mor
 ) -> None:
     """Its state directory was copied: neither is what the other has left behind."""
     key, lost, theirs_lost = prefix + 'c', list[str](), list[str]()
-    with started(of_a_copy(store, key, 'first', lost)) as first, connected(etcd.endpoint) as others:
-        with started(of_a_copy(others, key, 'second', theirs_lost)):
+    with start_and_stop(of_a_copy(store, key, 'first', lost)) as first, connected(etcd.endpoint) as others:
+        with start_and_stop(of_a_copy(others, key, 'second', theirs_lost)):
             first.look()
             until(lambda: lost, 10, 'it is told')
             assert 'held by another ecompute, on second since when-second' in lost[0]
@@ -71,8 +71,8 @@ def test_of_two_with_the_same_token_the_first_is_told_and_writes_nothing_any_mor
 
 def test_its_own_value_put_again_by_hand_is_no_copy_s(etcd: Etcd, store: Store, prefix: str) -> None:
     key, lost = prefix + 'c', list[str]()
-    with started(of_a_copy(store, key, 'first', lost)) as alive:
-        before = existing(store, key)
+    with start_and_stop(of_a_copy(store, key, 'first', lost)) as alive:
+        before = read_entry(store, key)
         for value in (before.value, b'{"token": "mine"}'):
             etcd.put(key, value)
             alive.look()
@@ -107,7 +107,7 @@ def test_after_a_boot_the_lease_is_waited_for(store: Store, prefix: str, monkeyp
 @pytest.mark.parametrize('value', ['', 'not JSON', '[]', '{}', 'null', '7'])
 def test_a_key_without_an_owner_is_taken(store: Store, prefix: str, value: str) -> None:
     store.commit([], [Put(prefix + 'c', value)])
-    with started(presence(store, prefix + 'c', 'mine')):
+    with start_and_stop(presence(store, prefix + 'c', 'mine')):
         pass
     assert store.get(prefix + 'c') is None
 
@@ -126,7 +126,7 @@ def test_etcd_is_not_told_the_token(store: Store, prefix: str) -> None:
     lease = store.grant(60)
     store.commit([], [Put(prefix + 'c', '{"token": "mine"}', lease)])
     alive.start()
-    assert b'mine' not in existing(store, prefix + 'c').value.replace(b'host-of-mine', b'')
+    assert b'mine' not in read_entry(store, prefix + 'c').value.replace(b'host-of-mine', b'')
     with pytest.raises(Conflict):
         presence(store, prefix + 'c', 'yours').check()
     alive.stop()
@@ -151,11 +151,11 @@ def test_who_is_on_no_lease_is_nobody(store: Store, prefix: str, monkeypatch: py
 def test_a_lost_lease_is_replaced(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
     key, lost = prefix + 'c', list[str]()
-    with started(presence(store, key, 'mine', lost)):
-        entry = existing(store, key)
+    with start_and_stop(presence(store, key, 'mine', lost)):
+        entry = read_entry(store, key)
         store.revoke(entry.lease)
         until(lambda: store.get(key), 10, 'the key is there again')
-        assert existing(store, key).lease != entry.lease
+        assert read_entry(store, key).lease != entry.lease
         # It is refreshed: it stays for longer than its lease alone would.
         threading.Event().wait(4.0)
         assert store.get(key) is not None
@@ -163,8 +163,8 @@ def test_a_lost_lease_is_replaced(store: Store, prefix: str, monkeypatch: pytest
 
 
 def test_a_look_does_not_wait_for_the_next_refresh(store: Store, prefix: str) -> None:
-    with started(presence(store, prefix + 'c', 'mine')) as alive:
-        store.revoke(existing(store, prefix + 'c').lease)
+    with start_and_stop(presence(store, prefix + 'c', 'mine')) as alive:
+        store.revoke(read_entry(store, prefix + 'c').lease)
         alive.look()
         until(lambda: store.get(prefix + 'c'), 5, 'the key is there again, long before a third of its lease')
 
@@ -172,8 +172,8 @@ def test_a_look_does_not_wait_for_the_next_refresh(store: Store, prefix: str) ->
 def test_who_comes_back_too_late_is_told_once(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
     key, lost = prefix + 'c', list[str]()
-    with started(presence(store, key, 'mine', lost)):
-        entry = existing(store, key)
+    with start_and_stop(presence(store, key, 'mine', lost)):
+        entry = read_entry(store, key)
         other = store.grant(60)
         # Another one takes the key; then the late one's lease ends.
         store.commit([], [Put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}), other)])
@@ -181,7 +181,7 @@ def test_who_comes_back_too_late_is_told_once(store: Store, prefix: str, monkeyp
         until(lambda: lost, 10, 'it is told')
     assert len(lost) == 1
     assert 'held by another ecompute, on elsewhere' in lost[0]
-    assert json.loads(existing(store, key).value)['token'] == 'theirs'
+    assert json.loads(read_entry(store, key).value)['token'] == 'theirs'
     store.revoke(other)
 
 
@@ -189,7 +189,7 @@ def test_presence_outlives_an_etcd_that_was_away(own_etcd: Etcd, monkeypatch: py
     monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
     lost: list[str] = []
     with connected(own_etcd.endpoint, timeout=0.5) as store:
-        with started(presence(store, '/c', 'mine', lost)):
+        with start_and_stop(presence(store, '/c', 'mine', lost)):
             own_etcd.kill()
             threading.Event().wait(1.5)  # at least two refreshes fail
             own_etcd.start()
@@ -206,13 +206,13 @@ def _lease(etcd: Etcd) -> str:
 
 def test_who_lost_the_key_writes_nothing_any_more(etcd: Etcd, store: Store, prefix: str) -> None:
     key, lost = prefix + 'c', list[str]()
-    with started(presence(store, key, 'mine', lost)):
+    with start_and_stop(presence(store, key, 'mine', lost)):
         assert store.commit([], [Put(prefix + 'x', '1')])
         assert store.commit([Unchanged(prefix + 'x', 1)], [Put(prefix + 'x', '2')]) is None
-        entry = existing(store, key)
+        entry = read_entry(store, key)
         with connected(etcd.endpoint) as others:
             others.revoke(entry.lease)
-            with started(presence(others, key, 'theirs')):
+            with start_and_stop(presence(others, key, 'theirs')):
                 with pytest.raises(Unreachable, match='is not as we put it'):
                     store.commit([], [Put(prefix + 'x', '3')])
                 until(lambda: lost, 5, 'it is told at once')
@@ -227,8 +227,8 @@ def test_who_only_overslept_puts_the_key_again_and_goes_on(
 ) -> None:
     monkeypatch.setattr('ecomp.store.client.RENEWED', 30.0)  # how fast is not what is asked here
     key, lost = prefix + 'c', list[str]()
-    with started(presence(store, key, 'mine', lost)):
-        store.revoke(existing(store, key).lease)
+    with start_and_stop(presence(store, key, 'mine', lost)):
+        store.revoke(read_entry(store, key).lease)
         # Without waiting for its next refresh, and several at once.
         with ThreadPoolExecutor(8) as threads:
             written = [threads.submit(store.commit, [], [Put(f'{prefix}{number}', '1')]) for number in range(8)]
@@ -266,7 +266,7 @@ def test_who_overslept_and_finds_etcd_full_may_delete_as_long_as_nobody_has_the_
         late.start()
         for each in ('/x', '/y', '/z'):
             store.commit([], [Put(each, '1')])
-        entry = existing(store, '/c')
+        entry = read_entry(store, '/c')
         with full(own_etcd):
             store.revoke(entry.lease)
             assert store.commit([], [Delete('/x')])
@@ -279,11 +279,11 @@ def test_who_overslept_and_finds_etcd_full_may_delete_as_long_as_nobody_has_the_
         assert store.commit([], [Put('/x', '2')])
 
         # And not at all where another one has put it.
-        entry = existing(store, '/c')
+        entry = read_entry(store, '/c')
         late._stopped.set()  # frozen
         late.look()
         store.revoke(entry.lease)
-        with started(presence(others, '/c', 'theirs')):
+        with start_and_stop(presence(others, '/c', 'theirs')):
             with full(own_etcd), pytest.raises(Unreachable, match='is not as we put it'):
                 store.commit([], [Delete('/z')])
             assert others.get('/z') is not None

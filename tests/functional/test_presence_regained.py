@@ -13,10 +13,10 @@ from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.errors import Unreachable
 from ecomp.store.client import Put, Store
 from ecomp.store.presence import Lease, Presence, hashed
-from tests.functional.present import started
+from tests.functional.present import start_and_stop
 from tests.kit.etcd_proxy import GrpcProxy
 from tests.kit.servers import Etcd, PlacementServer, until
-from tests.kit.store_client import connected, existing
+from tests.kit.store_client import connected, read_entry
 
 MINE = {'hostname': 'h', 'since': 'today', 'token': 'mine'}
 
@@ -33,7 +33,7 @@ def test_a_key_that_was_overwritten_is_put_again_once_it_is_free(
 ) -> None:
     """S5: one put on a short lease made a compute read-only until it was restarted."""
     key, lost, back = prefix + 'c', list[str](), list[bool]()
-    with started(Presence(store, key, MINE, lost.append, on_back=lambda: back.append(True))) as alive:
+    with start_and_stop(Presence(store, key, MINE, lost.append, on_back=lambda: back.append(True))) as alive:
         with connected(etcd.endpoint) as others:
             lease = others.grant(60)
             others.commit([], [Put(key, json.dumps({'token': token, 'hostname': 'elsewhere', 'since': 'now'}), lease)])
@@ -46,14 +46,14 @@ def test_a_key_that_was_overwritten_is_put_again_once_it_is_free(
         alive.on_computes({})
         until(lambda: back, 10, 'the key is its own again')
         assert store.commit([], [Put(prefix + 'x', '2')])
-        assert json.loads(existing(store, key).value)['token'] == hashed('mine')
+        assert json.loads(read_entry(store, key).value)['token'] == hashed('mine')
         assert len(lost) == len(back) == 1
     assert store.get(key) is None
 
 
 def test_what_is_to_be_said_does_not_hide_that_the_key_is_its_own_again(store: Store, prefix: str) -> None:
     lost, back = list[str](), list[bool]()
-    with started(Presence(store, prefix + 'c', MINE, lost.append, on_back=lambda: back.append(True))) as alive:
+    with start_and_stop(Presence(store, prefix + 'c', MINE, lost.append, on_back=lambda: back.append(True))) as alive:
         alive.lapse('its lease was not renewed')
         alive.say(kind='fake')
         alive.keep()
@@ -76,7 +76,7 @@ def test_a_lease_that_is_not_renewed_is_told_of_and_replaced(etcd: Etcd, prefix:
     lost, back, key = list[str](), list[bool](), prefix + 'c'
     with closing(Unrenewed(EtcdConfig((etcd.endpoint,)))) as store:
         lease = Lease(store, 1)
-        with started(Presence(store, key, MINE, lost.append, lease, on_back=lambda: back.append(True))):
+        with start_and_stop(Presence(store, key, MINE, lost.append, lease, on_back=lambda: back.append(True))):
             store.fails = True
             until(lambda: lost, 20, 'it is told')
             until(lambda: store.get(key) is None, 20, 'the lease has ended')

@@ -8,34 +8,28 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ecomp.store.client import Put, Store, Unchanged
-from ecomp.store.presence import Presence
-from tests.functional.present import presence, started
+from tests.functional.present import presence, start_and_stop
 from tests.kit.servers import PATIENCE, Etcd, until
-from tests.kit.store_client import connected, existing
-
-
-def saying(store: Store, key: str, lost: list[str]) -> Presence:
-    """A presence that says something else beside, when it is to."""
-    return Presence(store, key, {'hostname': 'a', 'since': 'today', 'token': 'mine'}, lost.append)
+from tests.kit.store_client import connected, read_entry
 
 
 def test_what_else_there_is_to_say_is_put_at_a_renewal_and_only_when_it_is_another(
     etcd: Etcd, store: Store, prefix: str
 ) -> None:
     key, lost = prefix + 'c', list[str]()
-    with started(saying(store, key, lost)) as says:
+    with start_and_stop(presence(store, key, 'mine', lost)) as says:
 
         def there() -> dict[str, object]:
             return json.loads(etcd.get(key) or b'{}')
 
-        first = existing(store, key)
+        first = read_entry(store, key)
         for room in (1, 2):
             says.say(room=room)
             says.look()
             until(lambda room=room: there().get('room') == room, 10, 'it is said')
-        entry = existing(store, key)
+        entry = read_entry(store, key)
         assert (entry.lease, entry.created) == (first.lease, first.created)
-        assert there()['hostname'] == 'a'
+        assert there()['hostname'] == 'host-of-mine'
         for _ in range(3):
             renewed = store.keep_alive(entry.lease)
             says.look()
@@ -51,7 +45,7 @@ def test_what_else_there_is_to_say_is_put_at_a_renewal_and_only_when_it_is_anoth
 
 def test_what_is_written_while_it_says_more_is_written(etcd: Etcd, store: Store, prefix: str) -> None:
     key, lost, number = prefix + 'c', list[str](), 0
-    with started(saying(store, key, lost)) as says:
+    with start_and_stop(presence(store, key, 'mine', lost)) as says:
         with ThreadPoolExecutor(4) as pool:
             for number in range(20):
                 says.say(room=number)
@@ -66,8 +60,8 @@ def test_one_that_said_more_and_does_not_know_whether_it_got_there_is_no_copy(
     etcd: Etcd, store: Store, prefix: str
 ) -> None:
     key, lost = prefix + 'c', list[str]()
-    with started(saying(store, key, lost)) as says:
-        entry = existing(store, key)
+    with start_and_stop(presence(store, key, 'mine', lost)) as says:
+        entry = read_entry(store, key)
         # It got there, and we were not told.
         landed = json.dumps({**json.loads(entry.value), 'room': 7})
         with connected(etcd.endpoint) as other:
@@ -84,7 +78,7 @@ def test_what_is_said_later_is_put_with_the_next_renewal(
 ) -> None:
     monkeypatch.setattr('ecomp.store.presence.SECONDS', 3)
     key, lost = prefix + 'c', list[str]()
-    with started(presence(store, key, 'mine', lost)) as alive:
+    with start_and_stop(presence(store, key, 'mine', lost)) as alive:
         assert store.get(key) is not None
         alive.say(room={'VCPU': [4, 50]})
 

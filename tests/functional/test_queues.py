@@ -23,7 +23,7 @@ from ecomp.store.client import Put, Store, Unchanged, at_it
 from tests.functional.cloud import SMALL, WHO, Cloud, new
 from tests.functional.queueing import is_taken, put, queued, request, taker, waits
 from tests.kit.proxy import Proxy
-from tests.kit.store_client import existing
+from tests.kit.store_client import read_entry
 
 # Into the queue
 
@@ -102,7 +102,7 @@ def test_a_uuid_that_an_eschedule_is_at_is_taken_over(cloud: Cloud, flavor: Flav
 
 
 def test_a_flavor_that_was_changed_since_it_was_read(cloud: Cloud, flavor: Flavor) -> None:
-    entry = existing(cloud.store, keys.flavor(flavor.name))
+    entry = read_entry(cloud.store, keys.flavor(flavor.name))
     cloud.etcd.put(entry.key, entry.value)
     with pytest.raises(Conflict, match='changed its flavor'):
         enqueue(cloud.store, request(flavor), entry.revision, None, WHO, resume=False)

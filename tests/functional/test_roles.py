@@ -37,7 +37,7 @@ def cloud(tmp_path: Path) -> Iterator[BehindRoles]:
         yield made
 
 
-def denied(cloud: BehindRoles, key: str) -> None:
+def expect_denied(cloud: BehindRoles, key: str) -> None:
     with pytest.raises(Denied):
         put(cloud, key)
 
@@ -58,7 +58,7 @@ def test_it_says_what_it_does_and_does_it_once(cloud: BehindRoles) -> None:
     assert cluster.identity(entry.value)
     there = found(cloud)
     assert there == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
-    denied(cloud, '/flavors/small')
+    expect_denied(cloud, '/flavors/small')
     assert cloud.enable() == []
     assert found(cloud) == there
     again = cloud.stores['compute-hv1'].get('/cluster')
@@ -75,7 +75,7 @@ def test_the_commands(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) ->
     warned = [line for line in err.splitlines() if line.startswith(f'warning: etcd {version}')]
     assert len(warned) == (cluster.holes(version) is not None)
     assert all(line.endswith('Roles hold mistakes off there, and not attackers') for line in warned)
-    denied(cloud, '/flavors/small')
+    expect_denied(cloud, '/flavors/small')
     for more in ('', ', as it did'):
         assert elab.main(['certs', str(cloud.certs), '--disable']) == 0
         said = f'{where} lets every certificate do everything{more}; its users and roles stay\n'
@@ -84,7 +84,7 @@ def test_the_commands(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) ->
     assert found(cloud) == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
     said = f'{where} holds each certificate to its role; elab certs {cloud.certs} --disable ends that'
     assert cloud.enable() == [said]
-    denied(cloud, '/flavors/small')
+    expect_denied(cloud, '/flavors/small')
     assert elab.main(['certs', str(cloud.certs), '--enable', '--disable']) == 2
     assert elab.main(['certs', str(cloud.certs), '--compute', 'hv4', '--disable']) == 2
     assert not (cloud.certs / 'compute-hv4').exists()
@@ -130,7 +130,7 @@ def test_what_a_role_has_too_much_and_who_is_not_here(cloud: BehindRoles) -> Non
         'user compute-hv2: has role root no more',
         gone,
     ]
-    denied(cloud, '/instances/x')
+    expect_denied(cloud, '/instances/x')
     assert cloud.enable() == [gone]
     code, said = cloud.etcdctl('operator-ann', 'user', 'delete', 'compute-hv2')
     assert code == 0, said
@@ -147,7 +147,7 @@ def test_another_uuid_in_a_compute_yaml_is_another_boundary(cloud: BehindRoles) 
         'role compute-hv1: may no more write'
     ]
     put(cloud, f'/hosts/{new}/x')
-    denied(cloud, f'/hosts/{old}/x')
+    expect_denied(cloud, f'/hosts/{old}/x')
 
 
 def refused(cloud: BehindRoles, error: type[Exception], *words: str) -> None:
@@ -221,7 +221,7 @@ def test_an_etcd_that_does_not_look_at_who_asks(cloud: BehindRoles, asks: int) -
     cloud.etcd.restart()
     until(lambda: works(lambda: put(cloud, '/flavors/small')), 10, 'it is back')
     assert len(cloud.enable()) == 1
-    denied(cloud, '/flavors/small')
+    expect_denied(cloud, '/flavors/small')
 
 
 def test_a_compute_that_lives_and_is_left_out_is_named(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,4 +303,4 @@ def test_killed_on_the_way_it_goes_on(cloud: BehindRoles) -> None:
             continue
         break
     assert found(cloud) == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
-    denied(cloud, '/flavors/small')
+    expect_denied(cloud, '/flavors/small')

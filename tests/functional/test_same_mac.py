@@ -39,7 +39,7 @@ def test_the_second_fails_and_takes_nothing_with_it(cloud: Cloud, tmp_path: Path
         reserved = compute.hypervisor.reservations()
         assert {each.instance for each in reserved.values()} == ({FIRST} if kind == 'network' else set())
         assert whose(tmp_path / 'metadata') == {MAC: FIRST}
-        why = compute.failed(SECOND)[1]
+        why = compute.read_failure(SECOND)[1]
         said = f'its MAC {MAC} is that of instance {FIRST} here: ask again, a new uuid has another'
         assert (why.stage, why.reason) == ('scheduled', said)
         assert compute.hypervisor.guests().keys() == {FIRST}

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.fast
 
 
 def test_a_request_is_delivered_and_while_it_is_asked_somebody_is_at_it(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     seen: list[bytes | None] = []
 
     def now() -> str:  # called between the claim and the delivery
@@ -158,7 +158,7 @@ def test_racing_for_the_last_places_loses_and_leaks_nothing(cloud: Cloud) -> Non
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit, ValueError])
 def test_an_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[BaseException]) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
 
     def interrupted() -> str:
         assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
@@ -220,7 +220,7 @@ def test_of_a_set_the_rest_is_placed_where_one_is_claimed_on_a_silent_compute(
 
 
 def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     lease = cloud.store.grant(60)
     revision = at_it(cloud, wanted, lease)
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {compute: SMALL}})

@@ -22,10 +22,10 @@ from ecomp.scheduler.changing.change import clear, destroy
 from ecomp.scheduler.looking.find import find, living
 from ecomp.store.client import Delete, Put, Snapshot, Store
 from ecomp.store.sharing import index
-from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, before, new
+from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, new
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd
-from tests.kit.store_client import existing
+from tests.kit.store_client import read_entry
 
 pytestmark = pytest.mark.fast
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.fast
 
 
 def test_a_destroy_is_a_tombstone(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     cloud.create(wanted)
     assert destroy(cloud.store, wanted.instance) == f'{wanted.instance}: destroy accepted, {compute} carries it out'
     value = json.loads(cloud.etcd.get(keys.request(compute, wanted.instance)) or b'')
@@ -48,7 +48,7 @@ def test_a_destroy_is_a_tombstone(cloud: Cloud) -> None:
 
 
 def test_a_destroy_by_two_is_one(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     cloud.create(wanted)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: destroy(cloud.store, wanted.instance), range(4)))
@@ -69,14 +69,14 @@ def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, ca
         cloud.store.commit([], [Delete(request), Put(keys.record(compute, instance), to_json(gone))])
 
     store = Store(EtcdConfig((cloud.etcd.endpoint,)))
-    store = before(store, call, end, lambda what, *_: call == 'commit' or request in what)
+    store = interpose(store, call, end, lambda what, *_: call == 'commit' or request in what)
     with pytest.raises(NotFound, match='gone since just now'):
         destroy(store, instance)
     assert cloud.etcd.get(keys.request(compute, instance)) is None
 
 
 def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     cloud.create(wanted)
     cloud.etcd.delete(keys.compute(compute))
     assert destroy(cloud.store, wanted.instance).endswith('when it is back: it is silent now')
@@ -92,7 +92,7 @@ def test_what_lives_again_is_neither_cleared_nor_destroyed(cloud: Cloud, state: 
     alive = [Put(keys.record(compute, instance), to_json(replace(record, state=ACTIVE, error=None)))]
     alive.append(Put(keys.request(compute, instance), json.dumps({'instance': instance})))
     store = Store(EtcdConfig((cloud.etcd.endpoint,)))
-    cleared = clear(before(store, 'commit', lambda: cloud.store.commit([], alive)))
+    cleared = clear(interpose(store, 'commit', lambda: cloud.store.commit([], alive)))
     assert instance not in cleared.removed
     # Other tests leave records in this etcd that nobody can read: clear says so of each.
     assert not [error for error in cleared.errors if instance in str(error)]
@@ -143,7 +143,7 @@ def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud
     cloud.etcd.put(key, json.dumps({**json.loads(requests.to_json(newer)), 'version': 99}))
     cloud.etcd.put(keys.group(group.name), group_to_json(group))
     destroy(cloud.store, instance)
-    tombstone = requests.parse_request(compute, key, existing(cloud.store, key).value)
+    tombstone = requests.parse_request(compute, key, read_entry(cloud.store, key).value)
     assert isinstance(tombstone, Request)
     assert tombstone.is_tombstone
     assert requests.shares(tombstone) == Shares(name, group.name, 'a-project', SMALL)
@@ -161,7 +161,7 @@ def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
 def test_a_destroy_that_is_lost_or_whose_answer_is(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
 ) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     cloud.create(wanted)
     living(shaky_store, wanted.instance)  # it is connected
     # The tombstone, and not the reads before it, holds the query with the image beside it null.
@@ -174,7 +174,7 @@ def test_a_destroy_that_is_lost_or_whose_answer_is(
 
 
 def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     assert find(cloud.store, wanted.instance) is None
     cloud.create(wanted)
     found = find(cloud.store, wanted.instance)

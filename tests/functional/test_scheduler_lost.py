@@ -22,7 +22,7 @@ from tests.kit.proxy import Proxy
 def test_when_it_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, applied: bool
 ) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     request_key = keys.request(compute, wanted.instance)
     arrived = (lambda: cloud.etcd.get(request_key)) if applied else None
     etcd_proxy.lose(request_key.encode(), arrived, and_stay_away=True)
@@ -60,7 +60,7 @@ def test_anothers_delivery_is_not_taken_for_the_one_that_was_lost(
 def test_an_announcement_that_is_lost_or_whose_answer_is(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
 ) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     attempt_key = keys.attempt(wanted.instance)
     etcd_proxy.lose(attempt_key.encode(), (lambda: cloud.etcd.get(attempt_key)) if arrives else None)
     assert cloud.create(wanted, store=shaky_store) == DeliveryOutcome(compute)
@@ -75,7 +75,7 @@ def test_an_announcement_that_is_lost_or_whose_answer_is(
 def test_a_claim_that_is_lost_or_whose_answer_is_ends_in_exactly_one(
     cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
 ) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     applied = (lambda: cloud.server.allocations(wanted.instance)) if arrives else None
     placement_proxy.lose(f'PUT /allocations/{wanted.instance}'.encode(), applied)
     assert cloud.create(wanted, placement=shaky_placement) == DeliveryOutcome(compute)
@@ -88,7 +88,7 @@ def test_a_claim_that_is_lost_or_whose_answer_is_ends_in_exactly_one(
 def test_when_a_claim_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on(
     cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
 ) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     found: list[Allocations] = [{compute: SMALL}]
     applied = (lambda: cloud.server.allocations(wanted.instance)) if arrives else None
     placement_proxy.lose(f'PUT /allocations/{wanted.instance}'.encode(), applied, and_stay_away=True)

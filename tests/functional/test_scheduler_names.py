@@ -19,7 +19,7 @@ from ecomp.store.client import Put, Store
 from ecomp.store.sharing import freed, given_back
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.proxy import Proxy
-from tests.kit.store_client import existing
+from tests.kit.store_client import read_entry
 
 FAILURE = Failure('image', 'HTTP 404', 'nothing is left')
 
@@ -125,7 +125,7 @@ def test_one_that_becomes_free_between_the_claim_and_the_delivery(cloud: Cloud, 
 def test_a_delivery_that_is_lost_or_whose_answer_is(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, name: str, arrives: bool, has_name: bool
 ) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     wanted = replace(wanted, name=name if has_name else None)
     key = keys.request(compute, wanted.instance)
     find(shaky_store, wanted.instance)  # it is connected
@@ -196,7 +196,7 @@ def test_the_name_of_one_that_ended_is_free(cloud: Cloud, name: str, end: str) -
         record(cloud, first, end)
     cloud.create(second)
     assert owner(cloud, name) == second.instance
-    assert existing(cloud.store, keys.name(name)).lease == 0
+    assert read_entry(cloud.store, keys.name(name)).lease == 0
     if end == ERROR:  # the record of the first one goes, and the name of the second one stays
         destroy(cloud.store, first.instance)
         assert owner(cloud, name) == second.instance

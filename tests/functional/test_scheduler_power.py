@@ -22,7 +22,7 @@ from tests.kit.servers import PATIENCE, until
 
 def lives(cloud: Cloud, state: str = ACTIVE, said: str | None = None) -> tuple[str, str]:
     """A compute, and an instance on it in this state."""
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     cloud.create(wanted)
     write(cloud, compute, wanted.instance, state, said)
     return compute, wanted.instance

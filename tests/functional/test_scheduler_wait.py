@@ -32,8 +32,8 @@ def told() -> list[str]:
 
 
 @contextmanager
-def begun(told: list[str], *call: Any) -> Iterator[Future[Any]]:
-    """Somebody waits whom etcd has told what there is: until then it cannot say what it waits for."""
+def begin_wait(told: list[str], *call: Any) -> Iterator[Future[Any]]:
+    """Wait in another thread, from when etcd has said what there is: until then it cannot say what it waits for."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(*call)
         until(lambda: any(not each.startswith('waiting for: etcd to') for each in told), 10, 'etcd has answered it')
@@ -48,7 +48,7 @@ def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> N
     def waits_for(what: str) -> bool:
         return any(f'waiting for: {what}' in each for each in told)
 
-    with begun(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'addressed') as waiting:
+    with begin_wait(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'addressed') as waiting:
         for stage in ('image', 'disk', 'started', 'addressed'):
             record = record.at(ACTIVE, 't', stage)
             cloud.etcd.put_record(to_json(record))
@@ -100,7 +100,7 @@ def test_several_are_waited_for_under_one_deadline(cloud: Cloud, told: list[str]
 def test_a_record_that_goes_ends_a_wait(cloud: Cloud, told: list[str]) -> None:
     instance, config = new(), EtcdConfig((cloud.etcd.endpoint,))
     cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, image=IMAGE)))
-    with begun(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started') as waiting:
+    with begin_wait(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started') as waiting:
         cloud.etcd.delete(cloud.etcd.record_key(instance))
         with pytest.raises(NotFound, match='its record was removed'):
             waiting.result(PATIENCE * 20)
@@ -139,7 +139,7 @@ def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
     for instance in (gone, removed):
         told.clear()
         cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
-        with begun(told, wait_until_gone, Wait(config, instance, Deadline(30), told.append)) as waiting:
+        with begin_wait(told, wait_until_gone, Wait(config, instance, Deadline(30), told.append)) as waiting:
             if instance == gone:
                 cloud.etcd.put_record(to_json(Record(gone, compute, GONE, image=IMAGE)))
             else:  # a failed one's record is removed at once
@@ -152,7 +152,7 @@ def test_one_that_waits_in_a_queue_is_followed_to_its_compute(cloud: Cloud, told
     instance, compute = new(), new()
     config, waits = EtcdConfig((cloud.etcd.endpoint,)), keys.queue('small', instance)
     cloud.etcd.put(waits, '{}')
-    with begun(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started') as waiting:
+    with begin_wait(told, wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started') as waiting:
         request, record = keys.request(compute, instance), Record(instance, compute, ACTIVE, image=IMAGE)
         cloud.store.commit([], [Delete(waits), Put(request, '{}')])
         cloud.etcd.put_record(to_json(record.at(ACTIVE, 't', 'started')))
@@ -191,7 +191,7 @@ def test_who_waits_from_the_queue_on_hears_the_compute_that_took_it(
     cloud.etcd.put(keys.request(other, instance), '{}')
     cloud.etcd.put(keys.record(other, instance), to_json(says))
     wait = Wait(config, instance, Deadline(30), told.append, claims=lambda each: [instance] if each == right else [])
-    with begun(told, wait_for_stage, wait, 'started') as waiting:
+    with begin_wait(told, wait_for_stage, wait, 'started') as waiting:
         cloud.etcd.put(keys.request(right, instance), '{}')
         if has_written:
             cloud.etcd.put(keys.record(right, instance), to_json(record))
@@ -218,7 +218,7 @@ def test_nobody_is_believed_of_two_while_placement_does_not_answer(cloud: Cloud,
         return [instance] if compute == right else []
 
     wait = Wait(config, instance, Deadline(30), told.append, claims=claims)
-    with begun(told, wait_for_stage, wait, 'started') as waiting:
+    with begin_wait(told, wait_for_stage, wait, 'started') as waiting:
         cloud.etcd.put(keys.request(right, instance), '{}')
         cloud.etcd.put(keys.record(right, instance), to_json(record))
         cloud.etcd.put(keys.record(other, instance), to_json(says.at(ACTIVE, 't', 'started')))
@@ -246,7 +246,7 @@ def test_who_waits_for_a_destroy_hears_its_end_though_another_is_asked_by_nobody
         cloud.etcd.put(keys.record(compute, instance), to_json(replace(record, compute=compute)))
     held = {right: [instance]}
     wait = Wait(config, instance, Deadline(30), told.append, claims=lambda each: held.get(each, []))
-    with begun(told, wait_until_gone, wait) as waiting:
+    with begin_wait(told, wait_until_gone, wait) as waiting:
         held.clear()
         gone = to_json(record.at(GONE, 't', 'gone'))
         cloud.store.commit([], [Delete(request), Put(keys.record(right, instance), gone)])

@@ -12,7 +12,7 @@ import pytest
 
 from ecomp.agent.images.cache import DAY, Bases, Scrubber, bad
 from tests.functional.image_content import overlay
-from tests.functional.present import started
+from tests.functional.present import start_and_stop
 from tests.kit.image_server import Web
 from tests.kit.images import LIMITS, MIB, cache, get
 from tests.kit.servers import until
@@ -125,12 +125,12 @@ def test_a_thread_reads_slowly_and_stops_at_once(web: Web, directory: Path) -> N
     path = Path(get(cache(directory), web.url + 'good').path)
     for mark in directory.glob('.read-*'):
         mark.unlink()
-    with started(Scrubber(directory, rate=1)):
+    with start_and_stop(Scrubber(directory, rate=1)):
         began = time.monotonic()
         time.sleep(0.2)
     assert time.monotonic() - began < 10
     assert not list(directory.glob('.read-*')), 'it was not read to its end'
-    with started(Scrubber(directory, rate=64 * MIB)):
+    with start_and_stop(Scrubber(directory, rate=64 * MIB)):
         until(lambda: list(directory.glob('.read-*')), 20, f'{path} is read')
 
 

@@ -18,7 +18,7 @@ from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, free_port, until
-from tests.kit.store_client import connected, existing
+from tests.kit.store_client import connected, read_entry
 
 pytestmark = pytest.mark.fast
 
@@ -147,7 +147,7 @@ def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path) -
         with pytest.raises(Unreachable, match='takes no writes') as caught:
             until(fill, 30, 'etcd has no space left')
         assert not isinstance(caught.value, UnknownOutcome)
-        assert store.commit([Unchanged('/fill', existing(store, '/fill').revision)], [Delete('/fill')])
+        assert store.commit([Unchanged('/fill', read_entry(store, '/fill').revision)], [Delete('/fill')])
 
 
 def test_what_is_written_while_etcd_becomes_full_is_not_said_to_be_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ecomp.store.messages import UNAVAILABLE, CallFailure, WatchCreate
 from ecomp.store.roles import etcdrpc
 from tests.kit.listening import Listening
 from tests.kit.servers import Etcd
-from tests.kit.store_client import connected, existing
+from tests.kit.store_client import connected, read_entry
 
 pytestmark = pytest.mark.fast
 
@@ -105,7 +105,7 @@ def answering(*says: Said) -> Iterator[tuple[Answers, Store]]:
 
 def test_a_good_answer_is_taken_as_it_is() -> None:
     with answering(GOOD) as (server, store):
-        entry = existing(store, '/x')
+        entry = read_entry(store, '/x')
         assert (entry.value, entry.revision) == (b'y', 7)
     assert server.heard == ['/etcdserverpb.KV/Range']
 
@@ -113,7 +113,7 @@ def test_a_good_answer_is_taken_as_it_is() -> None:
 @each_junk
 def test_read_is_asked_once_more(why: str, junk: Said) -> None:  # noqa: ARG001
     with answering(junk, GOOD) as (server, store):
-        assert existing(store, '/x').value == b'y'
+        assert read_entry(store, '/x').value == b'y'
     assert server.heard == ['/etcdserverpb.KV/Range'] * 2
 
 
@@ -139,7 +139,7 @@ def test_member_that_is_no_etcd_is_passed_over(etcd: Etcd, prefix: str) -> None:
     etcd.put(prefix, 'there')
     server = Answers(JUNK['a page'][1])
     with closing(Store(EtcdConfig((server.address, etcd.endpoint), timeout=3.0))) as store:
-        assert existing(store, prefix).value == b'there'
+        assert read_entry(store, prefix).value == b'there'
         server.close()
     assert server.heard == ['/etcdserverpb.KV/Range']
 

@@ -17,7 +17,7 @@ from ecomp.store.client import Put, Store, Unchanged
 from tests.functional.cloud import Cloud
 from tests.kit.resetting import Resetting
 from tests.kit.servers import Etcd
-from tests.kit.store_client import existing
+from tests.kit.store_client import read_entry
 
 pytestmark = pytest.mark.fast
 
@@ -54,7 +54,7 @@ def test_a_write_whose_stream_is_reset_has_an_unknown_outcome(
         store.commit([Unchanged(key, 0)], [Put(key, 'written')])
     assert front.has_reset
     assert front.count(key.encode()) == 1
-    entry = existing(store, key)
+    entry = read_entry(store, key)
     assert (entry.value, entry.created) == (b'written', entry.revision)
 
 
@@ -62,7 +62,7 @@ def test_a_read_whose_stream_is_reset_is_asked_again(front: Resetting, store: St
     key = f'{prefix}x'
     store.commit([], [Put(key, 'written')])
     front.reset(key.encode(), ErrorCodes.INTERNAL_ERROR)
-    assert existing(store, key).value == b'written'
+    assert read_entry(store, key).value == b'written'
     assert front.has_reset
 
 
@@ -70,7 +70,7 @@ def test_a_read_whose_stream_is_reset_is_asked_again(front: Resetting, store: St
 def test_a_delivery_whose_stream_is_reset_was_one(
     cloud: Cloud, front: Resetting, store: Store, code: ErrorCodes
 ) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     front.reset(keys.request(compute, wanted.instance).encode(), code)
     assert cloud.create(wanted, store=store) == DeliveryOutcome(compute)
     assert front.has_reset
@@ -78,7 +78,7 @@ def test_a_delivery_whose_stream_is_reset_was_one(
 
 
 def test_a_destroy_whose_stream_is_reset_is_accepted_once(cloud: Cloud, front: Resetting, store: Store) -> None:
-    compute, wanted = cloud.order()
+    compute, wanted = cloud.make_order()
     cloud.create(wanted)
     front.reset(b'"allocations": {}', ErrorCodes.INTERNAL_ERROR)
     assert 'is being destroyed' in destroy(store, wanted.instance)

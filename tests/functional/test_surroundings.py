@@ -17,7 +17,7 @@ from ecomp.store.client import Put, Store
 from tests.functional.cloud import Cloud, new
 from tests.functional.toy import Toy
 from tests.kit.servers import Etcd, PlacementServer
-from tests.kit.store_client import existing
+from tests.kit.store_client import read_entry
 
 
 def test_a_proxy_in_the_environment_is_not_for_our_own_servers(
@@ -58,7 +58,7 @@ def test_a_build_whose_request_was_deleted_says_so(one: Toy, cloud: Cloud, state
     key = keys.record(one.compute, instance)
     cloud.store.commit([], [Put(key, to_json(Record(instance, one.compute, state, image='http://h/i')))])
     one.instances.end_without_request(instance, None)
-    entry = existing(cloud.store, key)
+    entry = read_entry(cloud.store, key)
     record = from_json(entry.value)
     assert record.state == after
     if after == ERROR:

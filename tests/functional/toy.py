@@ -61,8 +61,8 @@ class Toy:
         self.cloud.create(wanted)
         return wanted.instance
 
-    def built(self) -> str:
-        """A small guest that was placed here and has all that it is to have; the instance."""
+    def build(self) -> str:
+        """Place a small guest, and step until it has all that it is to have; the instance."""
         instance = self.place()
         self.settle()
         return instance
@@ -77,16 +77,16 @@ class Toy:
         tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
         self.cloud.store.commit([], [Put(keys.request(self.compute, instance), to_json(tombstone))])
 
-    def places(self, instance: str) -> tuple[str, str, str]:
-        """The keys of its request, its record and its address."""
+    def list_keys(self, instance: str) -> tuple[str, str, str]:
+        """List the keys of its request, its record and its address."""
         return keys.request(self.compute, instance), keys.record(self.compute, instance), keys.booted(instance)
 
     def republish(self, here: Collection[str]) -> None:
         """Write to an etcd that was restored what it remembers, with these guests here."""
         republish(self.compute, self.cloud.store, self.cloud.placement, self.memory, here, NOW)
 
-    def failed(self, instance: str) -> tuple[Record, Failure]:
-        """The record of one that failed, read anew, and why."""
+    def read_failure(self, instance: str) -> tuple[Record, Failure]:
+        """Read the record of one that failed anew; the record, and why."""
         self.instances.records.forget(instance)
         record = self.record(instance)
         assert record.error is not None

@@ -92,8 +92,8 @@ class FaultyPlacement:
         finally:
             connection.close()
 
-    def taken(self, connection: socket.socket) -> socket.socket:
-        """What it speaks over once somebody has connected."""
+    def wrap(self, connection: socket.socket) -> socket.socket:
+        """Wrap a connection in what is spoken over it."""
         return connection
 
     def cut(self) -> None:
@@ -112,7 +112,7 @@ class FaultyPlacement:
 
             def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
                 connection, address = super().get_request()
-                return faulty.taken(connection), address
+                return faulty.wrap(connection), address
 
             def process_request(self, request: socket.socket, address: tuple[str, int]) -> None:  # type: ignore[override]
                 faulty._open.add(request)

@@ -39,7 +39,7 @@ class Listening:
             self.serve(connection, number)
 
 
-class Canned(Listening):
+class CannedServer(Listening):
     """Speaks HTTP, and says what it is told, the last of it again and again. `asked` are the requests."""
 
     def __init__(self, *says: bytes) -> None:
@@ -61,7 +61,7 @@ class Canned(Listening):
                 connection.sendall(self._says.pop(0) if len(self._says) > 1 else self._says[0])
 
 
-def answer(status: int, kind: str, body: bytes, *fields: str) -> bytes:
-    """What a server of HTTP says."""
+def make_answer(status: int, kind: str, body: bytes, *fields: str) -> bytes:
+    """Make what a server of HTTP says."""
     head = [f'HTTP/1.1 {status} x', f'content-type: {kind}', f'content-length: {len(body)}', *fields]
     return '\r\n'.join(head).encode() + b'\r\n\r\n' + body

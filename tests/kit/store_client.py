@@ -22,7 +22,7 @@ def connected(endpoint: str, timeout: float = 5.0) -> Iterator[Store]:
         store.close()
 
 
-def existing(store: Store, key: str) -> Entry:
+def read_entry(store: Store, key: str) -> Entry:
     """Read a key that has to be there."""
     entry = store.get(key)
     assert entry is not None, key
