@@ -26,7 +26,9 @@ def change(path: Path) -> None:
     before = path.stat()
     with path.open('r+b') as file:
         file.seek(-1, os.SEEK_END)
-        file.write(b'\x01')
+        (last,) = file.read()
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
