@@ -15,6 +15,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.kit.audit import audit_clean
-from tests.kit.commands import Control
+from tests.kit.commands import Control, Ecompute
+from tests.kit.invariants import check
 from tests.kit.kept import kept
 from tests.kit.lab_fixtures import host, hypervisors, lab, slow_images, small_host, whole
 from tests.kit.servers import TOP, Etcd, PlacementServer
@@ -30,6 +32,9 @@ from tests.kit.servers import TOP, Etcd, PlacementServer
 pytest_plugins = ['tests.kit.plan', 'tests.kit.judging']
 
 __all__ = ['host', 'hypervisors', 'lab', 'slow_images', 'small_host', 'whole']
+
+CONTROLS = ('own_control', 'several', 'secured', 'small')
+"""Fixtures that are a Control, beside `cluster`."""
 
 # No test asserts a time, and that would be one: beside other work an example may take any.
 LENIENT = {'deadline': None, 'suppress_health_check': [HealthCheck.too_slow]}
@@ -143,6 +148,23 @@ def cluster(
     finally:
         control.close()
         _empty(*backends)
+
+
+@pytest.fixture
+def compute(request: pytest.FixtureRequest) -> Iterator[Ecompute]:
+    """A fake ecompute of the control that the test takes; check() is the end of a test that has passed."""
+    taken = [name for name in CONTROLS if name in request.fixturenames]
+    control: Control = request.getfixturevalue(taken[0] if taken else 'cluster')
+    made, failed = control.ecompute(), request.session.testsfailed
+    yield made
+    if request.session.testsfailed == failed:
+        check(control, made)
+
+
+@pytest.fixture
+def instance() -> str:
+    """A uuid that nobody has used."""
+    return str(uuid.uuid4())
 
 
 def _empty(etcd: Etcd, placement: PlacementServer) -> None:

@@ -18,7 +18,7 @@ from tests.kit.hands import Eschedule, lapse, lapse_requests, look_twice, settle
 from tests.kit.invariants import everything
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Server, until
-from tests.kit.story import NOBODY, SMALL, addressed, notified, one_line, place, reached
+from tests.kit.story import NOBODY, SMALL, addressed, boot, notified, one_line, place, reached
 
 ETCD_SECONDS = 40.0
 """At most a few calls of 5 s each, and the start of seven commands at once on a slow machine."""
@@ -74,11 +74,9 @@ def works_again(control: Control, compute: Ecompute, *instances: str) -> None:
 
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
-def test_every_form_without_etcd(own_control: Control, how: str) -> None:
+def test_every_form_without_etcd(own_control: Control, compute: Ecompute, how: str) -> None:
     """F10: etcd killed, or frozen, under every form of eschedule: exit 7 soon, and the state of the request (fake)"""
-    compute = own_control.ecompute()
-    _, instance = place(own_control)
-    addressed(own_control, instance)
+    instance = boot(own_control)
     take_away(own_control.etcd, how)
     forms = {
         'create': (SMALL,),
@@ -104,11 +102,9 @@ def test_every_form_without_etcd(own_control: Control, how: str) -> None:
 
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
-def test_every_form_without_placement(own_control: Control, how: str) -> None:
+def test_every_form_without_placement(own_control: Control, compute: Ecompute, how: str) -> None:
     """F16: placement killed, or frozen, under every form of eschedule: exit 7 in half a minute, or not needed (fake)"""
-    compute = own_control.ecompute()
-    _, instance = place(own_control)
-    addressed(own_control, instance)
+    instance = boot(own_control)
     take_away(own_control.placement, how)
     needed = {
         'create': (SMALL,),
@@ -159,9 +155,8 @@ def test_etcd_lost_between_the_steps(own_control: Control, step: str, how: str) 
 
 
 @pytest.mark.parametrize('arrived', [True, False])
-def test_etcd_lost_at_the_delivery(own_control: Control, arrived: bool) -> None:
+def test_etcd_lost_at_the_delivery(own_control: Control, compute: Ecompute, instance: str, arrived: bool) -> None:
     """F15: etcd lost at the moment of a delivery: it is said that nobody knows, and the same command knows (fake)"""
-    compute, instance = own_control.ecompute(), str(uuid.uuid4())
     key = f'/hosts/{compute.uuid}/{instance}'
     with Proxy(own_control.etcd.port) as proxy:
         config = write_config(own_control.directory / 'proxy.yaml', proxy.address, own_control.placement.url)
@@ -183,9 +178,8 @@ def test_etcd_lost_at_the_delivery(own_control: Control, arrived: bool) -> None:
 
 
 @pytest.mark.slow
-def test_etcd_lost_before_the_delivery_and_left_alone(own_control: Control) -> None:
+def test_etcd_lost_before_the_delivery_and_left_alone(own_control: Control, compute: Ecompute, instance: str) -> None:
     """F15: etcd killed before the delivery, and nobody asks again: the computes release the claim (fake)"""
-    compute, instance = own_control.ecompute(), str(uuid.uuid4())
     with Eschedule(own_control, SMALL, '--uuid', instance, failpoint='claimed:stop') as command:
         command.stopped_at('claimed')
         own_control.etcd.kill()
@@ -200,9 +194,8 @@ def test_etcd_lost_before_the_delivery_and_left_alone(own_control: Control) -> N
 
 
 @pytest.mark.slow
-def test_etcd_lost_while_an_older_claim_is_taken_over(own_control: Control) -> None:
+def test_etcd_lost_while_an_older_claim_is_taken_over(own_control: Control, compute: Ecompute, instance: str) -> None:
     """F15: etcd killed when a claim was found there: that is another attempt's, and it stays as it was (fake)"""
-    compute, instance = own_control.ecompute(), str(uuid.uuid4())
     with Eschedule(own_control, SMALL, '--uuid', instance, failpoint='claimed:kill') as dead:
         dead.killed_at('claimed')
     lapse(own_control, f'/requests/{instance}')
@@ -225,9 +218,8 @@ def test_etcd_lost_while_an_older_claim_is_taken_over(own_control: Control) -> N
 
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
-def test_placement_lost_when_it_has_claimed(own_control: Control, how: str) -> None:
+def test_placement_lost_when_it_has_claimed(own_control: Control, compute: Ecompute, instance: str, how: str) -> None:
     """F16: placement lost when it has taken the claim and not answered: the same command with --uuid goes on (fake)"""
-    compute, instance = own_control.ecompute(), str(uuid.uuid4())
     with Gate(own_control.placement.port) as gate:
         config = write_config(own_control.directory / 'gate.yaml', own_control.etcd.endpoint, gate.url)
         gate.hold(b'PUT /allocations')
@@ -247,11 +239,9 @@ def test_placement_lost_when_it_has_claimed(own_control: Control, how: str) -> N
 
 
 @pytest.mark.parametrize('arrived', [True, False])
-def test_etcd_lost_at_the_tombstone(own_control: Control, arrived: bool) -> None:
+def test_etcd_lost_at_the_tombstone(own_control: Control, compute: Ecompute, arrived: bool) -> None:
     """F27: etcd lost at the moment of a destroy: it is said that nobody knows, and the same command knows (fake)"""
-    compute = own_control.ecompute()
-    _, instance = place(own_control)
-    addressed(own_control, instance)
+    instance = boot(own_control)
     key, pattern = f'/hosts/{compute.uuid}/{instance}', b'"allocations": {}'
     compute.pause()  # so that the tombstone stays
 
@@ -276,11 +266,9 @@ def test_etcd_lost_at_the_tombstone(own_control: Control, arrived: bool) -> None
 
 
 @pytest.mark.slow
-def test_etcd_lost_while_waiting(own_control: Control) -> None:
+def test_etcd_lost_while_waiting(own_control: Control, compute: Ecompute) -> None:
     """F10: etcd killed when a create or a destroy is accepted and waited for: what is accepted has been said (fake)"""
-    compute = own_control.ecompute()
-    _, other = place(own_control)
-    addressed(own_control, other)
+    other = boot(own_control)
     wait = ('--wait', '--timeout', '2')
     with (
         Eschedule(own_control, SMALL, *wait, failpoint='delivered:stop') as create,

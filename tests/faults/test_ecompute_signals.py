@@ -19,20 +19,14 @@ import pytest
 
 from tests.faults.figures import figure
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import BIG, Armed, Eschedule, guests, lapse, revision, settled
+from tests.kit.hands import BIG, Eschedule, guests, lapse, revision, settled, start_again
 from tests.kit.invariants import everything
 from tests.kit.process import is_stopped
 from tests.kit.servers import PATIENCE, until
-from tests.kit.story import SMALL, addressed, log_of, logged, place, reached, record, reserved
+from tests.kit.story import SMALL, addressed, boot, known, log_of, logged, place, reached, reserved
+from tests.kit.tuned import tuned
 
 ENDS_WITHIN = 20.0
-
-
-def armed(control: Control, failpoint: str, directory: Path) -> Armed:
-    """A started fake ecompute that freezes at this place, once."""
-    compute = Armed(control.etcd.endpoint, control.placement.url, directory=directory)
-    compute.failpoint = failpoint
-    return control.at_exit.enter_context(compute)
 
 
 def said(compute: Ecompute) -> list[str]:
@@ -67,9 +61,8 @@ REALLY = pytest.mark.parametrize('really', [False, pytest.param(True, marks=pyte
 
 
 @REALLY
-def test_frozen_while_requests_arrive(cluster: Control, really: bool) -> None:
+def test_frozen_while_requests_arrive(cluster: Control, compute: Ecompute, really: bool) -> None:
     """F5: SIGSTOP of ecompute for longer than its lease, while creates and destroys arrive (fake)"""
-    compute = cluster.ecompute()
     kept, doomed = place(cluster)[1], place(cluster)[1]
     before = addressed(cluster, kept)
     addressed(cluster, doomed)
@@ -86,7 +79,6 @@ def test_frozen_while_requests_arrive(cluster: Control, really: bool) -> None:
     until(lambda: cluster.etcd.get(f'/computes/{compute.uuid}'), 20, 'it says again that it is alive')
     assert addressed(cluster, kept) == before
     assert guests(compute).keys() == {kept, new}
-    settled(cluster, compute)
 
 
 @REALLY
@@ -96,10 +88,7 @@ def test_frozen_while_another_takes_its_uuid(cluster: Control, tmp_path: Path, r
     with frozen(cluster, compute, really) as time_passes:
         _, instance = place(cluster)
         time_passes()
-        other = Ecompute(
-            cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'other', uuid=compute.uuid
-        )
-        cluster.at_exit.enter_context(other)
+        other = cluster.ecompute(directory=tmp_path / 'other', uuid=compute.uuid)
         addressed(cluster, instance)
         before = revision(cluster, f'/instances/{compute.uuid}/{instance}')
     began = time.monotonic()
@@ -194,8 +183,7 @@ def test_two_started_at_the_same_moment(cluster: Control, tmp_path: Path, shared
     assert (str(tmp_path / 'state') if state else first.uuid) in line
     winner.wait_ready()
     assert json.loads(cluster.etcd.get(f'/computes/{first.uuid}') or b'{}')['token']
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     # Again, now that it has work; and nothing of the living one is touched.
     before = everything(cluster), cluster.placement.inventory(first.uuid)
     loser.log.unlink()
@@ -216,9 +204,9 @@ OTHERWISE = [pytest.param(step, next(SIGNALS), marks=pytest.mark.slow) for step 
 
 
 @pytest.mark.parametrize(('step', 'number'), [*ALTERNATELY, *OTHERWISE])
-def test_stopped_in_the_middle(cluster: Control, tmp_path: Path, step: str, number: int) -> None:
+def test_stopped_in_the_middle(cluster: Control, step: str, number: int) -> None:
     """F36: SIGINT or SIGTERM in a build or a destroy: it ends in time, closes the host, and goes on next time (fake)"""
-    compute = armed(cluster, f'{step}:stop:1', tmp_path / 'compute')
+    compute = tuned(cluster, failpoint=f'{step}:stop:1')
     with Eschedule(cluster, SMALL) as eschedule:
         instance = eschedule.end().stdout.split()[-1]
     destroyed = step in ('destroying', 'released')
@@ -235,11 +223,9 @@ def test_stopped_in_the_middle(cluster: Control, tmp_path: Path, step: str, numb
     assert reserved(cluster, compute.uuid) == 4
     assert cluster.etcd.get(f'/computes/{compute.uuid}') is None
     assert said(compute) == []
-    found = record(cluster, instance)
-    assert found is not None
+    found = known(cluster, instance)
     assert found['state'] in (('destroying', 'gone') if destroyed else ('building', 'active'))
-    compute.failpoint = ''
-    compute.start()
+    start_again(compute)
     assert reserved(cluster, compute.uuid) == 0
     reached(cluster, instance, 'gone' if destroyed else 'active')
     settled(cluster, compute)

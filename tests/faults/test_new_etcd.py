@@ -13,40 +13,18 @@ import pytest
 from tests.faults.etcds import SavedSnapshot, Snapshot, wipe
 from tests.faults.figures import figure
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import Armed, accept, settled
+from tests.kit.hands import accept, guests, settled
 from tests.kit.servers import Etcd, PlacementServer, until
-from tests.kit.story import (
-    IMAGE,
-    NOBODY,
-    SMALL,
-    addressed,
-    log_of,
-    logged,
-    logs,
-    place,
-    reached,
-    record,
-    reserved,
-)
+from tests.kit.story import IMAGE, NOBODY, SMALL, addressed, boot, known, log_of, logged, logs, place, reached, reserved
+from tests.kit.tuned import tuned
 
 STRANGE = 'is not the one this compute knew'
 FAILPOINTS = (REPUBLISHED := 'republished',)
 
 
-def guests(compute: Ecompute) -> dict[str, Any]:
-    """The fake's guests."""
-    path = compute.directory / 'state' / 'fake.json'
-    return {each['instance']: each for each in json.loads(path.read_text())} if path.exists() else {}
-
-
 def remembered(compute: Ecompute) -> dict[str, Any]:
     """What its state directory knows of etcd."""
     return dict(json.loads((compute.directory / 'state' / 'etcd.json').read_text()))
-
-
-def armed(control: Control) -> Armed:
-    """An ecompute that can be killed at a failpoint."""
-    return control.at_exit.enter_context(Armed(control.etcd.endpoint, control.placement.url))
 
 
 def stop(compute: Ecompute) -> None:
@@ -90,8 +68,7 @@ def test_the_first_compute_names_etcd_and_all_remember_it(own_control: Control) 
     own_control.etcd.kill()
     own_control.etcd.start()
     own_control.etcd.compact()
-    _, after = place(own_control)
-    addressed(own_control, after)
+    boot(own_control)
     assert json.loads(own_control.etcd.get('/cluster') or b'{}') == written
     assert logged(first, STRANGE) + logged(second, STRANGE) == []
     settled(own_control, first, second)
@@ -99,9 +76,9 @@ def test_the_first_compute_names_etcd_and_all_remember_it(own_control: Control) 
 
 @pytest.mark.parametrize('away', [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.history_broken('etcd is wiped')
-def test_wiped(own_control: Control, away: bool) -> None:
+def test_wiped(own_control: Control, compute: Ecompute, away: bool) -> None:
     """F13: etcd wiped, while ecompute is at work or away: guests stay, nothing is done, until it is accepted (fake)"""
-    etcd, compute = own_control.etcd, own_control.ecompute()
+    etcd = own_control.etcd
     script = own_control.directory / 'script'
     script.write_text('#!/bin/sh\n')
     _, one = place(own_control, SMALL, '--name', 'one', '--user-data', str(script))
@@ -144,8 +121,7 @@ def test_wiped(own_control: Control, away: bool) -> None:
     assert addressed(own_control, two)
     assert addressed(own_control, NOBODY)
     for instance in (one, two):
-        kept = record(own_control, instance)
-        assert kept is not None
+        kept = known(own_control, instance)
         assert (kept['state'], kept['fault']) == ('active', None)
         assert not logged(compute, 'INSTANTIATE', instance)[1:]
     held = own_control.placement.allocations(one)
@@ -154,7 +130,6 @@ def test_wiped(own_control: Control, away: bool) -> None:
     compute.restart()
     done = own_control.eschedule('destroy', '--wait', one)
     assert done.code == 0, done
-    settled(own_control, compute)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +152,7 @@ def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: 
     older = kind(etcd)
     until(lambda: not logged(compute, 'cannot be reached') or logged(compute, 'is back'), 15, 'it follows etcd again')
     assert own_control.eschedule('destroy', '--wait', destroyed).code == 0
-    _, came = place(own_control, SMALL, '--name', 'came')
-    addressed(own_control, came)
+    came = boot(own_control, SMALL, '--name', 'came')
     compute_log = len(logged(compute, STRANGE))
     assert compute_log == 0
     if away:
@@ -205,11 +179,10 @@ def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: 
 
 
 @pytest.mark.history_broken('etcd is wiped')
-def test_a_name_that_was_given_away_meanwhile(own_control: Control) -> None:
+def test_a_name_that_was_given_away_meanwhile(own_control: Control, compute: Ecompute) -> None:
     """F13: etcd wiped, and a name in it another instance's by the time it is accepted: a fault says so (fake)"""
-    etcd, compute = own_control.etcd, own_control.ecompute()
-    _, instance = place(own_control, SMALL, '--name', 'one')
-    addressed(own_control, instance)
+    etcd = own_control.etcd
+    instance = boot(own_control, SMALL, '--name', 'one')
     wipe(etcd)
     is_loud(compute)
     request_by_hand(own_control, compute, NOBODY, name='one')
@@ -225,21 +198,18 @@ def test_a_name_that_was_given_away_meanwhile(own_control: Control) -> None:
     # It lets go of nothing that is not its own.
     assert own_control.eschedule('destroy', '--wait', instance).code == 0
     assert json.loads(etcd.get('/names/one') or b'')['instance'] == NOBODY
-    settled(own_control, compute)
 
 
 @pytest.mark.slow
 @pytest.mark.history_broken('etcd is restored from an older copy')
-def test_restored_and_overtaken(own_control: Control) -> None:
+def test_restored_and_overtaken(own_control: Control, compute: Ecompute) -> None:
     """F13: restored long ago, its revision higher than ever: its raft term tells (fake)"""
-    etcd, compute = own_control.etcd, own_control.ecompute()
-    _, instance = place(own_control)
-    addressed(own_control, instance)
+    etcd = own_control.etcd
+    boot(own_control)
     older = SavedSnapshot(etcd)
     for _ in range(3):
         etcd.restart()
-    _, came = place(own_control)
-    addressed(own_control, came)
+    boot(own_control)
     stop(compute)
     seen = remembered(compute)
     older.restore()
@@ -250,15 +220,13 @@ def test_restored_and_overtaken(own_control: Control) -> None:
     is_loud(compute)
     assert 'raft term' in logs(compute, STRANGE)[0]
     accept(compute)
-    settled(own_control, compute)
 
 
 @pytest.mark.history_broken('etcd is wiped')
 def test_a_destroy_that_was_accepted_goes_on(own_control: Control) -> None:
     """F13: etcd wiped in the middle of a destroy: accepted, the destroy goes on (fake)"""
-    compute = armed(own_control)
-    _, instance = place(own_control)
-    addressed(own_control, instance)
+    compute = tuned(own_control)
+    instance = boot(own_control)
     stop(compute)
     compute.failpoint = 'destroying:stop'
     compute.start()
@@ -266,7 +234,7 @@ def test_a_destroy_that_was_accepted_goes_on(own_control: Control) -> None:
     compute.stopped_at('destroying')
     compute.kill()
     compute.failpoint = ''
-    assert record(own_control, instance)['state'] == 'destroying'  # type: ignore[index]
+    assert known(own_control, instance)['state'] == 'destroying'
     wipe(own_control.etcd)
     accept(compute)
     reached(own_control, instance, 'gone')
@@ -275,7 +243,7 @@ def test_a_destroy_that_was_accepted_goes_on(own_control: Control) -> None:
 
 def test_a_build_under_way_goes_on(own_control: Control) -> None:
     """F13: etcd wiped in the middle of a build: accepted, the build goes on (fake)"""
-    compute = armed(own_control)
+    compute = tuned(own_control)
     stop(compute)
     compute.failpoint = 'seeded:stop'
     compute.start()
@@ -292,9 +260,8 @@ def test_a_build_under_way_goes_on(own_control: Control) -> None:
 @pytest.mark.history_broken('etcd is wiped')
 def test_killed_while_it_accepts(own_control: Control) -> None:
     """F13: kill -9 between publishing again and remembering: the next start finds the same, and it goes on (fake)"""
-    compute = armed(own_control)
-    _, instance = place(own_control)
-    addressed(own_control, instance)
+    compute = tuned(own_control)
+    instance = boot(own_control)
     stop(compute)
     wipe(own_control.etcd)
     compute.failpoint = f'{REPUBLISHED}:stop'
@@ -314,8 +281,7 @@ def test_killed_while_it_accepts(own_control: Control) -> None:
 def test_no_room_for_a_lost_claim(own_control: Control) -> None:
     """F13: etcd wiped and the claim lost, too, and its place taken: the guest stays, with a fault (fake)"""
     compute = own_control.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:512')
-    _, instance = place(own_control)
-    addressed(own_control, instance)
+    instance = boot(own_control)
     stop(compute)
     wipe(own_control.etcd)
     own_control.placement.call('DELETE', f'/allocations/{instance}')
@@ -339,18 +305,15 @@ def test_no_room_for_a_lost_claim(own_control: Control) -> None:
     settled(own_control, compute)
 
 
-def test_a_lost_claim_is_made_again(own_control: Control, own_placement: PlacementServer) -> None:
+def test_a_lost_claim_is_made_again(own_control: Control, compute: Ecompute, own_placement: PlacementServer) -> None:
     """F13: etcd wiped and the claim lost, too: claimed again (fake)"""
-    compute = own_control.ecompute()
-    _, instance = place(own_control)
-    addressed(own_control, instance)
+    instance = boot(own_control)
     held = own_placement.allocations(instance)
     stop(compute)
     wipe(own_control.etcd)
     own_placement.call('DELETE', f'/allocations/{instance}')
     accept(compute)
     assert own_placement.allocations(instance) == held
-    settled(own_control, compute)
 
 
 @pytest.mark.slow

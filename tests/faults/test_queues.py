@@ -9,7 +9,6 @@ import os
 import signal
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from tests.kit.hands import Armed, Eschedule, killed_at, lapse, settled, start_a
 from tests.kit.invariants import allocations
 from tests.kit.servers import until
 from tests.kit.story import SMALL, logs, one_line, reached
+from tests.kit.tuned import tuned
 
 TAKING_FAILPOINTS = ('marked', 'taken', 'moved')
 QUEUED_FAILPOINTS = QUEUED, UNQUEUED = 'queued', 'unqueued'
@@ -28,20 +28,11 @@ Make = Callable[..., Armed]
 
 
 @pytest.fixture
-def taker(cluster: Control, tmp_path: Path) -> Make:
+def taker(cluster: Control) -> Make:
     """Makes a compute with room for four that takes from queues, armed, and starts it."""
-
-    def make(failpoint: str = '') -> Armed:
-        directory = tmp_path / f'compute-{uuid.uuid4()}'
-        made = Armed(cluster.etcd.endpoint, cluster.placement.url, directory=directory, queues=True)
-        cluster.at_exit.callback(made.close)
-        made.failpoint = failpoint
-        made.start()
-        return made
-
     assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
     assert cluster.eschedule('flavor', 'set', 'whole', WHOLE).code == 0
-    return make
+    return lambda failpoint='': tuned(cluster, failpoint=failpoint, queues=True)
 
 
 def queue(control: Control, flavor: str = 'small') -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tests.kit.commands import Control
@@ -16,10 +17,10 @@ def request(compute: str, instance: str, **room: int) -> dict[str, Any]:
     return {'allocations': allocations, 'instance': instance, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p'}
 
 
-def claim(control: Control, instance: str, *computes: str) -> None:
+def claim(control: Control, instance: str, *computes: str, room: Mapping[str, int] = ROOM) -> None:
     """A claim for it on these computes."""
     body = {
-        'allocations': {compute: {'resources': ROOM} for compute in computes},
+        'allocations': {compute: {'resources': room} for compute in computes},
         'user_id': 'u',
         'project_id': 'p',
         'consumer_generation': None,

@@ -188,6 +188,11 @@ def guests(compute: Ecompute) -> dict[str, dict[str, Any]]:
     return {each['instance']: each for each in found}
 
 
+def running(compute: Ecompute) -> set[str]:
+    """The guests of a fake that run."""
+    return {name for name, each in guests(compute).items() if each['running']}
+
+
 def revision(control: Control, key: str = '') -> int:
     """The revision that wrote a key last; without one etcd's own: as long as it is the same, nobody has written."""
     found = control.etcd.call('kv/range', {'key': b64(key or 'x')})

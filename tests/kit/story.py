@@ -27,6 +27,21 @@ def place(control: Control, *words: str) -> tuple[str, str]:
     return notified(control.eschedule(*(words or (SMALL,))))
 
 
+def boot(control: Control, *words: str) -> str:
+    """Place an instance (see place()) and wait until its address is known; its uuid."""
+    _, instance = place(control, *words)
+    addressed(control, instance)
+    return instance
+
+
+def boot_all(control: Control, count: int) -> list[str]:
+    """Place `count` instances, and then wait until the address of each is known; their uuids."""
+    instances = [place(control)[1] for _ in range(count)]
+    for each in instances:
+        addressed(control, each)
+    return instances
+
+
 def called(control: Control, *words: str) -> Result:
     """eschedule in this process: see commands.called."""
     return commands.called(control.schedule_yaml, *words)
@@ -50,6 +65,13 @@ def record(control: Control, instance: str) -> dict[str, Any] | None:
     """The instance's record, None if there is none."""
     value = control.etcd.record(instance)
     return None if value is None else dict(json.loads(value))
+
+
+def known(control: Control, instance: str) -> dict[str, Any]:
+    """The instance's record, which there is."""
+    found = record(control, instance)
+    assert found is not None, instance
+    return found
 
 
 def reached(control: Control, instance: str, state: str) -> dict[str, Any]:

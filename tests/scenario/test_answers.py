@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from docs.shapes import REFUSED, SHAPES
-from tests.kit.commands import Control, Result
+from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hands import Eschedule
 from tests.kit.invariants import check
 from tests.kit.servers import until
@@ -60,19 +60,16 @@ def test_one_document_for_whatever_is_asked(cluster: Control) -> None:
     check(cluster, compute)
 
 
-def test_a_document_comes_though_the_time_is_up(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_a_document_comes_though_the_time_is_up(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     (late,) = told(cluster, 'create', SMALL, '--wait', '--timeout', '0', code=6)
     assert (late['state'], late['error']['code']) == (None, 6)
     compute.resume()
     addressed(cluster, late['instance'])
-    check(cluster, compute)
 
 
-def test_a_destroy_of_many_asks_for_all_and_then_waits(cluster: Control) -> None:
+def test_a_destroy_of_many_asks_for_all_and_then_waits(cluster: Control, compute: Ecompute) -> None:
     """A4: they go together, and a time-out or Ctrl-C leaves none of them unasked (fake)"""
-    compute = cluster.ecompute()
     names = ('web-1', 'web-2', 'web-3')
     assert called(cluster, SMALL, '--name', 'web', '--count', '3', '--wait').code == 0
     instances = [json.loads(called(cluster, 'show', name, '-f', 'json').stdout)['instance'] for name in names]
@@ -87,12 +84,10 @@ def test_a_destroy_of_many_asks_for_all_and_then_waits(cluster: Control) -> None
     compute.resume()
     for each in instances:
         reached(cluster, each, 'gone')
-    check(cluster, compute)
 
 
 @pytest.mark.parametrize('command', ['stop', 'reboot'])
-def test_ctrl_c_says_how_to_wait_again(cluster: Control, command: str) -> None:
-    compute = cluster.ecompute()
+def test_ctrl_c_says_how_to_wait_again(cluster: Control, compute: Ecompute, command: str) -> None:
     assert called(cluster, SMALL, '--name', 'one', '--wait').code == 0
     compute.pause()
     with Eschedule(cluster, command, '--wait', 'one') as waiting:
@@ -106,4 +101,3 @@ def test_ctrl_c_says_how_to_wait_again(cluster: Control, command: str) -> None:
     compute.resume()
     assert called(cluster, *again.split()).code == 0
     assert called(cluster, 'destroy', '--wait', 'one').code == 0
-    check(cluster, compute)

@@ -7,13 +7,14 @@ import signal
 import uuid
 from collections.abc import Sequence
 
+import pytest
+
 from ecomp.conf import EtcdConfig
 from ecomp.store.history import History
-from tests.kit.commands import Control
+from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule, revision
-from tests.kit.invariants import check
 from tests.kit.servers import Etcd, until
-from tests.kit.story import SMALL, addressed, one_line, place
+from tests.kit.story import SMALL, boot, one_line, place
 
 
 def told(lines: str) -> list[str]:
@@ -27,12 +28,10 @@ def in_order(found: Sequence[str], *wanted: str) -> bool:
     return all(each in left for each in wanted)
 
 
-def test_what_happened_is_told_in_its_order(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_what_happened_is_told_in_its_order(cluster: Control, compute: Ecompute) -> None:
     placed = cluster.eschedule(SMALL, '--name', 'web1', '--wait')
     assert placed.code == 0, placed
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     assert cluster.eschedule('reboot', 'web1', '--wait').code == 0
     assert cluster.eschedule('wait', 'web1').code == 0  # for its address, which comes after it runs
     assert cluster.eschedule('destroy', 'web1', '--wait').code == 0
@@ -60,13 +59,10 @@ def test_what_happened_is_told_in_its_order(cluster: Control) -> None:
     nothing = cluster.eschedule('events', nobody)
     assert (nothing.code, nothing.stdout) == (4, '')
     assert f'{nobody}: nothing of it is in what etcd keeps' in nothing.stderr
-    check(cluster, compute)
 
 
-def test_what_happens_is_told_until_ctrl_c(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, before = place(cluster)
-    addressed(cluster, before)
+def test_what_happens_is_told_until_ctrl_c(cluster: Control, compute: Ecompute) -> None:
+    before = boot(cluster)
     with Eschedule(cluster, 'events', '--watch') as watching:
         until(lambda: f'{before}: active' in watching.stdout, 20, 'what happened before is told')
         compute.pause()
@@ -78,14 +74,12 @@ def test_what_happens_is_told_until_ctrl_c(cluster: Control) -> None:
         watching.send(signal.SIGINT)
         ended = watching.end(20)
     one_line(ended, 0, 'all that ever happened')
-    check(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_the_last_changes_alone(cluster: Control) -> None:
     """`-n N`: those, and it ends; with --watch it goes on with what happens (fake)"""
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     for form in ('table', 'json'):
         every = cluster.eschedule('events', instance, '-f', form).stdout.splitlines()
         last = cluster.eschedule('events', instance, '-f', form, '-n', '2')
@@ -101,13 +95,11 @@ def test_the_last_changes_alone(cluster: Control) -> None:
     one_line(ended, 0, 'all that ever happened')
     after = cluster.eschedule('events', instance).stdout.splitlines()
     assert told(ended.stdout) == told('\n'.join(after[-len(ended.stdout.splitlines()) :]))
-    check(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_what_etcd_compacted_is_said_and_what_it_keeps_is_told(own_control: Control) -> None:
-    compute = own_control.ecompute()
-    _, instance = place(own_control)
-    addressed(own_control, instance)
+    instance = boot(own_control)
     assert f'{instance}: active' in told(own_control.eschedule('events', instance).stdout)
     compacted = revision(own_control)
     own_control.etcd.compact()
@@ -117,7 +109,6 @@ def test_what_etcd_compacted_is_said_and_what_it_keeps_is_told(own_control: Cont
     words = told(done.stdout)
     assert in_order(words, f'{instance}: stop accepted', f'{instance}: stopped'), words
     assert f'{instance}: active' not in words
-    check(own_control, compute)
 
 
 def test_an_etcd_that_is_away_is_said_and_heard_again(own_etcd: Etcd) -> None:
