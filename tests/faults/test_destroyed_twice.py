@@ -6,17 +6,15 @@ from collections import Counter
 
 import pytest
 
-from tests.kit.commands import Control
-from tests.kit.hands import Eschedule, guests, settled
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import Eschedule, guests
 from tests.kit.servers import until
-from tests.kit.story import NOBODY, addressed, at_once, log_of, one_line, place, reached, record
+from tests.kit.story import NOBODY, at_once, boot, boot_all, log_of, one_line, reached, record
 
 
-def test_destroyed_again_and_destroy_of_nobody(cluster: Control) -> None:
+def test_destroyed_again_and_destroy_of_nobody(cluster: Control, compute: Ecompute) -> None:
     """F27: the same destroy again, while it is carried out and after; and a destroy of an unknown uuid (fake)"""
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     compute.pause()
     one_line(cluster.eschedule('destroy', instance), 0, 'destroy accepted')
     tombstone = cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}')
@@ -29,16 +27,12 @@ def test_destroyed_again_and_destroy_of_nobody(cluster: Control) -> None:
     assert cluster.eschedule('destroy', instance, instance, NOBODY).code == 4
     assert record(cluster, NOBODY) is None
     assert one_destroy(log_of(compute), instance)
-    settled(cluster, compute)
 
 
 @pytest.mark.parametrize('by', [2, 10])
-def test_destroyed_by_several_at_once(cluster: Control, by: int) -> None:
+def test_destroyed_by_several_at_once(cluster: Control, compute: Ecompute, by: int) -> None:
     """F27: one instance destroyed by 2, and by 10, eschedules at once (fake)"""
-    compute = cluster.ecompute()
-    instance, other = place(cluster)[1], place(cluster)[1]
-    for each in (instance, other):
-        addressed(cluster, each)
+    instance, other = boot_all(cluster, 2)
     results = at_once(cluster, [['destroy', '--wait', instance]] * by, width=by)
     # Whoever comes when it is gone already is told so.
     assert set(Counter(each.code for each in results)) <= {0, 4}, results
@@ -50,14 +44,11 @@ def test_destroyed_by_several_at_once(cluster: Control, by: int) -> None:
     assert one_destroy(log_of(compute), instance)
     assert guests(compute).keys() == {other}
     assert cluster.placement.consumers(compute.uuid).keys() == {other}
-    settled(cluster, compute)
 
 
-def test_two_destroys_of_one_record(cluster: Control) -> None:
+def test_two_destroys_of_one_record(cluster: Control, compute: Ecompute) -> None:
     """F27: two destroys that read the same request: the second to write sees the first's tombstone (fake)"""
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     compute.pause()
     with (
         Eschedule(cluster, 'destroy', instance, failpoint='tombstoned:stop') as first,
@@ -74,7 +65,6 @@ def test_two_destroys_of_one_record(cluster: Control) -> None:
         frozen.go_on()
         one_line(frozen.end(), 0, 'destroy accepted')
     assert one_destroy(log_of(compute), instance)
-    settled(cluster, compute)
 
 
 def one_destroy(lines: list[str], instance: str) -> bool:

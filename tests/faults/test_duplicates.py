@@ -8,11 +8,11 @@ import uuid
 import pytest
 
 from tests.kit.by_hand import claim, request
-from tests.kit.commands import Control
+from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests
 from tests.kit.invariants import check
 from tests.kit.servers import b64, until
-from tests.kit.story import SMALL, addressed, logged, logs, place, reached, record
+from tests.kit.story import SMALL, addressed, boot, logged, logs, place, reached, record
 
 ROOM = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 
@@ -62,11 +62,9 @@ def test_asked_of_two_at_once(cluster: Control, holders: str) -> None:
     check(cluster, first, second)
 
 
-def test_asked_of_one_twice(cluster: Control) -> None:
+def test_asked_of_one_twice(cluster: Control, compute: Ecompute) -> None:
     """F25: the same request put again, and one of another size under the same key: the guest stays as it is (fake)"""
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     key = f'/hosts/{compute.uuid}/{instance}'
     original, before = cluster.etcd.get(key), record(cluster, instance)
     assert original is not None
@@ -77,14 +75,11 @@ def test_asked_of_one_twice(cluster: Control) -> None:
         assert cluster.eschedule('destroy', '--wait', other).code == 0
         assert (record(cluster, instance), set(guests(compute))) == (before, {instance})
     assert len(logs(compute, 'INSTANTIATE', instance)) == 1
-    check(cluster, compute)
 
 
-def test_asked_again_after_its_end(cluster: Control) -> None:
+def test_asked_again_after_its_end(cluster: Control, compute: Ecompute) -> None:
     """F25: a uuid that is gone, or that failed, is never made again, whoever asks for it (fake)"""
-    compute = cluster.ecompute()
-    _, gone = place(cluster)
-    addressed(cluster, gone)
+    gone = boot(cluster)
     assert cluster.eschedule('destroy', '--wait', gone).code == 0
     failed = str(uuid.uuid4())
     cluster.etcd.put(f'/hosts/{compute.uuid}/{failed}', json.dumps(request(compute.uuid, failed)))
@@ -97,4 +92,3 @@ def test_asked_again_after_its_end(cluster: Control) -> None:
         until(lambda instance=instance: cluster.placement.allocations(instance) == {}, 20, 'released')  # type: ignore[misc]
         assert record(cluster, instance) == before
     assert guests(compute) == {}
-    check(cluster, compute)

@@ -20,7 +20,7 @@ from tests.kit.certificates import Authority
 from tests.kit.commands import Ecompute, Result
 from tests.kit.hands import settled
 from tests.kit.servers import PlacementServer, environment, until
-from tests.kit.story import SMALL, addressed, logged, one_line, place
+from tests.kit.story import SMALL, boot, logged, one_line
 
 HOSTS = ('localhost', '127.0.0.1')
 LOST = 'trying again until it is back'
@@ -79,11 +79,10 @@ def refused(control: EtcdControl, changes: Mapping[str, Any], *words: str, code:
         control.configure(control.schedule_yaml)
 
 
+@pytest.mark.usefixtures('compute')
 def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> None:
     """F35: a client with its certificate is served, by name; each other one learns in one line what is wrong (fake)"""
-    compute = secured.ecompute()
-    _, instance = place(secured)
-    addressed(secured, instance)
+    boot(secured)
     stranger = Authority(tmp_path / 'stranger')
     pair = [str(each) for each in stranger.issue(tmp_path / 'theirs', 'ecomp')]
     late = [str(each) for each in office.authority.issue(tmp_path / 'late', 'ecomp', days=-1)]
@@ -107,7 +106,6 @@ def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> N
     theirs = compute_refused(secured, tmp_path, {'ca_cert': str(stranger.certificate)})
     one_line(theirs, 7, 'not signed by the authority in ca_cert', command='ecompute')
     one_line(compute_refused(secured, tmp_path, {'ca_cert': 'missing'}), 2, 'missing', command='ecompute')
-    settled(secured, compute)
 
 
 def compute_refused(control: EtcdControl, directory: Path, changes: Mapping[str, Any]) -> Result:
@@ -131,11 +129,9 @@ def is_listening(endpoint: str) -> bool:
     return True
 
 
-def test_a_server_whose_certificate_is_wrong(secured: EtcdControl, office: Office) -> None:
+def test_a_server_whose_certificate_is_wrong(secured: EtcdControl, compute: Ecompute, office: Office) -> None:
     """F35: etcd's own certificate expired, or made out to another name: said in one line, and mended (fake)"""
-    compute = secured.ecompute()
-    _, instance = place(secured)
-    addressed(secured, instance)
+    boot(secured)
     for hosts, days, words in ((HOSTS, -1, 'its certificate has expired'), (('elsewhere',), 10, 'to another name')):
         secured.etcd.kill()
         office.tls('server', *hosts, days=days)
@@ -147,7 +143,6 @@ def test_a_server_whose_certificate_is_wrong(secured: EtcdControl, office: Offic
         office.tls('server', *HOSTS)
         secured.etcd.start()
         until(lambda: backs(compute) == len(logged(compute, LOST)), 20, 'it follows etcd again')
-    settled(secured, compute)
 
 
 def backs(compute: Ecompute) -> int:
@@ -159,8 +154,7 @@ def test_an_expired_certificate_is_exchanged(secured: EtcdControl, office: Offic
     """F35: a client certificate is exchanged on disk while ecompute runs: the next connection uses it (fake)"""
     late = office.authority.issue(office.directory / 'late', 'ecomp', days=-1)
     compute = secured.ecompute()
-    _, instance = place(secured)
-    addressed(secured, instance)
+    boot(secured)
     good = [each.read_bytes() for each in office.client]
     for source, target in zip(late, office.client, strict=True):
         shutil.copy(source, target)
@@ -177,16 +171,13 @@ def test_an_expired_certificate_is_exchanged(secured: EtcdControl, office: Offic
     for content, target in zip(good, office.client, strict=True):
         target.write_bytes(content)
     until(lambda: backs(compute) == 1, 30, 'it is served again, with no restart')
-    _, after = place(secured)
-    addressed(secured, after)
+    boot(secured)
     settled(secured, compute)
 
 
-def test_all_is_exchanged(secured: EtcdControl, office: Office) -> None:
+def test_all_is_exchanged(secured: EtcdControl, compute: Ecompute, office: Office) -> None:
     """F35: another authority, and every certificate new: picked up without a restart (fake)"""
-    compute = secured.ecompute()
-    _, instance = place(secured)
-    addressed(secured, instance)
+    boot(secured)
     secured.etcd.kill()
     new = Authority(office.directory / 'new')
     shutil.copy(new.certificate, office.authority.certificate)
@@ -196,9 +187,7 @@ def test_all_is_exchanged(secured: EtcdControl, office: Office) -> None:
     until(lambda: logged(compute, LOST), 20, 'the loss is logged')
     new.issue(office.directory / 'client', 'ecomp')
     until(lambda: backs(compute) == 1, 30, 'it is served again, with no restart')
-    _, after = place(secured)
-    addressed(secured, after)
-    settled(secured, compute)
+    boot(secured)
 
 
 def test_members_with_certificates_of_their_own(office: Office, own_placement: PlacementServer, tmp_path: Path) -> None:
@@ -210,17 +199,14 @@ def test_members_with_certificates_of_their_own(office: Office, own_placement: P
         control = EtcdControl(members.members[2], own_placement, tmp_path, section)
         try:
             compute = control.ecompute()
-            _, before = place(control)
-            addressed(control, before)
+            boot(control)
             members.members[0].kill()
-            _, during = place(control)
-            addressed(control, during)
+            boot(control)
             office.authority.issue(office.directory / 'client', 'ecomp')
             office.tls('server0', hosts[0])
             members.members[0].start()
             members.members[1].kill()
-            _, after = place(control)
-            addressed(control, after)
+            boot(control)
             members.members[1].start()
             settled(control, compute)
         finally:

@@ -10,12 +10,12 @@ import pytest
 
 from ecomp.model.record import from_json
 from tests.kit.by_hand import ROOM, claim
-from tests.kit.commands import Control
+from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests
 from tests.kit.invariants import check
 from tests.kit.servers import until
 from tests.kit.sharing import APART, members, used
-from tests.kit.story import IMAGE, SMALL, addressed, logged, logs, one_line, place, reached, record
+from tests.kit.story import IMAGE, SMALL, addressed, boot, logged, logs, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
 
@@ -31,10 +31,8 @@ def of_2019(compute: str, instance: str, image: str | None = IMAGE) -> dict[str,
     }
 
 
-def test_requests_of_2019(cluster: Control) -> None:
+def test_requests_of_2019(cluster: Control, compute: Ecompute, instance: str) -> None:
     """F34: a request and a destroy as the 2019 eschedule wrote them are carried out (fake)"""
-    compute = cluster.ecompute()
-    instance = str(uuid.uuid4())
     key = f'/hosts/{compute.uuid}/{instance}'
     claim(cluster, instance, compute.uuid)
     cluster.etcd.put(key, json.dumps(of_2019(compute.uuid, instance)))
@@ -44,25 +42,20 @@ def test_requests_of_2019(cluster: Control) -> None:
     cluster.etcd.put(key, json.dumps(of_2019(compute.uuid, instance, None)))
     until(lambda: cluster.etcd.get(key) is None, 20, 'it is destroyed')
     assert cluster.etcd.get(f'/booted/{instance}') is None
-    check(cluster, compute)
 
 
-def test_a_request_of_the_next_version(cluster: Control) -> None:
+def test_a_request_of_the_next_version(cluster: Control, compute: Ecompute, instance: str) -> None:
     """F34: a request of a newer version ends in error that names both versions; nothing of it is made (fake)"""
-    compute = cluster.ecompute()
-    instance = str(uuid.uuid4())
     claim(cluster, instance, compute.uuid)
     body = {**of_2019(compute.uuid, instance), 'version': 2, 'volumes': [{'size': 1}]}
     cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(body))
     error = reached(cluster, instance, 'error')['error']
     assert 'version 2 of the request is not known here: this ecompute takes 1' in error['reason']
     assert logged(compute, 'INSTANTIATE', instance) == []
-    check(cluster, compute)
 
 
-def test_what_a_request_of_the_next_version_shared(cluster: Control) -> None:
+def test_what_a_request_of_the_next_version_shared(cluster: Control, compute: Ecompute) -> None:
     """F34: a request of a newer version that is refused leaves its group and its quota, and its name is free (fake)"""
-    compute = cluster.ecompute()
     assert cluster.eschedule('quota', 'set', 'q', 'instances=1').code == 0
     words = (SMALL, '--name', 'web', '--group', 'g', *APART, '--project', 'q')
     compute.pause()  # it is not to take it before it is rewritten
@@ -75,14 +68,11 @@ def test_what_a_request_of_the_next_version_shared(cluster: Control) -> None:
     assert (members(cluster, 'g'), used(cluster, 'q')) == ({}, {})
     _, again = place(cluster, *words)
     reached(cluster, again, 'active')
-    check(cluster, compute)
 
 
-def test_a_running_guest_s_request_of_the_next_version(cluster: Control) -> None:
+def test_a_running_guest_s_request_of_the_next_version(cluster: Control, compute: Ecompute) -> None:
     """F34: the request of a running guest rewritten by a newer eschedule: it stays, and a fault says why (fake)"""
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     key = f'/hosts/{compute.uuid}/{instance}'
     ours = cluster.etcd.get(key)
     assert ours is not None
@@ -95,15 +85,13 @@ def test_a_running_guest_s_request_of_the_next_version(cluster: Control) -> None
     assert cluster.etcd.get(key) == newer.encode()
     # A destroy by this version's eschedule is understood, and carried out.
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    check(cluster, compute)
 
 
 @pytest.mark.parametrize('version', [2, 99])
 def test_a_record_of_the_next_version(cluster: Control, version: int) -> None:
     """F34: a record of a newer version is refused by name, shown as that by eschedule, and left as it is (fake)"""
     compute = tuned(cluster, numbers={'EVERY': 0.3})
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     key = f'/instances/{compute.uuid}/{instance}'
     ours = cluster.etcd.get(key)
     assert ours is not None
@@ -121,6 +109,7 @@ def test_a_record_of_the_next_version(cluster: Control, version: int) -> None:
     assert len(logs(compute, key, 'trying again')) == 1
     assert cluster.etcd.get(key) == newer.encode()
     assert set(guests(compute)) == {instance, other}
+    assert guests(compute)[instance]['running']
     # The newer ecompute is back, and has written what this version reads.
     cluster.etcd.put(key, ours)
     until(lambda: cluster.eschedule('show', instance).code == 0, 20, 'it is read again')
@@ -146,19 +135,16 @@ def test_fields_nobody_knows(cluster: Control) -> None:
         assert cluster.eschedule(*words).code == 0
     assert cluster.eschedule(instance).stdout == f'{address}\n'
     # ecompute takes it for its own again: it is neither in its way, nor destroyed for it.
-    _, other = place(cluster)
-    addressed(cluster, other)
+    other = boot(cluster)
     assert (record(cluster, instance) or {})['state'] == 'active'
     assert set(guests(compute)) == {instance, other}
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     check(cluster, compute)
 
 
-def test_a_record_at_the_place_of_1_0(cluster: Control) -> None:
+def test_a_record_at_the_place_of_1_0(cluster: Control, compute: Ecompute) -> None:
     """F34: the record of a guest that runs on lies where this version has it once its compute is of this one (fake)"""
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     compute.stop()
     own, older = f'/instances/{compute.uuid}/{instance}', f'/instances/{instance}'
     value = cluster.etcd.get(own)
@@ -169,14 +155,11 @@ def test_a_record_at_the_place_of_1_0(cluster: Control) -> None:
     until(lambda: cluster.etcd.get(older) is None, 20, 'nothing lies at the place of 1.0')
     assert cluster.etcd.get(own) == value
     assert len(logs(compute, 'INSTANTIATE', instance)) == 1
-    check(cluster, compute)
 
 
-def test_a_state_directory_of_another_version(cluster: Control) -> None:
+def test_a_state_directory_of_another_version(cluster: Control, compute: Ecompute) -> None:
     """F34: what another version remembers in the state directory is left alone and named; ecompute works on (fake)"""
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     path = compute.directory / 'state' / 'instances' / f'{instance}.json'
     newer = json.dumps({**json.loads(path.read_text()), 'version': 2})
     compute.stop()
@@ -186,7 +169,6 @@ def test_a_state_directory_of_another_version(cluster: Control) -> None:
     assert path.read_text() == newer
     assert addressed(cluster, instance)
     addressed(cluster, place(cluster)[1])
-    check(cluster, compute)
 
 
 def test_an_address_without_a_record(cluster: Control) -> None:

@@ -21,12 +21,12 @@ import pytest
 
 from ecomp.cli.commands import COMMANDS as EVERY
 from ecomp.cli.near import FAMILY_WORDS
-from tests.kit.commands import Control
+from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule
 from tests.kit.invariants import check
 from tests.kit.journal import JOURNAL
 from tests.kit.servers import environment, until
-from tests.kit.story import IMAGE, SMALL, called
+from tests.kit.story import IMAGE, SMALL, called, place
 
 COLOUR = re.compile('\x1b\\[[0-9]*m')
 
@@ -143,9 +143,9 @@ def test_no_refusal_and_no_help_is_wrapped_at_80_columns(guests: Control) -> Non
 
 
 @pytest.mark.parametrize('words', [['plan', SMALL], ['hosts']])
+@pytest.mark.usefixtures('compute')
 def test_a_placement_that_does_not_answer_is_named_meanwhile(own_control: Control, words: list[str]) -> None:
     """B14: half a minute of silence looks like a command that hangs (fake)"""
-    compute = own_control.ecompute()
     own_control.placement.pause()
     shown = Screen(own_control, *words, whole=True)
     try:
@@ -154,7 +154,15 @@ def test_a_placement_that_does_not_answer_is_named_meanwhile(own_control: Contro
         own_control.placement.resume()
     code, _ = shown.end()
     assert code == 0, shown.said
-    check(own_control, compute)
+
+
+def test_what_is_waited_for_stands_on_the_terminal(cluster: Control, compute: Ecompute) -> None:
+    compute.pause()
+    _, instance = place(cluster)
+    shown = Screen(cluster, 'wait', instance, '--timeout', '1.5', columns=200, whole=True)
+    shown.end()
+    assert re.search(r'waiting for: its compute to take it, [01] s', shown.said), shown.said
+    compute.resume()
 
 
 def test_colours_are_for_terminals_and_for_who_wants_them(guests: Control) -> None:
@@ -245,9 +253,8 @@ def test_what_is_said_of_a_list_stands_below_it_while_it_is_drawn(guests: Contro
         assert called(guests, 'destroy', 'waits').code == 0
 
 
-def test_what_is_over_is_cleared(cluster: Control) -> None:
+def test_what_is_over_is_cleared(cluster: Control, compute: Ecompute) -> None:
     """`clear` removes the records of what is gone and in error, those alone, and says how many (fake)"""
-    compute = cluster.ecompute()
     assert called(cluster, SMALL, '--name', 'here', '--wait').code == 0
     assert called(cluster, SMALL, '--name', 'gone', '--wait').code == 0
     assert called(cluster, 'destroy', 'gone', '--wait').code == 0
@@ -266,4 +273,3 @@ def test_what_is_over_is_cleared(cluster: Control) -> None:
     assert called(cluster, 'clear').stderr == 'eschedule: no records removed: 0 gone, 0 in error\n'
     assert called(cluster, SMALL, '--name', 'broken', '--wait').code == 0  # its name is free
     assert called(cluster, 'destroy', 'here', 'broken', '--wait').code == 0
-    check(cluster, compute)

@@ -10,7 +10,7 @@ from tests.kit.commands import Control
 from tests.kit.invariants import check
 from tests.kit.servers import until
 from tests.kit.sharing import hosts, silence, states
-from tests.kit.story import NOBODY, SMALL, addressed, one_line, place, reached
+from tests.kit.story import NOBODY, SMALL, addressed, boot_all, one_line, place, reached
 
 
 def test_up_closed_silent_and_orphaned(cluster: Control) -> None:
@@ -81,9 +81,7 @@ def test_what_only_one_plane_knows_is_shown_too(cluster: Control) -> None:
 
 def test_more_claimed_than_there_is(cluster: Control) -> None:
     compute = cluster.ecompute('VCPU:4,DISK_GB:10,MEMORY_MB:512')
-    instances = [place(cluster)[1] for _ in range(3)]
-    for instance in instances:
-        addressed(cluster, instance)
+    instances = boot_all(cluster, 3)
     compute.stop()
     compute.inventory = 'VCPU:2,DISK_GB:10,MEMORY_MB:256'
     compute.start()
@@ -100,10 +98,7 @@ def test_more_claimed_than_there_is(cluster: Control) -> None:
 
 def test_a_record_that_cannot_be_read_is_named_with_its_cure_and_the_rest_is_shown(cluster: Control) -> None:
     compute = cluster.ecompute()
-    _, instance = place(cluster)
-    _, other = place(cluster)
-    for each in (instance, other):
-        addressed(cluster, each)
+    instance, other = boot_all(cluster, 2)
     cluster.etcd.put(f'/instances/{compute.uuid}/{instance}', '{"version": 99}')
     cure = f'etcdctl del /instances/{compute.uuid}/{instance}'
     for command, shown in (('hosts', compute.uuid), ('list', other)):
