@@ -108,7 +108,7 @@ RULES: dict[int, tuple[str, tuple[str, ...]]] = {
         (
             'unit/test_plan.py::test_only_a_tombstone_destroys',
             'unit/test_plan.py::test_what_vanished_ends_and_what_was_merely_missed_does_not',
-            BY_HAND + 'test_a_deleted_request_key_destroys_nothing',
+            'faults/test_intent.py::test_a_request_removed_by_hand',
             'faults/test_guests.py::test_changed_by_hand',
         ),
     ),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import uuid
 
 import pytest
 
-from tests.kit.commands import Control
+from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests, look_twice, some
 from tests.kit.invariants import check
 from tests.kit.servers import until
-from tests.kit.story import SMALL, addressed, at_once, logged, logs, notified, one_line, place, reached, record
+from tests.kit.story import SMALL, addressed, at_once, boot, logged, logs, notified, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
 BUILD_FAILPOINTS = ['remembered', 'reserved', 'seeded', 'confirmed', 'building', 'built', 'active', 'addressed']
@@ -33,29 +32,25 @@ def test_destroyed_while_building(cluster: Control, step: str) -> None:
     check(cluster, compute)
 
 
-def test_destroyed_before_it_was_begun(cluster: Control) -> None:
+def test_destroyed_before_it_was_begun(cluster: Control, compute: Ecompute) -> None:
     """F26: a destroy that comes before the compute has seen the request: gone, and it was never built (fake)"""
-    compute = cluster.ecompute()
     compute.pause()
     _, instance = place(cluster)
     assert cluster.eschedule('destroy', instance).code == 0
     compute.resume()
     reached(cluster, instance, 'gone')
     assert logged(compute, 'INSTANTIATE', instance) == []
-    check(cluster, compute)
 
 
-def test_destroyed_and_asked_for_again(cluster: Control) -> None:
+@pytest.mark.usefixtures('compute')
+def test_destroyed_and_asked_for_again(cluster: Control, instance: str) -> None:
     """F26: create, destroy, create with one uuid, as fast as can be: the destroy holds, the rest is exit 5 (fake)"""
-    compute = cluster.ecompute()
-    instance = str(uuid.uuid4())
     words = ['--uuid', instance, SMALL]
     notified(cluster.eschedule(*words))
     assert cluster.eschedule('destroy', instance).code == 0
     one_line(cluster.eschedule(*words), 5, instance, 'never used twice')
     reached(cluster, instance, 'gone')
     one_line(cluster.eschedule(*words), 5, instance, 'never used twice')
-    check(cluster, compute)
 
 
 def test_create_and_destroy_in_quick_succession(cluster: Control) -> None:
@@ -71,24 +66,20 @@ def test_create_and_destroy_in_quick_succession(cluster: Control) -> None:
     check(cluster, compute)
 
 
-# F28: removed by hand
-
-
 def test_a_request_removed_by_hand(cluster: Control) -> None:
     """F28: the request of a running guest removed by hand: guest and claim stay, said once; destroy works (fake)"""
     compute = tuned(cluster, numbers={'EVERY': 0.3})
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     held = cluster.placement.allocations(instance)
     cluster.etcd.delete(f'/hosts/{compute.uuid}/{instance}')
     until(lambda: logged(compute, instance, 'unmanaged'), 20, 'it is reported')
     look_twice(cluster, compute, guests=[instance])
     compute.restart()
     until(lambda: len(logged(compute, instance, 'unmanaged')) == 2, 20, 'once in each life of the process')
-    _, other = place(cluster)
-    addressed(cluster, other)
+    other = boot(cluster)
     assert len(logs(compute, instance, 'unmanaged', number=2)) == 2
     assert set(guests(compute)) == {instance, other}
+    assert guests(compute)[instance]['running']
     assert cluster.placement.allocations(instance) == held
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     check(cluster, compute)
@@ -155,9 +146,8 @@ def test_a_record_removed_by_hand(cluster: Control) -> None:
     check(cluster, compute)
 
 
-def test_an_address_removed_by_hand(cluster: Control) -> None:
+def test_an_address_removed_by_hand(cluster: Control, compute: Ecompute) -> None:
     """F28: /booted removed by hand: eschedule says what the record says, nothing else changes (fake)"""
-    compute = cluster.ecompute()
     _, instance = place(cluster)
     address = addressed(cluster, instance)
     cluster.etcd.delete(f'/booted/{instance}')
@@ -165,4 +155,3 @@ def test_an_address_removed_by_hand(cluster: Control) -> None:
     assert json.loads(shown.stdout)['addresses'][0]['address'] == address
     assert set(guests(compute)) == {instance}
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    check(cluster, compute)

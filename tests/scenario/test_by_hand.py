@@ -10,49 +10,30 @@ from typing import Any
 import pytest
 
 from tests.kit.commands import Control, Ecompute
-from tests.kit.invariants import allocations, check, everything
+from tests.kit.invariants import allocations, check
 from tests.kit.servers import until
-from tests.kit.story import (
-    IMAGE,
-    NOBODY,
-    SMALL,
-    addressed,
-    log_of,
-    logged,
-    logs,
-    one_line,
-    place,
-    reached,
-    record,
-)
+from tests.kit.story import IMAGE, NOBODY, addressed, boot, log_of, logged, logs, one_line, place, reached, record
 
 RESOURCES = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 USER, PROJECT = 'c1a0d1e5-0000-4000-8000-00000000000a', 'c1a0d1e5-0000-4000-8000-00000000000b'
 
 
+def claimed(compute: str, resources: dict[str, int] | None = None) -> dict[str, Any]:
+    """The body of a claim as the eschedule of 2019 made it."""
+    allocations = {compute: {'resources': resources or RESOURCES}}
+    return {'allocations': allocations, 'user_id': USER, 'project_id': PROJECT, 'consumer_generation': None}
+
+
 def claim(control: Control, compute: str, instance: str, resources: dict[str, int] | None = None) -> dict[str, Any]:
-    """A claim as the eschedule of 2019 made it, but for the consumer_type that placement wants since; its body."""
-    body = {
-        'allocations': {compute: {'resources': resources or RESOURCES}},
-        'user_id': USER,
-        'project_id': PROJECT,
-        'consumer_generation': None,
-    }
+    """Make that claim, with the consumer_type that placement wants since; its body."""
+    body = claimed(compute, resources)
     control.placement.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
     return body
 
 
 def request(compute: str, instance: str, /, **other: Any) -> dict[str, Any]:
     """The request of 2019, without a claim."""
-    body = {
-        'allocations': {compute: {'resources': RESOURCES}},
-        'user_id': USER,
-        'project_id': PROJECT,
-        'consumer_generation': None,
-        'instance': instance,
-        'image': IMAGE,
-    }
-    return {**body, **other}
+    return {**claimed(compute), 'instance': instance, 'image': IMAGE, **other}
 
 
 def write(control: Control, compute: str, instance: str, value: Any) -> None:
@@ -71,12 +52,7 @@ def refused(control: Control, compute: str, instance: str, *words: str) -> dict[
     return found
 
 
-# As in 2019
-
-
-def test_a_request_and_a_destroy_of_2019_are_carried_out(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    instance = str(uuid.uuid4())
+def test_a_request_and_a_destroy_of_2019_are_carried_out(cluster: Control, compute: Ecompute, instance: str) -> None:
     message = {**claim(cluster, compute.uuid, instance), 'instance': instance, 'image': IMAGE}
 
     # With etcd's own client, as a person would.
@@ -103,11 +79,7 @@ def test_a_request_and_a_destroy_of_2019_are_carried_out(cluster: Control) -> No
     assert allocations(cluster) == {}
 
 
-# What placement does not confirm
-
-
-def test_a_request_without_an_allocation_is_not_built(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_a_request_without_an_allocation_is_not_built(cluster: Control, compute: Ecompute) -> None:
     write(cluster, compute.uuid, NOBODY, request(compute.uuid, NOBODY))
     refused(cluster, compute.uuid, NOBODY, 'placement holds no allocation')
     assert not logged(compute, 'INSTANTIATE')
@@ -127,8 +99,7 @@ def test_a_request_that_is_held_elsewhere_is_not_built(cluster: Control) -> None
     cluster.placement.call('DELETE', f'/allocations/{foreign}')
 
 
-def test_a_request_that_differs_from_its_allocation_is_not_built(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_a_request_that_differs_from_its_allocation_is_not_built(cluster: Control, compute: Ecompute) -> None:
     claim(cluster, compute.uuid, NOBODY, {**RESOURCES, 'MEMORY_MB': 64})
     write(cluster, compute.uuid, NOBODY, request(compute.uuid, NOBODY))
     refused(cluster, compute.uuid, NOBODY, 'MEMORY_MB:128', 'MEMORY_MB:64')
@@ -136,29 +107,9 @@ def test_a_request_that_differs_from_its_allocation_is_not_built(cluster: Contro
     assert allocations(cluster) == {}
 
 
-def test_a_request_for_an_instance_of_another_compute_is_refused(cluster: Control) -> None:
-    owner, other = cluster.ecompute(), cluster.ecompute()
-    _, instance = place(cluster, f'{SMALL}&in_tree={owner.uuid}')
-    addressed(cluster, instance)
-    key = f'/instances/{owner.uuid}/{instance}'
-    before = everything(cluster)[key]
-
-    write(cluster, other.uuid, instance, request(other.uuid, instance))
-
-    until(lambda: cluster.etcd.get(f'/hosts/{other.uuid}/{instance}') is None, 20, 'the request is refused')
-    assert everything(cluster)[key] == before
-    assert logs(other, instance, 'failed at stage scheduled', owner.uuid)
-    check(cluster, owner, other)
-
-
-# What cannot be understood
-
-
-def test_values_that_are_no_requests(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_values_that_are_no_requests(cluster: Control, compute: Ecompute) -> None:
     here = compute.uuid
-    _, good = place(cluster)
-    addressed(cluster, good)
+    boot(cluster)
     wrong: list[tuple[Any, list[str]]] = [
         ('{"allocations": ', ['not JSON']),
         ('', ['not JSON']),
@@ -218,17 +169,14 @@ def test_values_that_are_no_requests(cluster: Control) -> None:
     assert cluster.eschedule('list').code == 0
 
 
-def test_a_class_the_compute_does_not_have(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_a_class_the_compute_does_not_have(cluster: Control, compute: Ecompute) -> None:
     odd = {**RESOURCES, 'CUSTOM_GOLD': 1}
     write(cluster, compute.uuid, NOBODY, request(compute.uuid, NOBODY, allocations={compute.uuid: {'resources': odd}}))
     refused(cluster, compute.uuid, NOBODY, 'placement holds no allocation')
-    check(cluster, compute)
 
 
 @pytest.mark.parametrize('name', ['not-a-uuid', NOBODY.upper(), f'deeper/{NOBODY}', ''])
-def test_a_key_that_names_no_instance_is_reported_once_and_left(cluster: Control, name: str) -> None:
-    compute = cluster.ecompute()
+def test_a_key_that_names_no_instance_is_reported_once_and_left(cluster: Control, compute: Ecompute, name: str) -> None:
     key = f'/hosts/{compute.uuid}/{name}'
     cluster.etcd.put(key, json.dumps(request(compute.uuid, NOBODY)))
     until(lambda: logged(compute, key), 20, 'it is reported')
@@ -242,11 +190,9 @@ def test_a_key_that_names_no_instance_is_reported_once_and_left(cluster: Control
     for command in (['list'], ['list', '-f', 'json']):
         assert cluster.eschedule(*command).code == 0
     cluster.etcd.delete(key)
-    check(cluster, compute)
 
 
-def test_the_request_of_a_living_guest_becomes_unreadable(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_the_request_of_a_living_guest_becomes_unreadable(cluster: Control, compute: Ecompute) -> None:
     _, instance = place(cluster)
     address = addressed(cluster, instance)
     write(cluster, compute.uuid, instance, '{')
@@ -254,36 +200,14 @@ def test_the_request_of_a_living_guest_becomes_unreadable(cluster: Control) -> N
     assert 'unreadable' in str(fault)
     addressed(cluster, place(cluster)[1])
     assert len(logs(compute, instance, 'unreadable')) == 1
-    found = record(cluster, instance)
-    assert found is not None
-    assert found['state'] == 'active'
+    assert (record(cluster, instance) or {})['state'] == 'active'
     assert cluster.eschedule(instance).stdout == f'{address}\n'
     # It can be destroyed all the same.
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     reached(cluster, instance, 'gone')
-    check(cluster, compute)
 
 
-def test_a_deleted_request_key_destroys_nothing(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
-
-    cluster.etcd.delete(f'/hosts/{compute.uuid}/{instance}')
-
-    until(lambda: logged(compute, instance, 'unmanaged'), 20, 'it is reported')
-    addressed(cluster, place(cluster)[1])  # the compute lives on
-    assert len(logs(compute, instance, 'unmanaged')) == 1
-    assert fake_guests(compute)[instance]['running']
-    assert instance in allocations(cluster)
-    # A destroy of it is still carried out.
-    assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    check(cluster, compute)
-    assert instance not in fake_guests(compute)
-
-
-def test_requests_that_vanish_at_once(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_requests_that_vanish_at_once(cluster: Control, compute: Ecompute) -> None:
     for _ in range(60):
         instance = str(uuid.uuid4())
         write(cluster, compute.uuid, instance, request(compute.uuid, instance))
@@ -292,33 +216,3 @@ def test_requests_that_vanish_at_once(cluster: Control) -> None:
     check(cluster, compute)
     log_of(compute)
     assert compute.stop() == 0  # nothing counts as in work for ever
-
-
-def test_a_record_that_cannot_be_read_harms_no_other_instance(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
-    compute.stop()
-    good = cluster.etcd.record(instance)
-    assert good is not None
-    cluster.etcd.put(f'/instances/{compute.uuid}/{instance}', json.dumps({'version': 99}))
-    compute.start()
-    _, second = place(cluster)
-    reached(cluster, second, 'active')
-    assert len(logs(compute, f'/instances/{compute.uuid}/{instance}', 'version 99')) == 1
-    assert fake_guests(compute)[instance]['running']
-    one_line(cluster.eschedule('show', instance), 1, f'/instances/{compute.uuid}/{instance}', 'version 99')
-    listed = cluster.eschedule('list')
-    assert second in listed.stdout
-    assert listed.code == 1
-    one_line(listed, 1, f'/instances/{compute.uuid}/{instance}', 'version 99')
-    cluster.etcd.put(f'/instances/{compute.uuid}/{instance}', good)
-    compute.stop()
-    compute.start()
-    check(cluster, compute)
-
-
-def fake_guests(compute: Ecompute) -> dict[str, dict[str, Any]]:
-    """What the fake hypervisor has."""
-    text = (compute.directory / 'state' / 'fake.json').read_text()
-    return {guest['instance']: guest for guest in json.loads(text)}
