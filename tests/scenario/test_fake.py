@@ -10,23 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import Control, write_config
+from tests.kit.commands import Control, Ecompute, write_config
 from tests.kit.invariants import allocations, check, everything
 from tests.kit.servers import Server
-from tests.kit.story import (
-    IMAGE,
-    NOBODY,
-    NOTIFIED,
-    SMALL,
-    addressed,
-    at_once,
-    logs,
-    notified,
-    one_line,
-    place,
-    reached,
-    record,
-)
+from tests.kit.story import IMAGE, NOBODY, SMALL, addressed, at_once, logs, notified, one_line, place, reached, record
 
 TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
@@ -100,8 +87,7 @@ def test_ten_at_once_and_then_ten_more_than_fit(cluster: Control) -> None:
 
 
 @pytest.mark.fast
-def test_the_log_has_the_readmes_words(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_the_log_has_the_readmes_words(cluster: Control, compute: Ecompute) -> None:
     _, instance = place(cluster, SMALL, IMAGE)
     reached(cluster, instance, 'active')
     assert logs(compute, f' INSTANTIATE INSTANCE {instance} WITH IMAGE {IMAGE}')
@@ -109,8 +95,8 @@ def test_the_log_has_the_readmes_words(cluster: Control) -> None:
     assert logs(compute, f' ALLOCATIONS ARE {wire}')
 
 
+@pytest.mark.usefixtures('compute')
 def test_no_candidate_for_a_required_trait(cluster: Control) -> None:
-    compute = cluster.ecompute()
     refused = cluster.eschedule(f'{SMALL}&required=MISC_SHARES_VIA_AGGREGATE')
     assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
     assert refused.code == 3
@@ -121,7 +107,6 @@ def test_no_candidate_for_a_required_trait(cluster: Control) -> None:
         f'eschedule: the nearest miss is {host}',
         f'eschedule: the smallest change that fits: ask without required=MISC_SHARES_VIA_AGGREGATE (on {host})',
     ]
-    check(cluster, compute)
 
 
 @pytest.mark.fast
@@ -183,8 +168,7 @@ def test_a_dead_compute_is_skipped(cluster: Control) -> None:
     check(cluster, living)
 
 
-def test_granular_groups_and_member_of_pass_through(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_granular_groups_and_member_of_pass_through(cluster: Control, compute: Ecompute) -> None:
     aggregate = 'a66e9a7e-0000-4000-8000-000000000001'
     path = f'/resource_providers/{compute.uuid}'
     generation = cluster.placement.call('GET', path)['generation']
@@ -194,15 +178,10 @@ def test_granular_groups_and_member_of_pass_through(cluster: Control) -> None:
     for query in (groups, f'{SMALL}&member_of={aggregate}', f'{SMALL}&limit=1', f'{SMALL}&in_tree={compute.uuid}'):
         _, instance = place(cluster, query)
         assert reached(cluster, instance, 'active')['query'] == query
-    check(cluster, compute)
-
-
-# Destroying
 
 
 @pytest.mark.fast
-def test_destroy_and_destroy_again(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_destroy_and_destroy_again(cluster: Control, compute: Ecompute) -> None:
     _, instance = place(cluster)
     address = addressed(cluster, instance)
     assert cluster.eschedule(instance).stdout == f'{address}\n'
@@ -219,42 +198,19 @@ def test_destroy_and_destroy_again(cluster: Control) -> None:
     # What it held can be had again.
     for _ in range(4):
         place(cluster)
-    check(cluster, compute)
 
 
-def test_destroy_with_wait_returns_when_it_is_gone(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
-    done = cluster.eschedule('destroy', '--wait', instance)
-    assert (done.code, done.stderr.splitlines()[-1]) == (0, f'eschedule: {instance}: gone')
-    found = record(cluster, instance)
-    assert found is not None
-    assert found['state'] == 'gone'
-    check(cluster, compute)
-
-
-def test_destroy_at_once_after_the_request(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    for _ in range(3):
-        _, instance = place(cluster)
-        assert cluster.eschedule('destroy', '--wait', instance).code == 0
-        reached(cluster, instance, 'gone')
-    check(cluster, compute)
-
-
+@pytest.mark.usefixtures('compute')
 def test_destroy_of_one_whose_allocation_is_gone(cluster: Control) -> None:
-    compute = cluster.ecompute()
     _, instance = place(cluster)
     addressed(cluster, instance)
     cluster.placement.call('DELETE', f'/allocations/{instance}')
     assert cluster.eschedule('destroy', instance).code == 0
     reached(cluster, instance, 'gone')
-    check(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_destroy_of_several_with_an_unknown_one(cluster: Control) -> None:
-    compute = cluster.ecompute()
     first, second = place(cluster)[1], place(cluster)[1]
     done = cluster.eschedule('destroy', first, NOBODY, second)
     assert done.code == 4
@@ -263,11 +219,9 @@ def test_destroy_of_several_with_an_unknown_one(cluster: Control) -> None:
     assert lines[1] == f'eschedule: {NOBODY}: no such instance'
     for instance in (first, second):
         reached(cluster, instance, 'gone')
-    check(cluster, compute)
 
 
-def test_destroy_of_a_failed_one_removes_its_record(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_destroy_of_a_failed_one_removes_its_record(cluster: Control, compute: Ecompute) -> None:
     _, instance = place(cluster)
     reached(cluster, instance, 'active')
     request = {'allocations': {compute.uuid: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 1}}}, 'image': IMAGE}
@@ -276,15 +230,11 @@ def test_destroy_of_a_failed_one_removes_its_record(cluster: Control) -> None:
     one_line(cluster.eschedule('destroy', NOBODY), 0, 'its record is removed')
     assert record(cluster, NOBODY) is None
     one_line(cluster.eschedule('destroy', NOBODY), 4, 'no such instance')
-    check(cluster, compute)
-
-
-# Showing
 
 
 @pytest.mark.fast
+@pytest.mark.usefixtures('compute')
 def test_list_and_show(cluster: Control) -> None:
-    compute = cluster.ecompute()
     assert cluster.eschedule('list', '-f', 'json').stdout == '[]\n'
     first, second = place(cluster, SMALL, IMAGE)[1], place(cluster)[1]
     address = addressed(cluster, first)
@@ -323,16 +273,11 @@ def test_list_and_show(cluster: Control) -> None:
     assert dict(row.split(None, 1) for row in rows)['state'] == 'active'
     assert any(address in row for row in rows)
     one_line(cluster.eschedule('show', NOBODY), 4, NOBODY, 'no such instance')
-    check(cluster, compute)
 
 
-def test_what_no_compute_has_seen_yet_is_scheduled(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_what_no_compute_has_seen_yet_is_scheduled(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
-    placed = cluster.eschedule(SMALL)
-    found = NOTIFIED.fullmatch(placed.stdout)
-    assert found
-    instance = found[2]
+    _, instance = place(cluster)
     assert cluster.eschedule('list').stdout.splitlines()[1].split()[:4] == [instance, '-', 'scheduled', '-']
     shown = json.loads(cluster.eschedule('show', instance, '-f', 'json').stdout)
     assert (shown['state'], shown['compute'], shown['query']) == ('scheduled', compute.uuid, SMALL)
@@ -340,14 +285,3 @@ def test_what_no_compute_has_seen_yet_is_scheduled(cluster: Control) -> None:
     check(cluster)
     compute.resume()
     addressed(cluster, instance)
-    check(cluster, compute)
-
-
-def test_two_computes_share_nothing(cluster: Control) -> None:
-    one, other = cluster.ecompute(), cluster.ecompute()
-    placed = [place(cluster, f'{SMALL}&in_tree={each.uuid}') for each in (one, other, one)]
-    for compute, instance in placed:
-        assert reached(cluster, instance, 'active')['compute'] == compute
-    assert [compute for compute, _ in placed] == [one.uuid, other.uuid, one.uuid]
-    check(cluster, one, other)
-

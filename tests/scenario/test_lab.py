@@ -237,26 +237,6 @@ def test_a_request_placement_does_not_confirm_is_not_built(lab: Lab) -> None:
     assert instance not in lab.domains('hv1')
 
 
-def test_a_foreign_domain_is_never_touched(lab: Lab) -> None:
-    """A domain somebody else defined under the instance's uuid: the request fails, the domain stays."""
-    instance = str(uuid.uuid4())
-    description = (
-        f"<domain type='qemu'><name>mine</name><uuid>{instance}</uuid><memory unit='MiB'>64</memory>"
-        "<os><type arch='x86_64' machine='pc'>hvm</type></os></domain>"
-    )
-    path = lab.directory / 'foreign.xml'
-    path.write_text(description)
-    lab.virsh('hv1', 'define', str(path))
-    try:
-        query = f'{SMALL}&in_tree={lab.compute("hv1")}'
-        done = lab.eschedule(query, lab.url('idle.raw'), '--uuid', instance, '--wait=started')
-        assert done.code == 1
-        assert 'not made by ecompute' in done.stderr
-        assert lab.domains('hv1') == {'mine': 'shut off'}
-    finally:
-        lab.virsh('hv1', 'undefine', 'mine')
-
-
 def _active(lab: Lab, instance: str) -> bool:
     return _state(lab, instance) == 'active'
 

@@ -119,15 +119,6 @@ def test_cancelled(small: Control) -> None:
     settled(small, compute)
 
 
-def test_destroyed_like_any_other_once_it_is_taken(small: Control) -> None:
-    compute = small.ecompute(queues=True)
-    instance = queue(small)
-    reached(small, instance, 'active')
-    assert small.eschedule('destroy', '--wait', instance).code == 0
-    reached(small, instance, 'gone')
-    settled(small, compute)
-
-
 def test_the_same_again_changes_nothing(small: Control) -> None:
     instance = str(uuid.uuid4())
     words = '--queue', '--flavor', 'small', '--uuid', instance, '--name', 'web1'
