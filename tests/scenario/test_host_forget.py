@@ -7,12 +7,13 @@ import uuid
 
 import pytest
 
+from tests.kit.by_hand import claim
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule, guests
 from tests.kit.invariants import allocations, check, everything
 from tests.kit.servers import until
 from tests.kit.sharing import hosts, silence, states
-from tests.kit.story import NOBODY, SMALL, addressed, log_of, logged, one_line, place, reached, record, reserved
+from tests.kit.story import NOBODY, SMALL, addressed, boot, log_of, logged, one_line, place, reached, record, reserved
 
 
 def forget(control: Control, compute: str) -> list[str]:
@@ -41,10 +42,8 @@ def nothing_of(control: Control, compute: str) -> None:
     assert control.etcd.keys(f'/hostnames/{compute}') == []
 
 
-def test_what_must_not_be_forgotten(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+def test_what_must_not_be_forgotten(cluster: Control, compute: Ecompute) -> None:
+    instance = boot(cluster)
     before = set(everything(cluster)), allocations(cluster)
 
     def refused(code: int, *words: str, of: str = compute.uuid) -> None:
@@ -69,12 +68,9 @@ def test_what_must_not_be_forgotten(cluster: Control) -> None:
     providers = cluster.placement.call('GET', '/resource_providers')['resource_providers']
     assert len(providers) == 3
     compute.start()
-    check(cluster, compute)
 
 
-def test_an_eschedule_at_a_claim_there_is_waited_for(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    instance = str(uuid.uuid4())
+def test_an_eschedule_at_a_claim_there_is_waited_for(cluster: Control, compute: Ecompute, instance: str) -> None:
     with Eschedule(cluster, '--uuid', instance, SMALL, failpoint='claimed:stop') as slow:
         slow.stopped_at('claimed')
         silence(cluster, compute)
@@ -85,13 +81,11 @@ def test_an_eschedule_at_a_claim_there_is_waited_for(cluster: Control) -> None:
     one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, f'instance {instance} still there')
     compute.start()
     addressed(cluster, instance)
-    check(cluster, compute)
 
 
 def test_an_instance_that_lives_elsewhere_keeps_its_claim(cluster: Control) -> None:
     dead, compute = cluster.ecompute(), cluster.ecompute()
-    _, instance = place(cluster, f'{SMALL}&in_tree={compute.uuid}')
-    addressed(cluster, instance)
+    instance = boot(cluster, f'{SMALL}&in_tree={compute.uuid}')
     silence(cluster, dead)
     # By hand, or by a client of another making: one consumer, two computes.
     held = cluster.placement.call('GET', f'/allocations/{instance}')
@@ -107,9 +101,6 @@ def test_an_instance_that_lives_elsewhere_keeps_its_claim(cluster: Control) -> N
     cluster.eschedule('destroy', '--wait', instance)
     assert forget(cluster, dead.uuid) == [f'{dead.uuid}: its resource provider is removed']
     check(cluster, compute)
-
-
-# host forget: carried out
 
 
 @pytest.mark.parametrize('how', ['closed', 'orphaned'])
@@ -128,15 +119,10 @@ def test_an_empty_one_is_forgotten_once(cluster: Control, how: str) -> None:
 
 def test_destroys_it_never_carried_out_end_with_it(cluster: Control) -> None:
     compute = cluster.ecompute()
-    _, seen = place(cluster)
-    addressed(cluster, seen)
+    seen = boot(cluster)
     unseen = placed_on_a_deaf_one(cluster, compute)
     orphan = str(uuid.uuid4())
-    body = {
-        'allocations': {compute.uuid: {'resources': {'VCPU': 1}}},
-        **{'consumer_type': 'INSTANCE', 'user_id': 'u', 'project_id': 'p', 'consumer_generation': None},
-    }
-    cluster.placement.call('PUT', f'/allocations/{orphan}', body)
+    claim(cluster, orphan, compute.uuid, room={'VCPU': 1})
     cluster.etcd.put(f'/hosts/{compute.uuid}/by-hand', '')
     for instance in (seen, unseen):
         one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'still there')
@@ -177,11 +163,7 @@ def test_a_claim_made_meanwhile_keeps_the_provider(cluster: Control) -> None:
     silence(cluster, compute)
     with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-emptied:stop') as slow:
         slow.stopped_at('host-emptied')
-        body = {
-            'allocations': {compute.uuid: {'resources': {'VCPU': 1}}},
-            **{'consumer_type': 'INSTANCE', 'user_id': 'u', 'project_id': 'p', 'consumer_generation': None},
-        }
-        cluster.placement.call('PUT', f'/allocations/{NOBODY}', body)
+        claim(cluster, NOBODY, compute.uuid, room={'VCPU': 1})
         slow.go_on()
         one_line(slow.end(), 5, compute.uuid, 'its resource provider stays', 'allocations')
     assert cluster.placement.consumers(compute.uuid) == {NOBODY: {'VCPU': 1}}
@@ -198,25 +180,17 @@ def test_what_others_hold_of_others_stays(cluster: Control) -> None:
     cluster.placement.call('POST', '/resource_providers', {'uuid': other, 'name': 'nova-compute-7'})
     inventories = {'resource_provider_generation': 0, 'inventories': {'VCPU': {'total': 8}}}
     cluster.placement.call('PUT', f'/resource_providers/{other}/inventories', inventories)
-    body = {
-        'allocations': {other: {'resources': {'VCPU': 2}}},
-        **{'consumer_type': 'INSTANCE', 'user_id': 'u', 'project_id': 'p', 'consumer_generation': None},
-    }
-    cluster.placement.call('PUT', f'/allocations/{NOBODY}', body)
+    claim(cluster, NOBODY, other, room={'VCPU': 2})
     one_line(cluster.eschedule('host', 'forget', other), 4, 'no such compute', 'nova-compute-7')
     cluster.etcd.put(f'/hosts/{other}/by-hand', '')
     assert forget(cluster, other) == [f'/hosts/{other}/by-hand: removed: no compute would have carried it out']
     assert cluster.placement.consumers(other) == {NOBODY: {'VCPU': 2}}
 
 
-# The compute comes back after all
-
-
 @pytest.mark.unaudited('the guest that a forgotten host still has is kept')
 def test_a_forgotten_one_that_comes_back(cluster: Control) -> None:
     compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     silence(cluster, compute)
     assert cluster.eschedule('destroy', instance).code == 0
     forget(cluster, compute.uuid)
@@ -227,15 +201,13 @@ def test_a_forgotten_one_that_comes_back(cluster: Control) -> None:
     assert reserved(cluster, compute.uuid) == 0
     until(lambda: logged(compute, instance, 'kept, and unmanaged'), 20, 'the guest is reported')
     assert guests(compute)[instance]['running']
-    _, new = place(cluster)
-    addressed(cluster, new)
+    boot(cluster)
     assert record(cluster, instance)['state'] == 'gone'  # type: ignore[index]
     check(cluster, compute, foreign={instance})
     log_of(compute)
 
 
-def test_one_that_comes_back_while_it_is_forgotten(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_one_that_comes_back_while_it_is_forgotten(cluster: Control, compute: Ecompute) -> None:
     silence(cluster, compute)
     with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-emptied:stop') as slow:
         slow.stopped_at('host-emptied')
@@ -248,13 +220,10 @@ def test_one_that_comes_back_while_it_is_forgotten(cluster: Control) -> None:
     assert all(word in said for word in (compute.uuid, 'came back', 'restart its ecompute')), said
     compute.restart()
     addressed(cluster, place(cluster)[1])
-    check(cluster, compute)
 
 
-def test_nothing_is_ended_for_one_that_is_alive_again(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+def test_nothing_is_ended_for_one_that_is_alive_again(cluster: Control, compute: Ecompute) -> None:
+    instance = boot(cluster)
     silence(cluster, compute)
     assert cluster.eschedule('destroy', instance).code == 0
     before = set(everything(cluster))
@@ -268,14 +237,10 @@ def test_nothing_is_ended_for_one_that_is_alive_again(cluster: Control) -> None:
     assert record(cluster, instance)['state'] == 'active'  # type: ignore[index]
     compute.start()
     assert reached(cluster, instance, 'gone')['fault'] is None
-    check(cluster, compute)
 
 
-def test_one_that_comes_back_in_time_carries_its_destroys_out_itself(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    instances = [place(cluster)[1] for _ in range(2)]
-    for instance in instances:
-        addressed(cluster, instance)
+def test_one_that_comes_back_in_time_carries_its_destroys_out_itself(cluster: Control, compute: Ecompute) -> None:
+    instances = [boot(cluster) for _ in range(2)]
     silence(cluster, compute)
     assert cluster.eschedule('destroy', *instances).code == 0
     with Eschedule(cluster, 'host', 'forget', '--fenced', compute.uuid, failpoint='host-released:stop') as slow:
@@ -286,4 +251,3 @@ def test_one_that_comes_back_in_time_carries_its_destroys_out_itself(cluster: Co
     for instance in instances:
         assert reached(cluster, instance, 'gone')['fault'] is None
     assert states(cluster) == {compute.uuid: 'up'}
-    check(cluster, compute)

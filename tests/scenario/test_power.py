@@ -9,16 +9,10 @@ import pytest
 
 from ecomp.model.order import ACTIONS
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import Eschedule
+from tests.kit.hands import Eschedule, running
 from tests.kit.invariants import check, everything
 from tests.kit.servers import until
-from tests.kit.story import IMAGE, NOBODY, SMALL, addressed, logged, logs, one_line, place, reached, record
-
-
-def running(compute: Ecompute) -> set[str]:
-    """The guests of a fake that run."""
-    found = json.loads((compute.directory / 'state' / 'fake.json').read_text())
-    return {each['instance'] for each in found if each['running']}
+from tests.kit.story import IMAGE, NOBODY, SMALL, addressed, boot, logged, logs, one_line, place, reached, record
 
 
 def switched(control: Control, action: str, *instances: str) -> None:
@@ -31,8 +25,7 @@ def switched(control: Control, action: str, *instances: str) -> None:
     assert lines == [*accepted, *(f'{each}: {state}' for each in instances)]
 
 
-def test_stopped_started_and_rebooted(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_stopped_started_and_rebooted(cluster: Control, compute: Ecompute) -> None:
     instances = [place(cluster)[1] for _ in range(2)]
     first, second = instances
     addresses = [addressed(cluster, each) for each in instances]
@@ -56,11 +49,9 @@ def test_stopped_started_and_rebooted(cluster: Control) -> None:
 
     switched(cluster, 'stop', second)
     assert cluster.eschedule('destroy', '--wait', second).code == 0
-    check(cluster, compute)
 
 
-def test_each_boot_has_its_stages_and_a_wait_is_for_the_one_that_comes(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_each_boot_has_its_stages_and_a_wait_is_for_the_one_that_comes(cluster: Control, compute: Ecompute) -> None:
     _, instance = place(cluster)
     address = addressed(cluster, instance)
     compute.pause()
@@ -92,13 +83,11 @@ def test_each_boot_has_its_stages_and_a_wait_is_for_the_one_that_comes(cluster: 
     one_line(cluster.eschedule('timeline', instance, '--boot', '4'), 4, 'boot 4 is not kept: 1 to 3 are')
     rows = dict(line.split(maxsplit=1) for line in cluster.eschedule('show', instance).stdout.splitlines())
     assert rows['since'] == boots[2]['stages']['started']
-    check(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_what_is_so_already_is_said_and_nothing_changed(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     before = everything(cluster)
     one_line(cluster.eschedule('start', '--wait', instance), 0, instance, 'is active already')
     assert everything(cluster) == before
@@ -106,13 +95,10 @@ def test_what_is_so_already_is_said_and_nothing_changed(cluster: Control) -> Non
     before = everything(cluster)
     one_line(cluster.eschedule('stop', instance, instance), 0, instance, 'is stopped already')
     assert everything(cluster) == before
-    check(cluster, compute)
 
 
-def test_only_what_lives_can_be_switched(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, gone = place(cluster)
-    addressed(cluster, gone)
+def test_only_what_lives_can_be_switched(cluster: Control, compute: Ecompute) -> None:
+    gone = boot(cluster)
     assert cluster.eschedule('destroy', '--wait', gone).code == 0
     compute.pause()
     _, scheduled = place(cluster)
@@ -129,13 +115,10 @@ def test_only_what_lives_can_be_switched(cluster: Control) -> None:
     assert f'{scheduled}: is being destroyed' in mixed.stderr
     compute.resume()
     reached(cluster, scheduled, 'gone')
-    check(cluster, compute)
 
 
-def test_a_silent_compute_does_it_when_it_is_back(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+def test_a_silent_compute_does_it_when_it_is_back(cluster: Control, compute: Ecompute) -> None:
+    instance = boot(cluster)
     compute.stop()
     one_line(cluster.eschedule('stop', instance), 0, 'stop accepted', 'when it is back: it is silent now')
     late = cluster.eschedule('stop', '--wait', '--timeout', '0', instance)
@@ -155,14 +138,11 @@ def test_a_silent_compute_does_it_when_it_is_back(cluster: Control) -> None:
     assert len(logs(compute, 'START INSTANCE', instance)) == 1
     compute.restart()
     assert running(compute) == {instance}, 'done once'
-    check(cluster, compute)
 
 
-def test_a_request_keeps_what_is_in_it(cluster: Control) -> None:
+def test_a_request_keeps_what_is_in_it(cluster: Control, compute: Ecompute) -> None:
     """Also what its eschedule knew and ours does not."""
-    compute = cluster.ecompute()
-    _, instance = place(cluster, SMALL, IMAGE)
-    addressed(cluster, instance)
+    instance = boot(cluster, SMALL, IMAGE)
     key = f'/hosts/{compute.uuid}/{instance}'
     asked = {**json.loads(cluster.etcd.get(key) or b''), 'later': {'names': ['web1', 1.5, None]}}
     cluster.etcd.put(key, json.dumps(asked))
@@ -171,13 +151,10 @@ def test_a_request_keeps_what_is_in_it(cluster: Control) -> None:
     power = kept.pop('power')
     assert kept == asked
     assert (power['action'], record(cluster, instance)['power']) == ('stop', power['id'])  # type: ignore[index]
-    check(cluster, compute)
 
 
-def test_a_guest_that_turns_itself_off_stays_off(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+def test_a_guest_that_turns_itself_off_stays_off(cluster: Control, compute: Ecompute) -> None:
+    instance = boot(cluster)
     switched(cluster, 'reboot', instance)
     compute.stop()
     path = compute.directory / 'state' / 'fake.json'
@@ -187,13 +164,10 @@ def test_a_guest_that_turns_itself_off_stays_off(cluster: Control) -> None:
     compute.restart()
     assert running(compute) == set()
     switched(cluster, 'start', instance)
-    check(cluster, compute)
 
 
-def test_a_start_that_fails_says_why_and_is_not_tried_again(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+def test_a_start_that_fails_says_why_and_is_not_tried_again(cluster: Control, compute: Ecompute) -> None:
+    instance = boot(cluster)
     switched(cluster, 'stop', instance)
     compute.stop()
     path = compute.directory / 'state' / 'fake.json'
@@ -212,14 +186,11 @@ def test_a_start_that_fails_says_why_and_is_not_tried_again(cluster: Control) ->
     until(lambda: (record(cluster, instance) or {})['fault'] is None, 20, 'it is mended')
     assert running(compute) == set(), 'what failed is over'
     switched(cluster, 'start', instance)
-    check(cluster, compute)
 
 
 @pytest.mark.parametrize('meanwhile', ['start', 'destroy'])
-def test_who_waits_learns_that_something_else_was_asked(cluster: Control, meanwhile: str) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+def test_who_waits_learns_that_something_else_was_asked(cluster: Control, compute: Ecompute, meanwhile: str) -> None:
+    instance = boot(cluster)
     compute.pause()
     with Eschedule(cluster, 'stop', '--wait', instance) as waiting:
         until(lambda: b'"stop"' in (cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') or b''), 20, 'it is asked')
@@ -231,4 +202,3 @@ def test_who_waits_learns_that_something_else_was_asked(cluster: Control, meanwh
     ]
     assert ended.code == code, ended
     assert said in ended.stderr
-    check(cluster, compute)
