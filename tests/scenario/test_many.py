@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import Control, Result
+from tests.kit.commands import Control, run
 from tests.kit.invariants import check
 from tests.kit.many import Many
-from tests.kit.servers import environment, until
+from tests.kit.servers import until
 from tests.kit.story import SMALL, addressed, notified, one_line, reached, record, reserved
 
 TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
@@ -100,16 +98,9 @@ def test_they_take_from_queues(cluster: Control) -> None:
 def test_two_processes_do_not_share_a_state(cluster: Control) -> None:
     many = Many(cluster, 2, state='state')
     many.start()
-    second = refused(cluster.directory, '--fake', TOY, '--count', '2')
+    second = run('ecomp.compute', '--fake', TOY, '--count', '2', directory=cluster.directory)
     one_line(second, 5, 'state', str(many.pid), command='ecompute')
     assert len(many.computes) == 2
-
-
-def refused(directory: Path, *words: str) -> Result:
-    """How an ecompute ends that must not start."""
-    command = [sys.executable, '-m', 'ecomp.compute', *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=directory, env=environment())
-    return Result(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -124,4 +115,4 @@ def refused(directory: Path, *words: str) -> Result:
 )
 def test_what_does_not_go_together(tmp_path: Path, words: list[str], says: str) -> None:
     (tmp_path / 'compute.yaml').write_text('uuid: 5ca1ab1e-0000-4000-8000-000000000000\n')
-    one_line(refused(tmp_path, *words), 2, says, command='ecompute')
+    one_line(run('ecomp.compute', *words, directory=tmp_path), 2, says, command='ecompute')

@@ -7,18 +7,9 @@ import socket
 from collections import Counter
 
 from tests.kit.commands import Control, Result
-from tests.kit.story import IMAGE, NOTIFIED, SMALL, one_line, place
+from tests.kit.story import IMAGE, SMALL, one_line, place
 
 TOY = 'VCPU:8,DISK_GB:100,MEMORY_MB:4096'
-
-
-def target(cluster: Control, *words: str) -> str:
-    """The compute that an instance is placed on."""
-    done = cluster.eschedule(SMALL, IMAGE, *words)
-    found = NOTIFIED.match(done.stdout)
-    assert done.code == 0, done
-    assert found, done
-    return found[1]
 
 
 def planned(cluster: Control, *words: str) -> list[str]:
@@ -30,11 +21,11 @@ def planned(cluster: Control, *words: str) -> list[str]:
 def test_instances_are_spread_and_packed_as_asked(cluster: Control) -> None:
     computes = [cluster.ecompute(TOY).uuid for _ in range(3)]
     # Each goes to one that has fewest, and none is left out.
-    assert Counter(target(cluster) for _ in range(6)) == dict.fromkeys(computes, 2)
-    fullest = target(cluster, '--on', computes[1])
+    assert Counter(place(cluster, SMALL, IMAGE)[0] for _ in range(6)) == dict.fromkeys(computes, 2)
+    fullest = place(cluster, SMALL, IMAGE, '--on', computes[1])[0]
     assert fullest == computes[1]
-    assert [target(cluster, '--weigh', 'pack') for _ in range(3)] == [fullest] * 3
-    assert {target(cluster) for _ in range(2)} == set(computes) - {fullest}
+    assert [place(cluster, SMALL, IMAGE, '--weigh', 'pack')[0] for _ in range(3)] == [fullest] * 3
+    assert {place(cluster, SMALL, IMAGE)[0] for _ in range(2)} == set(computes) - {fullest}
 
 
 def test_the_plan_is_what_then_happens(cluster: Control) -> None:
@@ -47,7 +38,7 @@ def test_the_plan_is_what_then_happens(cluster: Control) -> None:
     assert planned(cluster) == expected
     assert planned(cluster, '--weigh', 'pack') == expected[::-1]
     assert cluster.placement.consumers(computes[2]) == before, 'nothing is claimed'
-    assert target(cluster) == expected[0]
+    assert place(cluster, SMALL, IMAGE)[0] == expected[0]
     lines = cluster.eschedule('plan', SMALL, '--weigh=pack').stdout.splitlines()
     assert lines[0].split() == ['COMPUTE', 'HOST', 'WEIGHT', *(
         word for name in ('VCPU', 'MEMORY_MB', 'DISK_GB') for word in (name, 'USED/CAPACITY')
@@ -115,7 +106,7 @@ def test_what_would_be_refused_is_not_planned(cluster: Control) -> None:
 
 def test_a_host_is_named_by_what_it_is_called(cluster: Control) -> None:
     one = cluster.ecompute(TOY).uuid
-    assert target(cluster, '--on', socket.gethostname()) == one
+    assert place(cluster, SMALL, IMAGE, '--on', socket.gethostname())[0] == one
     two = cluster.ecompute(TOY).uuid
     done = cluster.eschedule(SMALL, IMAGE, '--on', socket.gethostname())
     both = ', '.join(sorted([one, two]))

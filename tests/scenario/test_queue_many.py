@@ -14,6 +14,8 @@ from tests.kit.hands import Armed, guests, killed_at, settled
 from tests.kit.invariants import allocations, everything
 from tests.kit.servers import until
 from tests.kit.story import SMALL, called, reached
+from tests.kit.tuned import Tuned, tuned
+from tests.scenario.queued import queue
 
 ROOM = 'VCPU:16,DISK_GB:100,MEMORY_MB:16384'
 STEPS = 'marked', 'taken', 'moved'
@@ -23,22 +25,9 @@ FEW = pytest.param(4, 32, id='few')
 MANY = pytest.param(50, 500, id='many', marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
 
 
-@pytest.fixture
-def small(cluster: Control) -> Control:
-    assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
-    return cluster
-
-
-def computes(control: Control, count: int, **settings: object) -> list[Armed]:
-    """So many, not started."""
-    made = []
-    for number in range(count):
-        directory = control.directory / f'compute-{number}'
-        directory.mkdir()
-        each = Armed(control.etcd.endpoint, control.placement.url, ROOM, directory, **settings)
-        control.at_exit.callback(each.close)
-        made.append(each)
-    return made
+def computes(control: Control, count: int) -> list[Tuned]:
+    """So many that take from queues, not started."""
+    return [tuned(control, ROOM, start=False, queues=True) for _ in range(count)]
 
 
 def start(made: Sequence[Armed]) -> None:
@@ -54,12 +43,7 @@ def start(made: Sequence[Armed]) -> None:
 
 def enqueue(control: Control, count: int) -> set[str]:
     """Put so many into the queue."""
-    instances = set()
-    for _ in range(count):
-        done = called(control, '--queue', '--flavor', 'small')
-        assert done.code == 0, done
-        instances.add(done.stdout.split()[2])
-    return instances
+    return {queue(control) for _ in range(count)}
 
 
 def states(control: Control) -> dict[str, str]:
@@ -86,7 +70,7 @@ def balance(control: Control, made: Sequence[Armed]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(('count', 'requests'), [FEW, MANY])
 def test_half_of_the_computes_are_killed_while_they_take(small: Control, count: int, requests: int) -> None:
-    made = computes(small, count, queues=True)
+    made = computes(small, count)
     dying = made[: count // 2]
     for number, each in enumerate(dying):
         each.failpoint = f'{STEPS[number % len(STEPS)]}:kill'
@@ -107,7 +91,7 @@ def test_half_of_the_computes_are_killed_while_they_take(small: Control, count: 
 
 
 def test_an_idle_one_takes_before_one_that_is_nearly_full(small: Control) -> None:
-    made = computes(small, 2, queues=True)
+    made = computes(small, 2)
     start(made)
     full, idle = made
     done = called(small, SMALL, '--count', '15', '--on', full.uuid)
@@ -124,7 +108,7 @@ def test_an_idle_one_takes_before_one_that_is_nearly_full(small: Control) -> Non
 @pytest.mark.parametrize(('count', 'requests'), [FEW, MANY])
 def test_the_idlest_take_first(small: Control, count: int, requests: int) -> None:
     """The balance of the pull queue against that of eschedule's own spread, on the same load."""
-    made = computes(small, count, queues=True)
+    made = computes(small, count)
     start(made)
     for _ in range(requests):
         assert called(small, SMALL).code == 0
