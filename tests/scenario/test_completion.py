@@ -22,7 +22,7 @@ import pytest
 from tests.kit.commands import Control
 from tests.kit.invariants import check
 from tests.kit.servers import PATIENCE, environment
-from tests.kit.story import SMALL, addressed, called, place
+from tests.kit.story import SMALL, boot, called
 
 SHELLS = {'bash': ['bash', '--norc', '--noprofile', '-i'], 'zsh': ['zsh', '-f', '-i'], 'fish': ['fish', '--no-config']}
 
@@ -35,8 +35,7 @@ def env(cluster: Control) -> Iterator[dict[str, str]]:
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ecomp.schedule "$@"\n')
     command.chmod(0o755)
     compute = cluster.ecompute()
-    _, instance = place(cluster, SMALL, '--name', 'web1', '--group', 'apart', '--policy', 'affinity')
-    addressed(cluster, instance)
+    instance = boot(cluster, SMALL, '--name', 'web1', '--group', 'apart', '--policy', 'affinity')
     assert called(cluster, 'flavor', 'set', 'small', SMALL).code == 0
     assert called(cluster, 'quota', 'set', 'shop', 'instances=4').code == 0
     path = f'{command.parent}:{os.environ["PATH"]}'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,18 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import Command, Control, Result, write_config
+from tests.kit.commands import Control, Ecompute, Result, write_config
 from tests.kit.gate import Gate
+from tests.kit.hands import Eschedule
 from tests.kit.invariants import allocations, check, everything
 from tests.kit.servers import until
-from tests.kit.story import IMAGE, SMALL, addressed, at_once, logs, notified, one_line, place, reached, record
+from tests.kit.story import IMAGE, SMALL, addressed, at_once, known, logs, notified, one_line, place, reached
 
 CLAIM = b'PUT /allocations/'
-
-
-@pytest.fixture
-def instance() -> str:
-    return str(uuid.uuid4())
 
 
 @pytest.fixture
@@ -39,13 +34,7 @@ def slow(cluster: Control, gate: Gate) -> Path:
     return write_config(cluster.directory / 'slow.yaml', cluster.etcd.endpoint, gate.url)
 
 
-def begun(config: Path, *words: str) -> Command:
-    """An eschedule that is still at it."""
-    return Command([sys.executable, '-m', 'ecomp.schedule', '--config', str(config), *words], config.parent)
-
-
-def test_the_same_again_changes_nothing_and_says_so(cluster: Control, instance: str) -> None:
-    compute = cluster.ecompute()
+def test_the_same_again_changes_nothing_and_says_so(cluster: Control, compute: Ecompute, instance: str) -> None:
     assert place(cluster, '--uuid', instance, SMALL, IMAGE) == (compute.uuid, instance)
     addressed(cluster, instance)
     before = everything(cluster), allocations(cluster)
@@ -68,11 +57,9 @@ def test_the_same_again_changes_nothing_and_says_so(cluster: Control, instance: 
         assert refused.stdout == ''
     assert (everything(cluster), allocations(cluster)) == before
     assert len(logs(compute, 'INSTANTIATE')) == 1
-    check(cluster, compute)
 
 
-def test_a_uuid_is_never_used_twice(cluster: Control, instance: str) -> None:
-    compute = cluster.ecompute()
+def test_a_uuid_is_never_used_twice(cluster: Control, compute: Ecompute, instance: str) -> None:
     place(cluster, '--uuid', instance, SMALL)
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     one_line(cluster.eschedule('--uuid', instance, SMALL), 5, instance, 'gone since', 'never used twice')
@@ -90,36 +77,14 @@ def test_a_uuid_is_never_used_twice(cluster: Control, instance: str) -> None:
     one_line(cluster.eschedule('--uuid', unseen, SMALL), 5, unseen, 'being destroyed')
     one_line(cluster.eschedule('destroy', unseen), 0, unseen, 'already')
     compute.resume()
-    check(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_no_capacity_leaves_the_uuid_free(cluster: Control, instance: str) -> None:
-    compute = cluster.ecompute()
     refused = cluster.eschedule('--uuid', instance, SMALL.replace('VCPU:1', 'VCPU:5'))
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     place(cluster, '--uuid', instance, SMALL)
     reached(cluster, instance, 'active')
-    check(cluster, compute)
-
-
-def test_killed_after_its_claim_and_resumed(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
-    compute = cluster.ecompute()
-    gate.hold(CLAIM)
-    with begun(slow, '--uuid', instance, SMALL) as first:
-        assert gate.held.wait(20)  # placement has answered, and nobody has heard it
-        first.send(signal.SIGKILL)
-        first.end()
-        assert allocations(cluster) == {instance: {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}
-        assert record(cluster, instance) is None
-        check(cluster, compute, dead=[first.pid])
-
-        resumed = cluster.eschedule('--uuid', instance, SMALL)
-
-        assert notified(resumed) == (compute.uuid, instance)
-        one_line(resumed, 0, instance, 'taking over')
-    addressed(cluster, instance)
-    assert len(logs(compute, 'INSTANTIATE')) == 1
-    check(cluster, compute)
 
 
 @pytest.mark.slow
@@ -127,7 +92,7 @@ def test_killed_after_its_claim_and_never_resumed(cluster: Control, instance: st
     compute = cluster.ecompute()
     addressed(cluster, place(cluster)[1])
     gate.hold(CLAIM)
-    with begun(slow, '--uuid', instance, SMALL) as first:
+    with Eschedule(cluster, '--uuid', instance, SMALL, config=slow) as first:
         assert gate.held.wait(20)
         first.send(signal.SIGKILL)
         first.end()
@@ -140,10 +105,10 @@ def test_killed_after_its_claim_and_never_resumed(cluster: Control, instance: st
     check(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_interrupted_after_its_claim_it_releases_it(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
-    compute = cluster.ecompute()
     gate.hold(CLAIM)
-    with begun(slow, '--uuid', instance, SMALL) as first:
+    with Eschedule(cluster, '--uuid', instance, SMALL, config=slow) as first:
         assert gate.held.wait(20)
         first.send(signal.SIGINT)
         gate.open()
@@ -151,7 +116,6 @@ def test_interrupted_after_its_claim_it_releases_it(cluster: Control, instance: 
         assert 'Traceback' not in ended.stderr
         # Before or after the delivery: all of it is there, or nothing is.
         assert ended.code in (0, 1)
-    check(cluster, compute)
 
 
 @pytest.mark.parametrize('back', [True, False])
@@ -160,7 +124,7 @@ def test_the_answer_to_the_claim_is_lost(
 ) -> None:
     compute = cluster.ecompute()
     gate.hold(CLAIM)
-    with begun(slow, '--uuid', instance, SMALL) as first:
+    with Eschedule(cluster, '--uuid', instance, SMALL, config=slow) as first:
         assert gate.held.wait(20)
         if back:
             gate.break_off()  # the connection alone: it can read back what became of its claim
@@ -196,7 +160,7 @@ def test_two_with_one_uuid_at_the_same_time(cluster: Control) -> None:
 def test_the_second_takes_over_from_the_first(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
     computes = cluster.ecompute(), cluster.ecompute()
     gate.hold(CLAIM)
-    with begun(slow, '--uuid', instance, SMALL) as first:
+    with Eschedule(cluster, '--uuid', instance, SMALL, config=slow) as first:
         assert gate.held.wait(20)
         second = cluster.eschedule('--uuid', instance, SMALL)
         gate.open()
@@ -251,9 +215,6 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
         placement.close()
     one.resume()
     assert addressed(cluster, instance)
-    found = record(cluster, instance)
-    assert found is not None
+    found = known(cluster, instance)
     assert found['compute'] == one.uuid
     check(cluster, one, other)
-
-
