@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -56,12 +55,6 @@ def said(compute: Ecompute, *words: str) -> int:
 def said_back(compute: Ecompute) -> int:
     """How often it has said that etcd is back."""
     return said(compute, ' INFO ', 'etcd at ', 'is back')
-
-
-def running(compute: Ecompute) -> set[str]:
-    """The fake's guests that run."""
-    guests = json.loads((compute.directory / 'state' / 'fake.json').read_text())
-    return {each['instance'] for each in guests if each['running']}
 
 
 def is_refused(control: Control, etcd: Etcd, *words: str, within: float = 20.0) -> None:

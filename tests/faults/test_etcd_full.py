@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import signal
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.etcd_away import frozen, running, said
+from tests.faults.etcd_away import frozen, said
 from tests.faults.etcds import fill, make_room
-from tests.faults.figures import figure
-from tests.kit.commands import Control
-from tests.kit.hands import Eschedule, lapse, settled
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import Eschedule, lapse, running, settled
 from tests.kit.invariants import allocations
 from tests.kit.servers import Etcd, PlacementServer, until
-from tests.kit.story import SMALL, SOON, addressed, at_once, logged, logs, notified, one_line, place, record
+from tests.kit.story import SMALL, SOON, addressed, at_once, boot_all, logged, logs, notified, one_line, record
 
 
 @pytest.fixture
@@ -31,13 +29,9 @@ def small(own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
             control.close()
 
 
-def test_no_space(small: Control) -> None:
+def test_no_space(small: Control, compute: Ecompute) -> None:
     """F12: etcd full: accepted destroys complete, new requests are refused and leave nothing, no build begins (fake)"""
-    compute = small.ecompute()
-    _, kept = place(small)
-    _, destroyed = place(small)
-    for instance in (kept, destroyed):
-        addressed(small, instance)
+    kept, destroyed = boot_all(small, 2)
     wanted = str(uuid.uuid4())
 
     def accepted() -> None:
@@ -63,20 +57,13 @@ def test_no_space(small: Control) -> None:
     assert not logged(compute, 'INSTANTIATE', wanted)
     assert said(compute, 'takes no writes', 'trying again') == 1
     make_room(small.etcd)
-    began = time.monotonic()
     addressed(small, wanted)
-    figure('F12', recovered_s=time.monotonic() - began)
     assert small.eschedule('destroy', '--wait', kept).code == 0
-    settled(small, compute)
 
 
-def test_no_space_and_frozen_past_the_lease(small: Control) -> None:
+def test_no_space_and_frozen_past_the_lease(small: Control, compute: Ecompute) -> None:
     """F12: etcd full, and a compute frozen for longer than its lease: a destroy that was accepted completes (fake)"""
-    compute = small.ecompute()
-    _, kept = place(small)
-    _, destroyed = place(small)
-    for instance in (kept, destroyed):
-        addressed(small, instance)
+    kept, destroyed = boot_all(small, 2)
 
     def accepted() -> None:
         assert small.eschedule('destroy', destroyed).code == 0
@@ -91,12 +78,11 @@ def test_no_space_and_frozen_past_the_lease(small: Control) -> None:
     make_room(small.etcd)
     until(lambda: small.etcd.get(f'/computes/{compute.uuid}'), SOON, 'it says again that it is alive')
     assert small.eschedule('destroy', '--wait', kept).code == 0
-    settled(small, compute)
 
 
-def test_full_between_claim_and_delivery(small: Control) -> None:
+@pytest.mark.usefixtures('compute')
+def test_full_between_claim_and_delivery(small: Control, instance: str) -> None:
     """F12: etcd is full when the request is to be delivered: exit 7, and the claim is released (fake)"""
-    compute, instance = small.ecompute(), str(uuid.uuid4())
     with Eschedule(small, SMALL, '--uuid', instance, failpoint='claimed:stop') as eschedule:
         eschedule.stopped_at('claimed')
         assert small.placement.allocations(instance)
@@ -108,16 +94,13 @@ def test_full_between_claim_and_delivery(small: Control) -> None:
     make_room(small.etcd)
     notified(small.eschedule(SMALL, '--uuid', instance))
     addressed(small, instance)
-    settled(small, compute)
 
 
 @pytest.mark.slow
 def test_full_while_a_guest_is_destroyed(small: Control) -> None:
     """F12: full between the record that says destroying and the end: no difference; several at once (fake)"""
     compute = small.ecompute()
-    instances = [place(small)[1] for _ in range(4)]
-    for instance in instances:
-        addressed(small, instance)
+    instances = boot_all(small, 4)
 
     def all_destroyed() -> None:
         assert {done.code for done in at_once(small, [('destroy', each) for each in instances], 2)} == {0}

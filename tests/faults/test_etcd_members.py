@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +12,13 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError
 from ecomp.store.client import Put, Store
-from tests.faults.etcd_away import LOST, is_refused, running, said, share_while_away
+from tests.faults.etcd_away import LOST, is_refused, said, share_while_away
 from tests.faults.etcds import EtcdCluster, EtcdControl
-from tests.faults.figures import figure
-from tests.kit.commands import Control
-from tests.kit.hands import Eschedule, settled
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import Eschedule, running, settled
 from tests.kit.invariants import allocations
 from tests.kit.servers import PATIENCE, PlacementServer, until
-from tests.kit.story import SMALL, addressed, notified, one_line, place
+from tests.kit.story import SMALL, addressed, boot, notified, one_line
 
 
 @pytest.fixture
@@ -68,24 +66,18 @@ def writes_resume(cluster: EtcdCluster, inject: Callable[[], None]) -> float:
         pytest.param('first', 'killed', marks=pytest.mark.slow),
     ],
 )
-def test_a_member_is_lost(several: Control, members: EtcdCluster, who: str, how: str) -> None:
+def test_a_member_is_lost(several: Control, compute: Ecompute, members: EtcdCluster, who: str, how: str) -> None:
     """F9: the leader, or the member all are connected to, killed or frozen: writes resume, nothing is noticed (fake)"""
-    compute = several.ecompute()
-    _, before = place(several)
-    addressed(several, before)
+    before = boot(several)
     members.move_leader(members.members[1])
     member = members.members[1 if who == 'leader' else 0]
     resumed = writes_resume(members, member.kill if how == 'killed' else member.pause)
-    began = time.monotonic()
-    _, during = place(several)
-    addressed(several, during)
-    figure(f'F9 {who} {how}', recovered_s=resumed, served_s=time.monotonic() - began)
+    boot(several)
     assert resumed < PATIENCE * 8
     member.start() if how == 'killed' else member.resume()
     until(member.is_ready, 20, 'the member is back')
     assert several.eschedule('destroy', '--wait', before).code == 0
     assert said(compute, 'is not the one this compute knew') == 0
-    settled(several, compute)
 
 
 @pytest.mark.slow
@@ -94,41 +86,34 @@ def test_the_leader_changes(several: Control, members: EtcdCluster) -> None:
     compute = several.ecompute('VCPU:64,DISK_GB:99,MEMORY_MB:9999')
     for number in (1, 2, 0, 1):
         target = members.members[number]
-        figure('F9 moved', recovered_s=writes_resume(members, lambda: members.move_leader(target)))  # noqa: B023
-        _, instance = place(several)
-        addressed(several, instance)
+        writes_resume(members, lambda: members.move_leader(target))  # noqa: B023
+        boot(several)
     assert said(compute, 'is not the one this compute knew') == 0
     settled(several, compute)
 
 
-def test_a_member_is_replaced(several: Control, members: EtcdCluster) -> None:
+def test_a_member_is_replaced(several: Control, compute: Ecompute, members: EtcdCluster) -> None:
     """F9: a member exchanged for one without data: it is not taken for another etcd (fake)"""
-    compute = several.ecompute()
-    _, before = place(several)
-    addressed(several, before)
+    before = boot(several)
     for number in range(500):
         members.members[1].put('/elsewhere', str(number))
     members.replace(0)
-    _, after = place(several)
-    addressed(several, after)
+    boot(several)
     compute.restart()  # and meets the new member first
     assert several.eschedule('destroy', '--wait', before).code == 0
     assert said(compute, 'is not the one this compute knew') == 0
-    settled(several, compute)
 
 
 @pytest.mark.slow
-def test_a_member_that_lags_is_not_another_etcd(several: Control, members: EtcdCluster) -> None:
+def test_a_member_that_lags_is_not_another_etcd(several: Control, compute: Ecompute, members: EtcdCluster) -> None:
     """F13: a member that comes back far behind is listed and watched at once: no false alarm (fake)"""
-    compute = several.ecompute()
     lagging = members.members[0]
     for _ in range(3):
         lagging.pause()
         until(lambda: members.leader() is not lagging, 20, 'another one leads')
         for number in range(300):
             members.members[1].put('/elsewhere', str(number))
-        _, instance = place(several)
-        addressed(several, instance)
+        boot(several)
         # Everybody is thrown back to it: both the others are gone for a moment.
         lagging.resume()
         for each in members.members[1:]:
@@ -136,24 +121,19 @@ def test_a_member_that_lags_is_not_another_etcd(several: Control, members: EtcdC
         for each in members.members[1:]:
             each.start()
     assert said(compute, 'is not the one this compute knew') == 0
-    settled(several, compute)
 
 
 @pytest.mark.slow
-def test_no_quorum(several: Control, members: EtcdCluster) -> None:
+def test_no_quorum(several: Control, compute: Ecompute, members: EtcdCluster) -> None:
     """F10: two of three members gone: guests stay, eschedule exits 7 in time, nothing half done, all goes on (fake)"""
-    compute = several.ecompute()
-    _, instance = place(several)
-    addressed(several, instance)
+    instance = boot(several)
     held = allocations(several)
     gone = members.members[1:]
     for each in gone:
         each.kill()
-    began = time.monotonic()
     for words in ((SMALL,), ('destroy', instance), ('list',)):
         is_refused(several, members.members[0], *words)
     until(lambda: said(compute, LOST), 30, 'the loss is logged')
-    detected = time.monotonic() - began
     share = share_while_away(compute)
     assert share < 0.05
     assert running(compute) == {instance}
@@ -162,16 +142,12 @@ def test_no_quorum(several: Control, members: EtcdCluster) -> None:
         each.launch()
     for each in gone:
         each.wait_ready()
-    began = time.monotonic()
-    _, after = place(several)
-    addressed(several, after)
-    figure('F10', detected_s=detected, recovered_s=time.monotonic() - began, cpu_share=share)
-    settled(several, compute)
+    boot(several)
 
 
-def test_quorum_lost_while_an_eschedule_is_at_it(several: Control, members: EtcdCluster) -> None:
+@pytest.mark.usefixtures('compute')
+def test_quorum_lost_while_an_eschedule_is_at_it(several: Control, instance: str, members: EtcdCluster) -> None:
     """F10: quorum lost between claim and delivery: exit 7 in time; the same command again ends it (fake)"""
-    compute, instance = several.ecompute(), str(uuid.uuid4())
     with Eschedule(several, SMALL, '--uuid', instance, failpoint='claimed:stop') as eschedule:
         eschedule.stopped_at('claimed')
         for each in members.members[:2]:
@@ -186,4 +162,3 @@ def test_quorum_lost_while_an_eschedule_is_at_it(several: Control, members: Etcd
         each.wait_ready()
     notified(several.eschedule(SMALL, '--uuid', instance))
     addressed(several, instance)
-    settled(several, compute)

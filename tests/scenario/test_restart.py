@@ -17,6 +17,9 @@ from tests.kit.story import (
     SMALL,
     addressed,
     at_once,
+    boot,
+    boot_all,
+    known,
     log_of,
     logged,
     logs,
@@ -27,20 +30,14 @@ from tests.kit.story import (
     record,
     reserved,
 )
+from tests.kit.tuned import tuned
 
 
 def refused_start(compute: Ecompute) -> Result:
     """How an ecompute ends that must not start; its log is its stderr."""
     compute.launch()
-    code = until_ended(compute)
-    return Result(code, '', compute.log.read_text())
-
-
-def until_ended(compute: Ecompute) -> int:
-    """The exit code of an ecompute that ends by itself."""
-    process = compute._process
-    assert process is not None
-    return process.wait(30)
+    assert compute._process is not None
+    return Result(compute._process.wait(30), '', compute.log.read_text())
 
 
 def complaint(result: Result) -> str:
@@ -52,8 +49,7 @@ def complaint(result: Result) -> str:
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, number: int) -> None:
-    compute = cluster.ecompute()
+def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, compute: Ecompute, number: int) -> None:
     _, kept = place(cluster)
     _, doomed = place(cluster)
     address = addressed(cluster, kept)
@@ -78,14 +74,12 @@ def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, 
     assert reserved(cluster, compute.uuid) == 0
     reached(cluster, meanwhile, 'active')
     reached(cluster, doomed, 'gone')
-    found = record(cluster, kept)
-    assert found is not None
+    found = known(cluster, kept)
     assert found['state'] == 'active'
     assert found['addresses'][0]['address'] == address
     assert len(logs(compute, 'INSTANTIATE', kept)) == 1
     assert logs(compute, 'resource provider', compute.uuid, 'is there, with usages')
     place(cluster)
-    check(cluster, compute)
 
 
 def test_killed_at_any_moment_nothing_is_lost_or_doubled(cluster: Control) -> None:
@@ -114,9 +108,7 @@ def test_killed_at_any_moment_nothing_is_lost_or_doubled(cluster: Control) -> No
 def test_the_same_state_directory_twice(cluster: Control, tmp_path: Path) -> None:
     first = cluster.ecompute()
     state = str(first.directory / 'state')
-    second = Ecompute(
-        cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'second', state=state, uuid=first.uuid
-    )
+    second = tuned(cluster, start=False, directory=tmp_path / 'second', state=state, uuid=first.uuid)
     refused = refused_start(second)
     assert refused.code == 5
     line = complaint(refused)
@@ -130,13 +122,8 @@ def test_the_same_uuid_in_another_state_directory(cluster: Control, tmp_path: Pa
     first = cluster.ecompute()
     holder = json.loads(everything(cluster)[f'/computes/{first.uuid}'].value)
     before = cluster.placement.inventory(first.uuid)
-    second = Ecompute(
-        cluster.etcd.endpoint,
-        cluster.placement.url,
-        'VCPU:99,DISK_GB:1,MEMORY_MB:1',
-        directory=tmp_path / 'second',
-        uuid=first.uuid,
-    )
+    inventory = 'VCPU:99,DISK_GB:1,MEMORY_MB:1'
+    second = tuned(cluster, inventory, start=False, directory=tmp_path / 'second', uuid=first.uuid)
     refused = refused_start(second)
     assert refused.code == 5
     line = complaint(refused)
@@ -151,36 +138,9 @@ def test_the_same_uuid_in_another_state_directory(cluster: Control, tmp_path: Pa
     second.stop()
 
 
-# The control plane
-
-
-def test_etcd_killed_and_back(own_control: Control) -> None:
-    compute = own_control.ecompute()
-    _, before = place(own_control)
-    addressed(own_control, before)
-
-    own_control.etcd.kill()
-    until(lambda: logged(compute, 'etcd', 'cannot be reached', 'trying again'), 20, 'the loss is logged')
-    refused = own_control.eschedule(SMALL)
-    one_line(refused, 7, 'etcd', own_control.etcd.endpoint)
-    assert own_control.placement.consumers(compute.uuid).keys() == {before}
-    own_control.etcd.start()
-
-    until(lambda: len(logged(compute, 'etcd', 'is back')) == 2, 20, 'the return is logged')
-    _, after = place(own_control)
-    addressed(own_control, after)
-    assert cluster_state(own_control, before) == 'active'
-    check(own_control, compute)
-    ends = [line.rpartition(' ')[0].endswith('until it is') for line in logged(compute, 'is back')]
-    assert ends == [True, False], log_of(compute)
-    assert compute.stop() == 0
-    assert reserved(own_control, compute.uuid) == 4
-
-
 def test_placement_killed_and_back(own_control: Control) -> None:
     compute = own_control.ecompute()
-    _, before = place(own_control)
-    addressed(own_control, before)
+    before = boot(own_control)
     # Claimed and delivered; placement is gone before the compute can ask.
     compute.pause()
     _, delivered = place(own_control)
@@ -192,7 +152,7 @@ def test_placement_killed_and_back(own_control: Control) -> None:
     one_line(own_control.eschedule(SMALL), 7, 'placement', own_control.placement.url)
     assert own_control.etcd.keys('/requests/') == []
     # Neither built nor failed for want of an answer.
-    assert cluster_state(own_control, delivered) in (None, 'scheduled')
+    assert (record(own_control, delivered) or {}).get('state') in (None, 'scheduled')
     assert own_control.eschedule('list').code == 0
     own_control.placement.start()
 
@@ -205,10 +165,8 @@ def test_placement_killed_and_back(own_control: Control) -> None:
     assert compute.stop() == 0
 
 
-def test_stopping_while_the_control_plane_is_away(own_control: Control) -> None:
-    compute = own_control.ecompute()
-    _, instance = place(own_control)
-    addressed(own_control, instance)
+def test_stopping_while_the_control_plane_is_away(own_control: Control, compute: Ecompute) -> None:
+    boot(own_control)
     own_control.etcd.kill()
     own_control.placement.kill()
     assert compute.stop() == 0
@@ -216,7 +174,6 @@ def test_stopping_while_the_control_plane_is_away(own_control: Control) -> None:
     own_control.etcd.start()
     own_control.placement.start()
     compute.start()
-    check(own_control, compute)
 
 
 @pytest.mark.parametrize('away', ['etcd', 'placement'])
@@ -241,16 +198,8 @@ def test_a_start_without_a_backend(own_control: Control, away: str) -> None:
         check(own_control, compute)
 
 
-def cluster_state(control: Control, instance: str) -> str | None:
-    """The state in an instance's record, None without one."""
-    found = record(control, instance)
-    return None if found is None else str(found['state'])
-
-
-def test_who_loses_its_uuid_to_another_only_watches(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, kept = place(cluster)
-    addressed(cluster, kept)
+def test_who_loses_its_uuid_to_another_only_watches(cluster: Control, compute: Ecompute) -> None:
+    boot(cluster)
     theirs = json.dumps({'hostname': 'other', 'version': '1', 'since': 'now', 'token': 'theirs'})
     cluster.etcd.put(f'/computes/{compute.uuid}', theirs, cluster.etcd.grant())
     until(lambda: logged(compute, 'on other since now', 'this one only watches'), 20, 'it notices')
@@ -265,25 +214,19 @@ def test_who_loses_its_uuid_to_another_only_watches(cluster: Control) -> None:
     cluster.etcd.delete(f'/computes/{compute.uuid}')
     compute.start()
     addressed(cluster, unseen)
-    check(cluster, compute)
 
 
 def test_a_compute_whose_state_directory_was_copied(cluster: Control, tmp_path: Path) -> None:
     """As with an image of a machine that had run ecompute: one of the two only watches, and nothing is made twice."""
     original = cluster.ecompute()
-    kept = place(cluster)[1]
-    addressed(cluster, kept)
+    kept = boot(cluster)
     original.stop()
     directory = tmp_path / 'copy'
     shutil.copytree(original.directory / 'state', directory / 'state')
     original.start()
-    copy = Ecompute(cluster.etcd.endpoint, cluster.placement.url, directory=directory, uuid=original.uuid)
-    cluster.at_exit.callback(copy.close)
-    copy.start()
+    copy = cluster.ecompute(directory=directory, uuid=original.uuid)
     until(lambda: logged(original, 'one state directory is a copy of the other', 'only watches'), 40, 'it notices')
-    made = [place(cluster)[1] for _ in range(3)]
-    for each in made:
-        addressed(cluster, each)
+    made = boot_all(cluster, 3)
     assert guests(original).keys() == {kept}
     assert guests(copy).keys() == {kept, *made}
     assert original.stop() == 0
