@@ -70,9 +70,6 @@ def works_again(control: Control, compute: Ecompute, *instances: str) -> None:
     assert control.etcd.keys('/hosts/') + control.etcd.keys('/requests/') == []
 
 
-# From the beginning
-
-
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
 def test_every_form_without_etcd(own_control: Control, compute: Ecompute, how: str) -> None:
     """F10: etcd killed, or frozen, under every form of eschedule: exit 7 soon, and the state of the request (fake)"""
@@ -124,9 +121,6 @@ def test_every_form_without_placement(own_control: Control, compute: Ecompute, h
     bring_back(own_control.placement, how)
     reached(own_control, instance, 'gone')
     works_again(own_control, compute)
-
-
-# Between the steps
 
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])

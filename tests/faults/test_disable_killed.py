@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.kit.commands import Control, write_config
+from tests.kit.commands import Control, Ecompute, write_config
 from tests.kit.hands import Armed, Eschedule, killed_at, settled, start_again
 from tests.kit.story import SMALL, one_line, place, reserved
+from tests.kit.tuned import tuned
 
 DESCRIBED_FAILPOINTS = NOTED, SET = 'described-here', 'described'
 HOST_FAILPOINTS = DISABLED, ENABLED = 'host-disabled', 'host-enabled'
@@ -32,15 +33,13 @@ def add(control: Control, compute: Armed, trait: str) -> None:
 
 # What is noted is noted four times: of traits and of aggregates, before they are set and after.
 @pytest.mark.parametrize(('step', 'times'), [(SET, 1), *((NOTED, times) for times in (1, 2, 3, 4))])
-def test_killed_while_it_says_what_it_is(cluster: Control, tmp_path: Path, step: str, times: int) -> None:
+def test_killed_while_it_says_what_it_is(cluster: Control, step: str, times: int) -> None:
     """F2: kill -9 of ecompute between what it notes and what it sets of its traits and aggregates (fake)"""
 
-    def settings(number: int) -> dict[str, object]:
+    def settings(number: int) -> dict[str, Any]:
         return {'traits': ['STORAGE_DISK_SSD', f'CUSTOM_NUMBER_{number}'], 'aggregates': [GROUPS[number]]}
 
-    compute = Armed(cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'compute', **settings(0))
-    cluster.at_exit.callback(compute.close)
-    compute.start()
+    compute = tuned(cluster, **settings(0))
     add(cluster, compute, 'HW_CPU_X86_AVX2')
     compute.stop()
     where = (compute.config, cluster.etcd.endpoint, cluster.placement.url)
@@ -64,12 +63,9 @@ def test_killed_while_it_says_what_it_is(cluster: Control, tmp_path: Path, step:
 
 
 @pytest.mark.parametrize('disabled', [False, True])
-def test_killed_in_the_middle_of_its_end(cluster: Control, tmp_path: Path, disabled: bool) -> None:
+def test_killed_in_the_middle_of_its_end(cluster: Control, disabled: bool) -> None:
     """F2: kill -9 of ecompute that has reserved its VCPU and not said that it is stopped, disabled or not (fake)"""
-    compute = Armed(cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'compute')
-    cluster.at_exit.callback(compute.close)
-    compute.failpoint = 'closed:kill'
-    compute.start()
+    compute = tuned(cluster, failpoint='closed:kill')
     if disabled:
         assert cluster.eschedule('host', 'disable', compute.uuid).code == 0
     os.kill(compute.pid, signal.SIGTERM)
@@ -90,13 +86,11 @@ def test_killed_in_the_middle_of_its_end(cluster: Control, tmp_path: Path, disab
     ('command', 'already', 'step'),
     [('disable', 'is disabled already', DISABLED), ('enable', 'is enabled already', ENABLED)],
 )
-def test_killed_before_it_says_so(cluster: Control, command: str, already: str, step: str) -> None:
+def test_killed_before_it_says_so(cluster: Control, compute: Ecompute, command: str, already: str, step: str) -> None:
     """F1: kill -9 of host disable, and of host enable, once it is done: said again, it is so already (fake)"""
-    compute = cluster.ecompute()
     if command == 'enable':
         assert cluster.eschedule('host', 'disable', compute.uuid).code == 0
     with Eschedule(cluster, 'host', command, compute.uuid, failpoint=f'{step}:kill') as killed:
         killed.killed_at(step)
     one_line(cluster.eschedule('host', command, compute.uuid), 0, already)
     assert cluster.eschedule(SMALL).code == (3 if command == 'disable' else 0)
-    settled(cluster, compute)

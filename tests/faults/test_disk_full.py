@@ -20,7 +20,7 @@ from tests.kit.image_server import serving
 from tests.kit.images import LIMITS, LOOPBACK, get, inspect, kept
 from tests.kit.invariants import check
 from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
-from tests.kit.story import SMALL, addressed, log_of, logged, logs, one_line, place, reached, record
+from tests.kit.story import SMALL, addressed, boot, log_of, logged, logs, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
 KIB, MIB = 2**10, 2**20
@@ -69,12 +69,6 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
         yield make
 
 
-def on(control: Control, disk: SmallDisk) -> Ecompute:
-    """A fake ecompute with its state there."""
-    state = str(disk.path / 'state')
-    return control.at_exit.enter_context(Ecompute(control.etcd.endpoint, control.placement.url, state=state))
-
-
 def pieces(directory: Path) -> list[str]:
     """Half written files below a directory."""
     return [str(path) for path in directory.rglob('*') if path.suffix in ('.part', '.new')]
@@ -101,11 +95,10 @@ def test_download(small_disk: Callable[[int], SmallDisk]) -> None:
 def test_state_directory_while_running(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
     """F21: no room in the state directory: builds end in error with the reason, destroys wait, others stay (fake)"""
     disk = small_disk(MIB)
-    compute = on(cluster, disk)
+    compute = cluster.ecompute(state=str(disk.path / 'state'))
     _, before = place(cluster)
     address = addressed(cluster, before)
-    _, doomed = place(cluster)
-    addressed(cluster, doomed)
+    doomed = boot(cluster)
     disk.fill()
     failed = [place(cluster)[1] for _ in range(2)]
     for instance in failed:
@@ -175,15 +168,13 @@ def test_log(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
     compute.start()
     disk.fill()
     pages = -(-compute.log.stat().st_size // PAGE)
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     # To the end of the page that it has, and no further.
     assert compute.log.stat().st_size <= pages * PAGE
     assert compute.is_running
     disk.free()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     assert logs(compute, 'INSTANTIATE', instance)
     check(cluster, compute)
 
@@ -237,8 +228,7 @@ def test_placement(own_etcd: Etcd, small_disk: Callable[[int], SmallDisk], tmp_p
         control = Control(own_etcd, placement, tmp_path, mortal=True)
         try:
             compute = control.ecompute()
-            _, instance = place(control)
-            addressed(control, instance)
+            instance = boot(control)
             disk.fill()
             done = control.eschedule(SMALL)
             one_line(done, 7, 'placement', 'HTTP 500')

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.figures import figure
 from tests.kit.commands import Control, Ecompute, write_config
 from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.hands import Eschedule, lapse, lapse_requests, look_twice, revision, settled
 from tests.kit.invariants import check, everything
 from tests.kit.servers import until
-from tests.kit.story import NOTIFIED, SMALL, addressed, notified, one_line, place, reached, record
+from tests.kit.story import NOTIFIED, SMALL, addressed, boot, known, logs, notified, one_line, reached, record
 
 EARLY_FAILPOINTS = ('announced', 'claimed')
 SET_FAILPOINTS = ('claimed-some',)
@@ -49,9 +48,8 @@ def steal(control: Control, eschedule: Eschedule, instance: str) -> None:
 
 @pytest.mark.parametrize('step', EARLY_FAILPOINTS)
 @pytest.mark.parametrize('then', ['resumed', 'left'])
-def test_killed_before_it_delivers(cluster: Control, step: str, then: str) -> None:
+def test_killed_before_it_delivers(cluster: Control, compute: Ecompute, instance: str, step: str, then: str) -> None:
     """F1: kill -9 of eschedule between its attempt's key and its delivery (fake)"""
-    compute, instance = cluster.ecompute(), str(uuid.uuid4())
     with Eschedule(cluster, *create_words(instance), failpoint=f'{step}:kill') as eschedule:
         eschedule.killed_at(step)
         check(cluster, compute, dead=[eschedule.pid])  # datable: the attempt's key says that somebody was at it
@@ -62,13 +60,13 @@ def test_killed_before_it_delivers(cluster: Control, step: str, then: str) -> No
         assert notified(again)[1] == instance
         one_line(again, 0, instance, 'taking over')
         addressed(cluster, instance)
+        assert len(logs(compute, 'INSTANTIATE')) == 1
     else:
         look_twice(cluster, compute)
         assert bool(cluster.placement.allocations(instance)) == (step == 'claimed'), 'not while its lease lives'
         lapse(cluster, f'/requests/{instance}')
         look_twice(cluster, compute)
         nothing_is_left(cluster, instance)
-    settled(cluster, compute)
 
 
 @pytest.mark.parametrize('then', ['resumed', 'left'])
@@ -151,43 +149,35 @@ def test_killed_with_the_whole_set_claimed_or_delivered(cluster: Control, step: 
     settled(cluster, compute)
 
 
-def test_killed_after_it_delivered(cluster: Control) -> None:
+def test_killed_after_it_delivered(cluster: Control, compute: Ecompute, instance: str) -> None:
     """F1: kill -9 of eschedule after its delivery: the request is carried out, and the same again says so (fake)"""
-    compute, instance = cluster.ecompute(), str(uuid.uuid4())
     with Eschedule(cluster, *create_words(instance), failpoint=f'{DELIVERED}:kill') as eschedule:
         eschedule.killed_at(DELIVERED)
     again = cluster.eschedule(*create_words(instance))
     assert notified(again) == (compute.uuid, instance)
     one_line(again, 0, 'requested before', 'nothing is changed')
     addressed(cluster, instance)
-    settled(cluster, compute)
 
 
-def test_killed_after_it_undid(cluster: Control) -> None:
+@pytest.mark.usefixtures('compute')
+def test_killed_after_it_undid(cluster: Control, instance: str) -> None:
     """F1: kill -9 of eschedule after it released a claim it could not deliver (fake)"""
-    compute, instance = cluster.ecompute(), str(uuid.uuid4())
     with Eschedule(cluster, *create_words(instance), failpoint='claimed:stop,undone:kill') as eschedule:
         steal(cluster, eschedule, instance)
         eschedule.killed_at(UNDONE)
     nothing_is_left(cluster, instance)
     assert notified(cluster.eschedule(*create_words(instance)))[1] == instance
     addressed(cluster, instance)
-    settled(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_killed_after_the_tombstone(cluster: Control) -> None:
     """F1: kill -9 of eschedule destroy after it was accepted: it is carried out (fake)"""
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     with Eschedule(cluster, 'destroy', instance, failpoint=f'{TOMBSTONED}:kill') as eschedule:
         eschedule.killed_at(TOMBSTONED)
     reached(cluster, instance, 'gone')
     one_line(cluster.eschedule('destroy', instance), 4, 'gone since')
-    settled(cluster, compute)
-
-
-# Frozen, and continued when it is too late
 
 
 @pytest.mark.parametrize('step', EARLY_FAILPOINTS)
@@ -220,8 +210,7 @@ def test_frozen_until_another_took_over(cluster: Control, step: str) -> None:
             assert (ended.code, ended.stdout) == (5, ''), ended
             assert 'took it over' in ended.stderr, ended
     assert cluster.placement.allocations(instance).keys() == {other}
-    found = record(cluster, instance)
-    assert found is not None
+    found = known(cluster, instance)
     assert (found['state'], found['compute'], found['addresses'][0]['address']) == ('active', other, before)
     settled(cluster, first, second)
 
@@ -233,9 +222,8 @@ def disabled(control: Control, provider: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize('step', EARLY_FAILPOINTS)
-def test_frozen_until_its_time_is_up(cluster: Control, step: str) -> None:
+def test_frozen_until_its_time_is_up(cluster: Control, compute: Ecompute, instance: str, step: str) -> None:
     """F1: SIGSTOP of eschedule for longer than its lease, its claim released: it ends and leaves nothing (fake)"""
-    compute, instance = cluster.ecompute(), str(uuid.uuid4())
     with Eschedule(cluster, *create_words(instance), failpoint=f'{step}:stop') as eschedule:
         eschedule.stopped_at(step)
         lapse(cluster, f'/requests/{instance}')
@@ -244,12 +232,10 @@ def test_frozen_until_its_time_is_up(cluster: Control, step: str) -> None:
         eschedule.go_on()
         one_line(eschedule.end(), 5, instance, 'not delivered', 'too slow')
     nothing_is_left(cluster, instance)
-    settled(cluster, compute)
 
 
-def test_frozen_after_it_delivered(cluster: Control) -> None:
+def test_frozen_after_it_delivered(cluster: Control, compute: Ecompute, instance: str) -> None:
     """F1: SIGSTOP of eschedule after its delivery, while the instance is destroyed: it changes nothing more (fake)"""
-    compute, instance = cluster.ecompute(), str(uuid.uuid4())
     with Eschedule(cluster, *create_words(instance), failpoint=f'{DELIVERED}:stop') as eschedule:
         eschedule.stopped_at(DELIVERED)
         assert cluster.eschedule('destroy', '--wait', instance).code == 0
@@ -258,12 +244,11 @@ def test_frozen_after_it_delivered(cluster: Control) -> None:
         eschedule.go_on()
         assert notified(eschedule.end()) == (compute.uuid, instance)
     assert revision(cluster) == before
-    settled(cluster, compute)
 
 
-def test_frozen_after_it_undid(cluster: Control) -> None:
+@pytest.mark.usefixtures('compute')
+def test_frozen_after_it_undid(cluster: Control, instance: str) -> None:
     """F1: SIGSTOP of eschedule after it undid its claim, while another one places its --uuid: that one stays (fake)"""
-    compute, instance = cluster.ecompute(), str(uuid.uuid4())
     with Eschedule(cluster, *create_words(instance), failpoint='claimed:stop,undone:stop') as eschedule:
         steal(cluster, eschedule, instance)
         eschedule.stopped_at(UNDONE)
@@ -272,14 +257,12 @@ def test_frozen_after_it_undid(cluster: Control) -> None:
         eschedule.go_on()
         one_line(eschedule.end(), 5, instance, 'not delivered')
     reached(cluster, instance, 'active')
-    settled(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_frozen_after_the_tombstone(cluster: Control) -> None:
     """F1: SIGSTOP of eschedule destroy after it was accepted, until it is carried out (fake)"""
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     with Eschedule(cluster, 'destroy', instance, failpoint=f'{TOMBSTONED}:stop') as eschedule:
         eschedule.stopped_at(TOMBSTONED)
         reached(cluster, instance, 'gone')
@@ -287,10 +270,6 @@ def test_frozen_after_the_tombstone(cluster: Control) -> None:
         eschedule.go_on()
         one_line(eschedule.end(), 0, instance, 'destroy accepted')
     assert revision(cluster) == before
-    settled(cluster, compute)
-
-
-# With the time it takes
 
 
 @pytest.mark.slow
@@ -300,12 +279,10 @@ def test_killed_with_its_claim_and_left_alone(cluster: Control, tmp_path: Path) 
     instance = str(uuid.uuid4())
     with Eschedule(cluster, *create_words(instance), failpoint='claimed:kill') as eschedule:
         eschedule.killed_at('claimed')
-    began = time.monotonic()
     until(lambda: not cluster.etcd.keys('/requests/'), 90, 'the lease of the dead eschedule ends')
     lapsed = time.monotonic()
     assert cluster.placement.allocations(instance)
     until(lambda: not cluster.placement.allocations(instance), 260, 'its claim is released')
     assert time.monotonic() - lapsed >= 55, 'not before two looks'
-    figure('F1', detected_s=lapsed - began, recovered_s=time.monotonic() - began)
     nothing_is_left(cluster, instance)
     settled(cluster, compute)

@@ -9,7 +9,7 @@ import pytest
 from tests.kit.commands import Control
 from tests.kit.hands import Eschedule, lapse, settled
 from tests.kit.invariants import everything
-from tests.kit.story import addressed, one_line, place, reached
+from tests.kit.story import boot_all, one_line, reached
 
 FORGET_FAILPOINTS = {'host-released': 3, 'host-emptied': 1, 'host-unregistered': 1}
 """Where it dies, and how many things the second one removes, of two instances and a provider; a name goes with that."""
@@ -19,9 +19,7 @@ FORGET_FAILPOINTS = {'host-released': 3, 'host-emptied': 1, 'host-unregistered':
 def test_killed_in_the_middle_it_is_run_again(cluster: Control, step: str, left: int) -> None:
     """F1: kill -9 of host forget with a claim released, with all gone but the provider, and but its name (fake)"""
     compute = cluster.ecompute()
-    instances = [place(cluster)[1] for _ in range(2)]
-    for instance in instances:
-        addressed(cluster, instance)
+    instances = boot_all(cluster, 2)
     compute.kill()
     lapse(cluster, f'/computes/{compute.uuid}')
     assert cluster.eschedule('destroy', *instances).code == 0

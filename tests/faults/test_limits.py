@@ -18,7 +18,7 @@ from tests.kit.commands import Control
 from tests.kit.hands import guests, idle
 from tests.kit.invariants import check
 from tests.kit.servers import PATIENCE, until
-from tests.kit.story import SMALL, addressed, at_once, log_of, notified, place, record
+from tests.kit.story import SMALL, addressed, at_once, boot, log_of, notified, place, record
 from tests.kit.tuned import tuned
 
 
@@ -78,8 +78,7 @@ def test_descriptors_run_out(cluster: Control) -> None:
     assert compute.is_running
     subprocess.run(['prlimit', f'--pid={compute.pid}', '--nofile=1024:'], check=True)
     until(lambda: (record(cluster, instance) or {}).get('state') in ('active', 'error'), 60, 'it has ended one way')
-    _, other = place(cluster)
-    addressed(cluster, other)
+    other = boot(cluster)
     assert addressed(cluster, before) == address
     assert {before, other} <= set(guests(compute))
     compute.restart()

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.faults.etcds import SavedSnapshot, Snapshot, wipe
-from tests.faults.figures import figure
+from tests.kit.by_hand import claim, request
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import accept, guests, settled
 from tests.kit.servers import Etcd, PlacementServer, until
-from tests.kit.story import IMAGE, NOBODY, SMALL, addressed, boot, known, log_of, logged, logs, place, reached, reserved
+from tests.kit.story import NOBODY, SMALL, addressed, boot, known, log_of, logged, logs, place, reached, reserved
 from tests.kit.tuned import tuned
 
 STRANGE = 'is not the one this compute knew'
@@ -33,11 +32,8 @@ def stop(compute: Ecompute) -> None:
 
 def request_by_hand(control: Control, compute: Ecompute, instance: str, **more: str) -> None:
     """A request of which the claim is in order, as an eschedule with the new etcd would write it."""
-    resources = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
-    allocations = {compute.uuid: {'resources': resources}}
-    body = {'allocations': allocations, 'consumer_generation': None, 'project_id': NOBODY, 'user_id': NOBODY}
-    control.placement.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
-    value = {'version': 1, 'instance': instance, 'image': IMAGE, **body, **more}
+    claim(control, instance, compute.uuid)
+    value = {'version': 1, **request(compute.uuid, instance), **more}
     control.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(value))
 
 
@@ -89,13 +85,10 @@ def test_wiped(own_control: Control, compute: Ecompute, away: bool) -> None:
     until(lambda: remembered(compute)['revision'] > 5, 5, 'what was seen is remembered')
     if away:
         compute.kill()
-    began = time.monotonic()
     wipe(etcd)
-    recovered = time.monotonic()
     if away:
         compute.launch()
     is_loud(compute)
-    detected = time.monotonic() - (recovered if not away else began)
     # A request in it is not built, a tombstone in it is not carried out, and nobody is told that we live.
     request_by_hand(own_control, compute, NOBODY)
     tombstone = {'version': 1, 'instance': one, 'allocations': {}, 'image': None}
@@ -112,12 +105,10 @@ def test_wiped(own_control: Control, compute: Ecompute, away: bool) -> None:
     assert etcd.keys('/instances/') == []
     assert etcd.get('/cluster') is None
     etcd.delete(f'/hosts/{compute.uuid}/{one}')
-    accepted = time.monotonic()
     accept(compute)
     assert addressed(own_control, one) == address
     assert asked == etcd.get(f'/hosts/{compute.uuid}/{one}')
     assert json.loads(etcd.get('/names/one') or b'') == {'version': 1, 'instance': one}
-    figure('F13', detected_s=detected, recovered_s=time.monotonic() - accepted)
     assert addressed(own_control, two)
     assert addressed(own_control, NOBODY)
     for instance in (one, two):
@@ -285,15 +276,12 @@ def test_no_room_for_a_lost_claim(own_control: Control) -> None:
     stop(compute)
     wipe(own_control.etcd)
     own_control.placement.call('DELETE', f'/allocations/{instance}')
-    inventory = {'resource_provider_generation': 0, 'inventories': {}}
-    for each in own_control.placement.call('GET', '/resource_providers')['resource_providers']:
-        if each['uuid'] == compute.uuid:
-            inventory['resource_provider_generation'] = each['generation']
-    inventory['inventories'] = {'VCPU': {'total': 1}, 'DISK_GB': {'total': 10}, 'MEMORY_MB': {'total': 512}}
-    own_control.placement.call('PUT', f'/resource_providers/{compute.uuid}/inventories', inventory)
-    body = {'consumer_generation': None, 'project_id': NOBODY, 'user_id': NOBODY, 'consumer_type': 'INSTANCE'}
-    body['allocations'] = {compute.uuid: {'resources': {'VCPU': 1}}}  # type: ignore[assignment]
-    own_control.placement.call('PUT', f'/allocations/{NOBODY}', body)
+    provider = f'/resource_providers/{compute.uuid}'
+    inventories = {'VCPU': {'total': 1}, 'DISK_GB': {'total': 10}, 'MEMORY_MB': {'total': 512}}
+    generation = own_control.placement.call('GET', provider)['generation']
+    body = {'inventories': inventories, 'resource_provider_generation': generation}
+    own_control.placement.call('PUT', f'{provider}/inventories', body)
+    claim(own_control, NOBODY, compute.uuid, room={'VCPU': 1})
     accept(compute)
     kept = reached(own_control, instance, 'active')
     assert 'without a claim' in kept['fault']

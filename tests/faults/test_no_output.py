@@ -16,7 +16,7 @@ from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hands import settled, some
 from tests.kit.journal import JOURNAL
 from tests.kit.servers import environment, until
-from tests.kit.story import NOTIFIED, SMALL, addressed, place, reached, reserved
+from tests.kit.story import NOTIFIED, SMALL, addressed, boot_all, place, reached, reserved
 
 WITHOUT = {
     'closed': '>&- 2>&-',
@@ -53,9 +53,7 @@ def test_ecompute_without_output(cluster: Control, tmp_path: Path, how: str) -> 
     compute = Mute(cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'compute')
     compute.redirection, compute.control = WITHOUT[how], cluster
     with compute:
-        first, second = place(cluster)[1], place(cluster)[1]
-        for instance in (first, second):
-            addressed(cluster, instance)
+        first, second = boot_all(cluster, 2)
         # What it is connected to is not what a stray line on descriptor 1 or 2 would go into.
         for number in (0, 1, 2):
             assert re.match('/dev/|pipe:|.*log$', os.readlink(f'/proc/{compute.pid}/fd/{number}')), number
@@ -96,9 +94,9 @@ def in_shell(control: Control, words: str, redirection: str) -> Result:
         pytest.param('2>&-', 0, marks=pytest.mark.slow),
     ]
 )
+@pytest.mark.usefixtures('compute')
 def test_eschedule_without_output(cluster: Control, how: str, code: int) -> None:
     """F37: eschedule with stdout or stderr closed or full: what it did is done, and its code says so (fake)"""
-    compute = cluster.ecompute()
     done = in_shell(cluster, f"'{SMALL}'", how)
     assert done.code == code, done
     if how.startswith('2'):
@@ -112,17 +110,15 @@ def test_eschedule_without_output(cluster: Control, how: str, code: int) -> None
     done = in_shell(cluster, f'destroy {instance}', how)
     assert done.code == 0, done
     reached(cluster, instance, 'gone')
-    settled(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_eschedule_whose_reader_goes(cluster: Control) -> None:
     """F37: eschedule list into a pipe whose reader has gone: no traceback, and exit 1 (fake)"""
-    compute = cluster.ecompute()
     addressed(cluster, place(cluster)[1])
     done = in_shell(cluster, 'list', '| true; exit ${PIPESTATUS[0]}')
     assert 'Traceback' not in done.stderr
     assert (done.code, done.stderr) == (1, '')
-    settled(cluster, compute)
 
 
 @pytest.mark.parametrize('unbuffered', ['', '1'])

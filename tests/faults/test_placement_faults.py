@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.figures import figure
 from tests.kit.commands import Control, Ecompute, Result, eschedule, write_config
 from tests.kit.faulty_placement import KINDS, METHODS, FaultyPlacement
 from tests.kit.hands import Eschedule, guests, idle, lapse_requests, losses, settled, some
 from tests.kit.servers import until
-from tests.kit.story import SMALL, addressed, log_of, logs, notified, place, reached, record, reserved
+from tests.kit.story import SMALL, addressed, boot, boot_all, log_of, logs, notified, place, reached, record, reserved
+from tests.kit.tuned import tuned
 
 LOUD = [kind for kind in KINDS if kind not in ('slow', 'lost')]
 """Those that ecompute cannot but notice."""
@@ -32,20 +32,11 @@ def faulty(cluster: Control) -> Iterator[FaultyPlacement]:
         yield made
 
 
-def behind(control: Control, faulty: FaultyPlacement, directory: Path) -> Ecompute:
-    """A fake ecompute that has its placement through the proxy."""
-    compute = Ecompute(control.etcd.endpoint, faulty.url, directory=directory)
-    control.at_exit.callback(compute.close)
-    return compute
-
-
 @pytest.mark.parametrize('kind', some([*LOUD, 'lost'], 'refused', '409', 'html', 'lost'))
-def test_ecompute_builds_and_destroys(cluster: Control, faulty: FaultyPlacement, tmp_path: Path, kind: str) -> None:
+def test_ecompute_builds_and_destroys(cluster: Control, faulty: FaultyPlacement, kind: str) -> None:
     """F16: placement fails while a build and a destroy arrive: each is done once it is back, and said once (fake)"""
-    compute = behind(cluster, faulty, tmp_path / 'compute').start()
-    kept, doomed = place(cluster)[1], place(cluster)[1]
-    for instance in (kept, doomed):
-        addressed(cluster, instance)
+    compute = tuned(cluster, placement=faulty.url)
+    kept, doomed = boot_all(cluster, 2)
     compute.pause()
     _, new = place(cluster)
     assert cluster.eschedule('destroy', doomed).code == 0
@@ -57,22 +48,17 @@ def test_ecompute_builds_and_destroys(cluster: Control, faulty: FaultyPlacement,
         assert faulty.hits == 1
     else:
         until(lambda: losses(compute, 'placement')[0] or losses(compute, 'changed by somebody')[0], 20, 'it is noticed')
-        figure('F16', detected_s=time.monotonic() - began)
         with idle(compute.pid):
             count = faulty.hits
             until(lambda: faulty.hits > count + 2 or time.monotonic() - began > 3, 20, 'it tries again')
         if kind != '409':
             assert record(cluster, new) is None, 'neither built nor failed while nobody can confirm it'
         assert cluster.placement.allocations(doomed), 'not gone: it still holds its claim'
-        found = record(cluster, doomed)
-        assert found is not None
-        assert found['state'] == 'destroying'
+        assert (record(cluster, doomed) or {})['state'] == 'destroying'
     assert kept in guests(compute)
     faulty.heal()
-    healed = time.monotonic()
     addressed(cluster, new)
     reached(cluster, doomed, 'gone')
-    figure('F16', recovered_s=time.monotonic() - healed)
     said_once(compute, 0 if kind == 'lost' else 1)
     settled(cluster, compute)
 
@@ -84,10 +70,9 @@ def said_once(compute: Ecompute, times: int) -> None:
     assert losses(compute, '') == (times, times), log_of(compute)
 
 
-def test_ecompute_looks_around(cluster: Control, faulty: FaultyPlacement, tmp_path: Path) -> None:
+def test_ecompute_looks_around(cluster: Control, faulty: FaultyPlacement) -> None:
     """F16: every failure in turn of what ecompute asks placement once a minute: one loss, one return (fake)"""
-    compute = behind(cluster, faulty, tmp_path / 'compute')
-    compute.start()
+    compute = tuned(cluster, placement=faulty.url)
     # Of a provider that it has just made, and of one that is as it was, it asks no more.
     addressed(cluster, place(cluster)[1])
     compute.stop()
@@ -105,14 +90,14 @@ def test_ecompute_looks_around(cluster: Control, faulty: FaultyPlacement, tmp_pa
     settled(cluster, compute)
 
 
-def test_ecompute_starts_and_stops(cluster: Control, tmp_path: Path) -> None:
+def test_ecompute_starts_and_stops(cluster: Control) -> None:
     """F16: placement fails, in all the ways, when ecompute starts: it ends and says why; and when it stops (fake)"""
     kinds = [*LOUD, 'lost']
     computes: dict[str, tuple[FaultyPlacement, Ecompute]] = {}
     with ExitStack() as proxies:
         for kind in kinds:
             faulty = proxies.enter_context(FaultyPlacement(cluster.placement.port))
-            computes[kind] = faulty, behind(cluster, faulty, tmp_path / kind)
+            computes[kind] = faulty, tuned(cluster, placement=faulty.url, start=False)
             faulty.fail(kind)
             computes[kind][1].launch()
         for kind, (_, compute) in computes.items():
@@ -182,9 +167,9 @@ def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
     settled(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_a_refusal_stands_whatever_becomes_of_its_reasons(cluster: Control, tmp_path: Path) -> None:
     """F16: placement fails once eschedule has its refusal, each way an answer can: exit 3 in time, no reasons (fake)"""
-    compute = cluster.ecompute()
     cases = [kind for kind in KINDS if kind != 'refused' and kind not in METHODS]
 
     def create(kind: str) -> tuple[Result, float]:
@@ -203,7 +188,6 @@ def test_a_refusal_stands_whatever_becomes_of_its_reasons(cluster: Control, tmp_
         assert 'placement names no provider' in said, (kind, result)
         assert why.startswith('eschedule: what each compute lacks could not be found out'), (kind, result)
         assert took < 40, (kind, took)
-    settled(cluster, compute)
 
 
 def test_nobody_has_to_wait_for_the_reasons(cluster: Control, faulty: FaultyPlacement, tmp_path: Path) -> None:
@@ -222,9 +206,8 @@ def test_nobody_has_to_wait_for_the_reasons(cluster: Control, faulty: FaultyPlac
 @pytest.mark.parametrize('seconds', [5.0, 35.0])
 def test_answers_that_take_long(cluster: Control, faulty: FaultyPlacement, tmp_path: Path, seconds: float) -> None:
     """F16: placement takes 5 s, and 35 s: longer than anybody waits, so what was given up arrives late (fake)"""
-    compute = behind(cluster, faulty, tmp_path / 'compute').start()
-    _, doomed = place(cluster)
-    addressed(cluster, doomed)
+    compute = tuned(cluster, placement=faulty.url)
+    doomed = boot(cluster)
     config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty.url)
     faulty.fail('slow', which=lambda method, _: method != 'GET', seconds=seconds)
     assert cluster.eschedule('destroy', doomed).code == 0

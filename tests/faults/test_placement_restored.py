@@ -6,33 +6,27 @@ behind; a claim that is missing is shown by the audit.
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.faults.etcds import restore_placement as restore
 from tests.faults.etcds import save_placement as save
-from tests.faults.figures import figure
 from tests.kit.audit import findings
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests, look_twice, losses, settled
 from tests.kit.servers import until
-from tests.kit.story import SMALL, addressed, log_of, logs, notified, place, reached, record, reserved
+from tests.kit.story import SMALL, addressed, boot, boot_all, known, log_of, logs, notified, place, reached, reserved
 
 
 def unharmed(control: Control, compute: Ecompute, instance: str, address: str) -> None:
     """The instance runs, and its record is as it was."""
-    found = record(control, instance)
-    assert found is not None
+    found = known(control, instance)
     assert (found['state'], found['addresses'][0]['address']) == ('active', address)
     assert guests(compute)[instance]['running']
 
 
-def test_claims_are_missing(own_control: Control) -> None:
+def test_claims_are_missing(own_control: Control, compute: Ecompute) -> None:
     """F17: placement restored from before a create: the guest runs on, the audit shows it, a destroy works (fake)"""
-    compute = own_control.ecompute()
-    _, before = place(own_control)
-    addressed(own_control, before)
+    before = boot(own_control)
     save(own_control)
     _, since = place(own_control)
     address = addressed(own_control, since)
@@ -47,22 +41,17 @@ def test_claims_are_missing(own_control: Control) -> None:
     assert own_control.eschedule('destroy', since, before).code == 0
     for instance in (since, before):
         reached(own_control, instance, 'gone')
-    settled(own_control, compute)
 
 
-def test_a_claim_too_many(own_control: Control) -> None:
+def test_a_claim_too_many(own_control: Control, compute: Ecompute) -> None:
     """F17: placement restored from before a destroy: what it still claims is released by its compute (fake)"""
-    compute = own_control.ecompute()
-    kept, since = place(own_control)[1], place(own_control)[1]
-    for instance in (kept, since):
-        addressed(own_control, instance)
+    kept, since = boot_all(own_control, 2)
     save(own_control)
     assert own_control.eschedule('destroy', '--wait', since).code == 0
     restore(own_control)
     assert own_control.placement.consumers(compute.uuid).keys() == {kept, since}
     look_twice(own_control, compute, guests(compute))
     assert own_control.placement.consumers(compute.uuid).keys() == {kept}
-    settled(own_control, compute)
 
 
 def test_the_provider_is_gone(own_control: Control) -> None:
@@ -91,9 +80,7 @@ def test_the_provider_is_gone_and_nobody_restarts_anything(own_control: Control)
     _, instance = place(own_control)
     address = addressed(own_control, instance)
     restore(own_control)
-    began = time.monotonic()
     until(lambda: own_control.placement.inventory(compute.uuid), 80, 'its inventory is there')
-    figure('F17', recovered_s=time.monotonic() - began)
     assert own_control.placement.inventory(compute.uuid)['VCPU']['reserved'] == 0
     unharmed(own_control, compute, instance, address)
     assert len(logs(compute, 'registering again')) == 1

@@ -6,19 +6,17 @@ import itertools
 import json
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
 
 from tests.faults.etcds import SavedSnapshot, wipe
-from tests.faults.figures import figure
 from tests.kit.boot_sectors import POWER_BUTTON
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import Eschedule, accept, guests, settled
+from tests.kit.hands import Eschedule, accept, guests, settled, start_again
 from tests.kit.hypervisor import Hypervisor, put_image
 from tests.kit.servers import until
-from tests.kit.story import addressed, at_once, logged, logs, one_line, place, reached, record
+from tests.kit.story import at_once, boot, logged, logs, one_line, reached, record
 from tests.kit.tuned import tuned
 
 STEP_FAILPOINTS = POWERING, POWERED = ('powering', 'powered')
@@ -58,8 +56,7 @@ def runs(compute: Ecompute, instance: str) -> bool:
 
 def made(control: Control, compute: Ecompute, action: str) -> str:
     """An instance of which the first step of `action` is one to be taken: stopped, to be started."""
-    _, instance = place(control)
-    addressed(control, instance)
+    instance = boot(control)
     if action == 'start':
         assert control.eschedule('stop', '--wait', instance).code == 0
     assert runs(compute, instance) == (action != 'start')
@@ -76,11 +73,8 @@ def test_killed_while_switching(cluster: Control, action: str, step: str) -> Non
     compute.start()
     one_line(cluster.eschedule(action, instance), 0, f'{action} accepted')
     until(lambda: not compute.is_running, 30, f'it is killed at {step}')
-    compute.failpoint = ''
-    began = time.monotonic()
-    compute.start()
+    start_again(compute)
     found = done(cluster, instance)
-    figure('F38', recovered_s=time.monotonic() - began)
     assert (found['state'], found['fault'], found['attempts']) == (ENDS[action], None, 0)
     assert runs(compute, instance) == (action != 'stop')
     assert runs(compute, other)
@@ -127,8 +121,7 @@ def test_a_start_after_a_stop_that_is_under_way(cluster: Control) -> None:
     compute.stopped_at(POWERING)
     one_line(cluster.eschedule('start', instance), 0, 'start accepted')
     compute.kill()
-    compute.failpoint = ''
-    compute.start()
+    start_again(compute)
     assert done(cluster, instance)['state'] == 'active'
     assert runs(compute, instance)
     # It was asked, so it may go off late: that is waited for.
@@ -181,9 +174,8 @@ WIPED = pytest.mark.history_broken('etcd is wiped')
 @pytest.mark.parametrize(
     'lost', [pytest.param('wiped', marks=WIPED), pytest.param('restored', marks=pytest.mark.slow)]
 )
-def test_etcd_has_forgotten(own_control: Control, lost: str) -> None:
+def test_etcd_has_forgotten(own_control: Control, compute: Ecompute, lost: str) -> None:
     """F38: etcd wiped, or restored from before a start: what was done is not done again, what was not is (fake)"""
-    compute = own_control.ecompute()
     off, on, asked = (made(own_control, compute, '') for _ in range(3))
     assert own_control.eschedule('stop', '--wait', off, on).code == 0
     older = SavedSnapshot(own_control.etcd) if lost == 'restored' else None
@@ -203,10 +195,6 @@ def test_etcd_has_forgotten(own_control: Control, lost: str) -> None:
     assert [runs(compute, each) for each in (off, on, asked)] == [False, True, True]
     assert len(logged(compute, 'START INSTANCE')) == started
     assert own_control.eschedule('start', '--wait', off).code == 0
-    settled(own_control, compute)
-
-
-# On real guests
 
 
 def lasts(host: Hypervisor, instance: str) -> str:
@@ -225,9 +213,7 @@ def test_off_and_on(host: Hypervisor) -> None:
     disks = {each: host.disk(each).stat().st_ino for each in (listens, deaf)}
     claims = {each: host.held(each) for each in (listens, deaf)}
     qemu = host.qemu(other)
-    began = time.monotonic()
     stopped = host.lab.eschedule('stop', '--wait', listens, deaf)
-    figure('F38', stopped_s=time.monotonic() - began)
     assert stopped.code == 0, stopped
     assert (lasts(host, listens), lasts(host, deaf)) == ('shut off (shutdown)', 'shut off (destroyed)')
     assert host.qemus() == [other]

@@ -7,21 +7,20 @@ import json
 import pytest
 
 from tests.faults.etcds import SavedSnapshot
-from tests.kit.commands import Control
-from tests.kit.hands import accept, guests, lapse, settled
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import accept, guests, lapse
 from tests.kit.servers import until
-from tests.kit.story import addressed, logged, logs, place, reached
+from tests.kit.story import addressed, boot, logged, logs, place, reached
 
 
 @pytest.mark.history_broken('etcd is restored from an older copy')
-def test_a_presence_key_that_ends_is_overwritten_and_is_restored(own_control: Control) -> None:
+def test_a_presence_key_that_ends_is_overwritten_and_is_restored(own_control: Control, compute: Ecompute) -> None:
     """S5: read-only while another holds the key, at work again once it is free; read-only in a restored etcd (fake)"""
-    etcd, compute = own_control.etcd, own_control.ecompute()
+    etcd = own_control.etcd
     key = f'/computes/{compute.uuid}'
     lapse(own_control, key)
     until(lambda: etcd.get(key), 30, 'the key is put again')
-    _, before = place(own_control)
-    addressed(own_control, before)
+    boot(own_control)
     older = SavedSnapshot(etcd)
 
     lease = etcd.grant()
@@ -42,4 +41,3 @@ def test_a_presence_key_that_ends_is_overwritten_and_is_restored(own_control: Co
     assert len(guests(compute)) == 3
     accept(compute)
     reached(own_control, meanwhile, 'active')
-    settled(own_control, compute)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.kit.commands import Control
-from tests.kit.hands import Armed, killed_at, settled, start_again
+from tests.kit.hands import killed_at, settled, start_again
 from tests.kit.hypervisor import Hypervisor
 from tests.kit.servers import until
 from tests.kit.story import addressed, place, reached
+from tests.kit.tuned import tuned
 
 SEED_FAILPOINTS = ('seed-written',)
 (STEP,) = SEED_FAILPOINTS
@@ -39,12 +39,9 @@ def has_seed(host: Hypervisor, instance: str) -> bool:
     return [path.name for path in host.state.glob(f'seeds/{instance}*')] == [f'{instance}.iso']
 
 
-def test_ecompute_killed_with_a_seed_written(cluster: Control, tmp_path: Path) -> None:
+def test_ecompute_killed_with_a_seed_written(cluster: Control) -> None:
     """F2: kill -9 of ecompute when a guest's seed is written: the next start ends the build (fake)"""
-    compute = Armed(cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'compute', metadata='iso')
-    cluster.at_exit.callback(compute.close)
-    compute.failpoint = f'{STEP}:kill'
-    compute.start()
+    compute = tuned(cluster, failpoint=f'{STEP}:kill', metadata='iso')
     _, instance = place(cluster)
     killed_at(compute, STEP)
     seeds = compute.directory / 'state/fake-seeds.json'

@@ -7,9 +7,10 @@ import uuid
 import pytest
 
 from tests.kit.commands import Control
-from tests.kit.hands import Armed, Eschedule, killed_at, lapse, look_twice, settled, start_again
+from tests.kit.hands import Eschedule, killed_at, lapse, look_twice, settled, start_again
 from tests.kit.sharing import APART, ROOMY, members, used
 from tests.kit.story import SMALL, addressed, called, notified, one_line, place, reached
+from tests.kit.tuned import tuned
 
 FAILPOINTS = COUNTED, RECKONED = 'quota-counted', 'quota-reckoned'
 WORDS = (SMALL, '--project', 'web', '--group', 'web', *APART)
@@ -38,10 +39,7 @@ def test_eschedule_killed(cluster: Control, step: str) -> None:
 def test_ecompute_killed(cluster: Control, step: str) -> None:
     """F39: kill -9 of ecompute in a destroy: it leaves its group and its quota once (fake)"""
     called(cluster, 'quota', 'set', 'web', 'instances=2')
-    compute = Armed(cluster.etcd.endpoint, cluster.placement.url, ROOMY)
-    cluster.at_exit.callback(compute.close)
-    compute.failpoint = f'{step}:kill'
-    compute.start()
+    compute = tuned(cluster, ROOMY, f'{step}:kill')
     _, stays = place(cluster, SMALL, '--project', 'web')
     _, goes = place(cluster, *WORDS)
     for each in (stays, goes):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import uuid
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -20,8 +19,8 @@ from hypothesis import strategies as st
 
 from ecomp import schedule
 from ecomp.cli.commands import COMMANDS
-from tests.kit.commands import Control, Result, run, write_config
-from tests.kit.invariants import allocations, check, everything
+from tests.kit.commands import Control, Ecompute, Result, run, write_config
+from tests.kit.invariants import allocations, everything
 from tests.kit.journal import JOURNAL
 from tests.kit.servers import free_port
 from tests.kit.story import NOBODY, SMALL, notified, one_line
@@ -91,9 +90,9 @@ def test_anything_typed(nowhere: Path, words: list[str]) -> None:
 SIZES = [0, -1, 10**9, 2**31 - 1, 2**31, 2**63, 10**30]
 
 
+@pytest.mark.usefixtures('compute')
 def test_sizes(cluster: Control) -> None:
     """F32: sizes of nothing, of 10^9 and beyond all numbers: exit 2 or 3, a reason, nothing is left (fake)"""
-    compute = cluster.ecompute()
     before = set(everything(cluster))
     for name in ('VCPU', 'MEMORY_MB', 'DISK_GB'):
         for size in SIZES:
@@ -112,7 +111,6 @@ def test_sizes(cluster: Control) -> None:
                 assert ended.stdout == ''
     assert allocations(cluster) == {}
     assert set(everything(cluster)) == before
-    check(cluster, compute)
 
 
 TYPOS = [
@@ -139,9 +137,8 @@ TYPOS = [
 ]
 
 
-def test_queries(cluster: Control) -> None:
+def test_queries(cluster: Control, compute: Ecompute) -> None:
     """F32: queries with something wrong in them: exit 2 with placement's words, or 3; nothing is left (fake)"""
-    compute = cluster.ecompute()
     before = set(everything(cluster))
     taken = []
     for query in TYPOS:
@@ -158,7 +155,6 @@ def test_queries(cluster: Control) -> None:
             assert done.code == 0, done
             before |= {f'/instances/{compute.uuid}/{instance}'}
     assert len(taken) <= 3, taken
-    check(cluster, compute)
 
 
 def test_configurations_that_are_none(tmp_path: Path) -> None:
@@ -234,10 +230,8 @@ def test_ecompute_s_words(tmp_path: Path) -> None:
     assert not any(path.name != 'compute.yaml' for path in tmp_path.iterdir())
 
 
-def test_a_uuid_in_every_writing(cluster: Control) -> None:
+def test_a_uuid_in_every_writing(cluster: Control, compute: Ecompute, instance: str) -> None:
     """F32: a uuid in capitals, braces or without dashes is the same instance; anything else is exit 2 (fake)"""
-    compute = cluster.ecompute()
-    instance = str(uuid.uuid4())
     config = ['--config', str(cluster.schedule_yaml)]
     writings = (instance.upper(), '{' + instance + '}', instance.replace('-', ''), f'urn:uuid:{instance}')
     for number, writing in enumerate(writings):
@@ -248,4 +242,3 @@ def test_a_uuid_in_every_writing(cluster: Control) -> None:
     for wrong in (instance[:-1], instance + '0', f' {instance}x', '../' + instance):
         one_line(called(*config, '--uuid', wrong, SMALL), 2, 'uuid')
     assert list(allocations(cluster)) == [instance]
-    check(cluster, compute)

@@ -7,20 +7,18 @@ import json
 from tests.kit.commands import Control, eschedule, write_config
 from tests.kit.story import IMAGE, SMALL, notified, one_line, reached, record
 
-TINY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128'
-
 
 def test_made_listed_asked_for_and_removed(cluster: Control) -> None:
     compute = cluster.ecompute('VCPU:8,DISK_GB:100,MEMORY_MB:4096')
-    one_line(cluster.eschedule('flavor', 'set', 'tiny', TINY), 0, 'flavor tiny: made')
-    one_line(cluster.eschedule('flavor', 'set', 'tiny', f'{TINY}&required=!MISC_SHARES_VIA_AGGREGATE'), 0, 'changed')
+    one_line(cluster.eschedule('flavor', 'set', 'tiny', SMALL), 0, 'flavor tiny: made')
+    one_line(cluster.eschedule('flavor', 'set', 'tiny', f'{SMALL}&required=!MISC_SHARES_VIA_AGGREGATE'), 0, 'changed')
     (line,) = cluster.eschedule('flavor', 'list').stdout.splitlines()[1:]
     assert line.split() == ['tiny', 'VCPU:1,DISK_GB:1,MEMORY_MB:128', '!MISC_SHARES_VIA_AGGREGATE', 'etcd']
     for words in (('--flavor', 'tiny'), ('--flavor', 'tiny', 'http://images.invalid/a=b.qcow2')):
         target, instance = notified(cluster.eschedule(*words))
         assert target == compute.uuid
         assert reached(cluster, instance, 'active')['resources'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
-        assert record(cluster, instance)['query'] == f'{TINY}&required=!MISC_SHARES_VIA_AGGREGATE'
+        assert record(cluster, instance)['query'] == f'{SMALL}&required=!MISC_SHARES_VIA_AGGREGATE'
     _, instance = notified(cluster.eschedule('resources=VCPU:2', IMAGE, '--flavor', 'tiny'))
     assert reached(cluster, instance, 'active')['resources']['VCPU'] == 2
     assert len(cluster.eschedule('--flavor', 'tiny', '--count', '2').stdout.splitlines()) == 2
@@ -53,14 +51,14 @@ def test_schedule_yaml_comes_first(cluster: Control) -> None:
 
 def test_what_is_asked_wrongly(cluster: Control) -> None:
     one_line(cluster.eschedule('flavor', 'set', 'tiny'), 2, 'give a name and what it asks for')
-    one_line(cluster.eschedule('flavor', 'set', 'a/b', TINY), 2, 'is no name of a flavor')
+    one_line(cluster.eschedule('flavor', 'set', 'a/b', SMALL), 2, 'is no name of a flavor')
     one_line(cluster.eschedule('flavor', 'delete'), 2, 'which flavor?')
     one_line(cluster.eschedule('http://images.invalid/x'), 2, 'neither a command nor an instance')
     one_line(cluster.eschedule('list', '--flavor', 'tiny'), 2, '--flavor does not go with this form')
     one_line(cluster.eschedule('plan'), 2, 'give a placement query')
     cluster.etcd.put('/flavors/odd', '{"version": 7}')
     one_line(cluster.eschedule('--flavor', 'odd'), 1, '/flavors/odd', 'etcdctl del /flavors/odd')
-    assert cluster.eschedule('flavor', 'set', 'tiny', TINY).code == 0
+    assert cluster.eschedule('flavor', 'set', 'tiny', SMALL).code == 0
     listed = cluster.eschedule('flavor', 'list')
     one_line(listed, 1, '/flavors/odd')
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ['FLAVOR', 'tiny'], 'the others are shown'

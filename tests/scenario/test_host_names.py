@@ -8,7 +8,7 @@ import uuid
 from tests.kit.commands import Control, Ecompute
 from tests.kit.servers import until
 from tests.kit.sharing import hosts, silence
-from tests.kit.story import SMALL, addressed, one_line, place
+from tests.kit.story import SMALL, boot, one_line, place
 
 
 def rename(control: Control, compute: Ecompute, name: str) -> None:
@@ -20,8 +20,7 @@ def rename(control: Control, compute: Ecompute, name: str) -> None:
 
 def test_closed_and_silent_it_goes_by_its_name_until_it_is_forgotten(cluster: Control) -> None:
     here, closed, silent = (cluster.ecompute() for _ in range(3))
-    instance = place(cluster, f'{SMALL}&in_tree={silent.uuid}')[1]
-    addressed(cluster, instance)
+    instance = boot(cluster, f'{SMALL}&in_tree={silent.uuid}')
     closed.stop()
     rename(cluster, closed, 'hv4')
     silence(cluster, silent)

@@ -12,7 +12,7 @@ from tests.kit.commands import Control
 from tests.kit.hands import lapse, settled
 from tests.kit.invariants import allocations
 from tests.kit.servers import b64, until
-from tests.kit.story import SMALL, addressed, called, one_line, place, reached, record
+from tests.kit.story import SMALL, addressed, called, known, one_line, place, reached, record
 from tests.kit.tuned import tuned
 from tests.scenario.queued import TOY, leaves_it, overheard, queue, waiting
 
@@ -140,8 +140,7 @@ def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
         asked.clear()
         instance = queue(small)
         addressed(small, instance)
-        took = record(small, instance)
-        assert took is not None
+        took = known(small, instance)
         assert set(asked) & looks == {f'/resource_providers/{took["compute"]}/traits'}
         settled(small, *computes)
 
@@ -162,7 +161,6 @@ def test_what_placement_says_by_now_counts(small: Control) -> None:
         leaves_it(small, asked, one, instance)
         other = small.ecompute(TOY, queues=True)
         addressed(small, instance)
-        took = record(small, instance)
-        assert took is not None
+        took = known(small, instance)
         assert took['compute'] == other.uuid
         settled(small, one, other)

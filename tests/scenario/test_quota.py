@@ -47,14 +47,6 @@ def test_limit_used_and_asked_are_named(cluster: Control) -> None:
     settled(cluster, *computes)
 
 
-def test_what_is_typed_wrongly_is_one_line(cluster: Control) -> None:
-    one_line(called(cluster, 'quota', 'set', 'web'), 2, 'give a project and its limits')
-    one_line(called(cluster, 'quota', 'set', 'VCPU=1', 'web'), 2, 'give a project and its limits')
-    one_line(called(cluster, 'quota', 'set', 'web', 'vcpu=1'), 2, 'is no limit')
-    one_line(called(cluster, SMALL, '--project', 'x' * 300), 2, 'is no project')
-    one_line(called(cluster, 'quota', 'show'), 2, 'which quota')
-
-
 def test_what_is_destroyed_unseen_is_given_back(cluster: Control) -> None:
     (compute,) = started(cluster, ROOMY)
     called(cluster, 'quota', 'set', 'web', 'instances=2')
