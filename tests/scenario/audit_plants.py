@@ -5,13 +5,70 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from string import Template
+from typing import Any
 
 from tests.kit.story import SMALL, reached, record
 from tests.scenario.audited import GROUP, MAC, NAME, SIZE, Scene, guests_file
 
+Plant = Callable[[Scene], str]
+
 
 def new() -> str:
     return str(uuid.uuid4())
+
+
+def write(name: str, key: str, value: object, subject: str) -> Plant:
+    """The plant of this name: a key is written; $nobody and $other are nobody's uuids, the rest is of the scene."""
+
+    def plant(scene: Scene) -> str:
+        known = {'one': scene.one.uuid, 'instance': scene.instance, 'gone': scene.gone}
+        known |= {'nobody': new(), 'other': new()}
+        text = value if isinstance(value, str) else json.dumps(value)
+        scene.put(Template(key).substitute(known), Template(text).substitute(known))
+        return Template(subject).substitute(known)
+
+    plant.__name__ = name
+    return plant
+
+
+NEWER = {'version': 99}
+request_unreadable = write('request_unreadable', '/hosts/$other/$nobody', 'no request', '$nobody')
+queued_unreadable = write('queued_unreadable', '/queues/small/$nobody', 'no request', '$nobody')
+record_unreadable = write('record_unreadable', '/instances/$one/$nobody', NEWER, '$nobody')
+group_unreadable = write('group_unreadable', '/groups/newer', NEWER, 'newer')
+quota_unreadable = write('quota_unreadable', '/quotas/newer', NEWER, 'newer')
+booted_orphaned = write('booted_orphaned', '/booted/$gone', '10.1.2.3', '$gone')
+booted_differs = write('booted_differs', '/booted/$instance', '10.1.2.3', '$instance')
+name_orphaned = write('name_orphaned', '/names/of-nobody', {'version': 1, 'instance': '$gone'}, 'of-nobody')
+ATTEMPT = {'version': 1, 'instances': ['$nobody'], 'pid': 1}
+attempt_unleased = write('attempt_unleased', '/requests/$nobody', ATTEMPT, '$nobody')
+hostname_orphaned = write('hostname_orphaned', '/hostnames/$nobody', {'version': 1, 'hostname': 'hv9'}, '$nobody')
+QUOTA = {'version': 1, 'limits': {'VCPU': 9}, 'used': {'VCPU': 7}}
+quota_differs = write('quota_differs', '/quotas/project', QUOTA, 'project')
+
+
+def change(name: str, of_nobody: bool = False, on_two: bool = False, **changed: Any) -> Plant:
+    """The plant of this name: of the instance, or of nobody, a compute has something else than it ought to."""
+
+    def plant(scene: Scene) -> str:
+        instance = new() if of_nobody else scene.instance
+        own = {key: scene.one.uuid if each == '$one' else each for key, each in changed.items()}
+        scene.guest(scene.two if on_two else scene.one, instance, **own)
+        return instance
+
+    plant.__name__ = name
+    return plant
+
+
+NOTHING_BUT_A_DISK: dict[str, Any] = {'compute': None, 'defined': False, 'running': False}
+domain_missing = change('domain_missing', **NOTHING_BUT_A_DISK)
+domain_undefined = change('domain_undefined', defined=False)
+domain_orphaned = change('domain_orphaned', of_nobody=True, on_two=True)
+domain_misplaced = change('domain_misplaced', of_nobody=True, on_two=True, compute='$one')
+domain_doubled = change('domain_doubled', on_two=True)
+disk_missing = change('disk_missing', disk=False)
+disk_orphaned = change('disk_orphaned', of_nobody=True, on_two=True, **NOTHING_BUT_A_DISK)
 
 
 def provider_missing(scene: Scene) -> str:
@@ -89,11 +146,6 @@ def request_ended(scene: Scene) -> str:
     return scene.gone
 
 
-def request_unreadable(scene: Scene) -> str:
-    scene.put(f'/hosts/{new()}/{(nobody := new())}', 'no request')
-    return nobody
-
-
 def waits(scene: Scene, instance: str, flavor: str) -> str:
     """Let it wait, for a flavor that is there if its name is small."""
     waiting = {
@@ -103,11 +155,6 @@ def waits(scene: Scene, instance: str, flavor: str) -> str:
     scene.put(f'/queues/{flavor}/{instance}', waiting)
     scene.put('/flavors/small', {'resources': SIZE})
     return instance
-
-
-def queued_unreadable(scene: Scene) -> str:
-    scene.put(f'/queues/small/{(nobody := new())}', 'no request')
-    return nobody
 
 
 def queued_flavorless(scene: Scene) -> str:
@@ -137,11 +184,6 @@ def record_missing(scene: Scene) -> str:
     return scene.instance
 
 
-def record_unreadable(scene: Scene) -> str:
-    scene.put(f'/instances/{scene.one.uuid}/{(nobody := new())}', {'version': 99})
-    return nobody
-
-
 def record_unleased(scene: Scene) -> str:
     scene.rewrite(scene.gone)
     return scene.gone
@@ -150,21 +192,6 @@ def record_unleased(scene: Scene) -> str:
 def record_leased(scene: Scene) -> str:
     scene.rewrite(scene.instance, seconds=3600)
     return scene.instance
-
-
-def booted_orphaned(scene: Scene) -> str:
-    scene.put(f'/booted/{scene.gone}', '10.1.2.3')
-    return scene.gone
-
-
-def booted_differs(scene: Scene) -> str:
-    scene.put(f'/booted/{scene.instance}', '10.1.2.3')
-    return scene.instance
-
-
-def name_orphaned(scene: Scene) -> str:
-    scene.put('/names/of-nobody', {'version': 1, 'instance': scene.gone})
-    return 'of-nobody'
 
 
 def name_missing(scene: Scene) -> str:
@@ -176,11 +203,6 @@ def name_reserved(scene: Scene) -> str:
     scene.put('/names/rename', {'version': 1, 'instance': scene.instance})
     scene.rewrite(scene.instance, name='rename')
     return scene.instance
-
-
-def group_unreadable(scene: Scene) -> str:
-    scene.put('/groups/newer', {'version': 99})
-    return 'newer'
 
 
 def group_broken(scene: Scene) -> str:
@@ -201,16 +223,6 @@ def group_missing(scene: Scene) -> str:
     return scene.instance
 
 
-def quota_unreadable(scene: Scene) -> str:
-    scene.put('/quotas/newer', {'version': 99})
-    return 'newer'
-
-
-def quota_differs(scene: Scene) -> str:
-    scene.put('/quotas/project', {'version': 1, 'limits': {'VCPU': 9}, 'used': {'VCPU': 7}})
-    return 'project'
-
-
 def usage_differs(scene: Scene) -> str:
     storage, call = new(), scene.control.placement.call
     call('POST', '/resource_providers', {'uuid': storage, 'name': 'tapes'})
@@ -223,30 +235,15 @@ def usage_differs(scene: Scene) -> str:
     return 'tapes'
 
 
-def attempt_unleased(scene: Scene) -> str:
-    scene.put(f'/requests/{(nobody := new())}', {'version': 1, 'instances': [nobody], 'pid': 1})
-    return nobody
-
-
 def presence_unleased(scene: Scene) -> str:
     other = scene.control.placement.make_provider(VCPU=1)
     scene.put(f'/computes/{other}', {'token': 'x'})
     return other
 
 
-def hostname_orphaned(scene: Scene) -> str:
-    scene.put(f'/hostnames/{(nobody := new())}', {'version': 1, 'hostname': 'hv9'})
-    return nobody
-
-
 def compute_mute(scene: Scene) -> str:
     scene.two.pause()
     return scene.two.uuid
-
-
-def domain_missing(scene: Scene) -> str:
-    scene.guest(scene.one, scene.instance, compute=None, defined=False, running=False)
-    return scene.instance
 
 
 def domain_off(scene: Scene) -> str:
@@ -260,36 +257,6 @@ def domain_off(scene: Scene) -> str:
 def domain_running(scene: Scene) -> str:
     scene.rewrite(scene.instance, state='stopped')
     return scene.instance
-
-
-def domain_undefined(scene: Scene) -> str:
-    scene.guest(scene.one, scene.instance, defined=False)
-    return scene.instance
-
-
-def domain_orphaned(scene: Scene) -> str:
-    scene.guest(scene.two, nobody := new())
-    return nobody
-
-
-def domain_misplaced(scene: Scene) -> str:
-    scene.guest(scene.two, nobody := new(), compute=scene.one.uuid)
-    return nobody
-
-
-def domain_doubled(scene: Scene) -> str:
-    scene.guest(scene.two, scene.instance)
-    return scene.instance
-
-
-def disk_missing(scene: Scene) -> str:
-    scene.guest(scene.one, scene.instance, disk=False)
-    return scene.instance
-
-
-def disk_orphaned(scene: Scene) -> str:
-    scene.guest(scene.two, nobody := new(), compute=None, defined=False, running=False)
-    return nobody
 
 
 def seed_orphaned(scene: Scene) -> str:
@@ -314,7 +281,7 @@ def part_orphaned(scene: Scene) -> str:
     return scene.one.uuid
 
 
-PLANTS: list[Callable[[Scene], str]] = [
+PLANTS: list[Plant] = [
     *(provider_missing, inventory_missing, compute_silent, capacity_exceeded),
     *(allocation_orphaned, allocation_missing, allocation_differs, allocation_doubled),
     *(request_doubled, request_misplaced, request_missing, request_ended, request_unreadable),
@@ -338,5 +305,5 @@ ON_A_HYPERVISOR = {
 """What is planted, and mended, in faults/test_audit_lab.py."""
 
 
-def code_of(plant: Callable[[Scene], str]) -> str:
+def code_of(plant: Plant) -> str:
     return plant.__name__.replace('_', '-')

@@ -26,31 +26,8 @@ from tests.kit.hands import guests
 from tests.kit.invariants import allocations, everything
 from tests.kit.servers import Etcd, PlacementServer, until
 from tests.kit.story import SMALL, addressed, notified, one_line, place, reached, record
-from tests.scenario.audit_plants import (
-    NOTICED,
-    ON_A_HYPERVISOR,
-    PLANTS,
-    allocation_missing,
-    allocation_orphaned,
-    booted_differs,
-    booted_orphaned,
-    code_of,
-    disk_orphaned,
-    domain_doubled,
-    domain_orphaned,
-    group_missing,
-    group_orphaned,
-    hostname_orphaned,
-    name_missing,
-    name_orphaned,
-    new,
-    part_orphaned,
-    queued_doubled,
-    quota_differs,
-    record_unleased,
-    request_ended,
-    seed_orphaned,
-)
+from tests.scenario import audit_plants as plants
+from tests.scenario.audit_plants import NOTICED, ON_A_HYPERVISOR, PLANTS, Plant, code_of, new
 from tests.scenario.audited import MAC, NAME, SOON, Before, Scene, guests_file
 
 BIG = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'
@@ -89,7 +66,7 @@ def test_every_code_is_planted_somewhere() -> None:
 
 
 @pytest.mark.parametrize('plant', PLANTS, ids=code_of)
-def test_a_planted_defect_is_found_as_itself_and_nothing_else(scene: Scene, plant: Callable[[Scene], str]) -> None:
+def test_a_planted_defect_is_found_as_itself_and_nothing_else(scene: Scene, plant: Plant) -> None:
     subject = plant(scene)
     wanted = [(code_of(plant), subject)]
     seen: list[object] = []
@@ -108,11 +85,8 @@ def test_a_planted_defect_is_found_as_itself_and_nothing_else(scene: Scene, plan
         raise AssertionError(f'{error}; it found {seen}\n{logs}') from None
 
 
-# What the command says
-
-
 def test_an_instance_is_named_beside_its_uuid(scene: Scene) -> None:
-    booted_differs(scene)
+    plants.booted_differs(scene)
     found = scene.control.eschedule('audit', '-f', 'json').stdout
     assert [(each['subject'], each['name']) for each in json.loads(found)] == [(scene.instance, NAME)]
     assert f'{scene.instance}  {NAME}  ' in scene.control.eschedule('audit').stdout
@@ -133,7 +107,7 @@ def test_nothing_at_all(cluster: Control) -> None:
 
 
 def test_the_words_and_the_exit_code(scene: Scene) -> None:
-    orphan, wrong = allocation_orphaned(scene), booted_differs(scene)
+    orphan, wrong = plants.allocation_orphaned(scene), plants.booted_differs(scene)
     before = everything(scene.control)
 
     table, parsed = scene.control.eschedule('audit'), scene.control.eschedule('audit', '-f', 'json')
@@ -166,20 +140,11 @@ def test_a_silent_compute_is_a_note_and_no_finding(scene: Scene) -> None:
     assert f'eschedule: compute {called} is closed: what it has was not compared' in said.stderr.splitlines()
 
 
-def test_wrong_arguments(cluster: Control) -> None:
-    one_line(cluster.eschedule('audit', 'x'), 2, 'audit takes no further words')
-    one_line(cluster.eschedule('audit', '--all'), 2, '--all does not go with this form')
-    one_line(cluster.eschedule('list', '--fix'), 2, '--fix does not go with this form')
-
-
 def test_a_backend_that_is_away(own_control: Control) -> None:
     own_control.placement.kill()
     one_line(own_control.eschedule('audit'), 7, 'placement')
     own_control.etcd.kill()
     one_line(own_control.eschedule('audit'), 7, 'etcd')
-
-
-# A cluster at work
 
 
 def test_what_is_in_work_is_never_a_finding(cluster: Control) -> None:
@@ -227,21 +192,11 @@ def _working(cluster: Control) -> Iterator[Callable[[], list[str]]]:
             each.result()
 
 
-# Mending
-
-MENDED: list[Callable[[Scene], str]] = [
-    *(allocation_orphaned, allocation_missing, booted_orphaned, record_unleased, request_ended),
-    *(group_orphaned, group_missing, quota_differs),
-    *(queued_doubled, name_orphaned, name_missing, hostname_orphaned, disk_orphaned, seed_orphaned, part_orphaned),
-]
-
-
-def test_every_code_that_fix_mends_is_mended_here() -> None:
-    assert {*map(code_of, MENDED)} == {code for code, each in CODES.items() if each.fix} - ON_A_HYPERVISOR
+MENDED = [each for each in PLANTS if CODES[code_of(each)].fix]
 
 
 @pytest.mark.parametrize('plant', MENDED, ids=code_of)
-def test_what_fix_mends(scene: Scene, plant: Callable[[Scene], str]) -> None:
+def test_what_fix_mends(scene: Scene, plant: Plant) -> None:
     before = {'instance': record(scene.control, scene.instance), 'held': allocations(scene.control)[scene.instance]}
     subject = plant(scene)
     told: list[str] = []
@@ -253,9 +208,9 @@ def test_what_fix_mends(scene: Scene, plant: Callable[[Scene], str]) -> None:
     assert len(told) == 2, told
     assert not any(word in told[1] for word in ('left alone', 'not removed', 'not known')), told
     assert scene.found() == []
-    if plant is not part_orphaned:
+    if plant is not plants.part_orphaned:
         assert subject in told[1] or MAC in told[1]
-    if plant is record_unleased:
+    if plant is plants.record_unleased:
         assert everything(scene.control)[scene.control.etcd.record_key(scene.gone)].lease
     # Nothing else is touched.
     assert record(scene.control, scene.instance) == before['instance']
@@ -264,22 +219,22 @@ def test_what_fix_mends(scene: Scene, plant: Callable[[Scene], str]) -> None:
 
 def test_what_only_one_audit_saw_is_left_alone(scene: Scene) -> None:
     first = scene.audit()
-    orphan, booted, part = allocation_orphaned(scene), booted_orphaned(scene), part_orphaned(scene)
+    orphan, booted, part = plants.allocation_orphaned(scene), plants.booted_orphaned(scene), plants.part_orphaned(scene)
     second = scene.audit()
     assert {each.subject for each in second.findings} == {orphan, booted, part}
     assert mend(scene.store, scene.placement, first, second) == []
     third = scene.audit()
     assert third.findings == second.findings
     # The same file, written again since: another one, and no older than its last writing.
-    part_orphaned(scene)
+    plants.part_orphaned(scene)
     lines = mend(scene.store, scene.placement, second, scene.audit())
     assert len(lines) == 2, lines
     assert {each.subject for each in scene.audit().findings} == {part}
 
 
 def test_a_name_that_somebody_took_meanwhile_is_not_given_back(scene: Scene) -> None:
-    name_missing(scene)
-    name_orphaned(scene)
+    plants.name_missing(scene)
+    plants.name_orphaned(scene)
     first, second = scene.audit(), scene.audit()
     assert len(second.findings) == 2
     scene.put(f'/names/{NAME}', {'version': 1, 'instance': (other := new())})
@@ -293,11 +248,11 @@ def test_a_name_that_somebody_took_meanwhile_is_not_given_back(scene: Scene) -> 
 
 def test_what_changes_after_the_second_audit_is_left_alone(scene: Scene) -> None:
     """A request for the very uuid arrives between the second audit and the mending."""
-    orphan = allocation_orphaned(scene)
-    disk = disk_orphaned(scene)
+    orphan = plants.allocation_orphaned(scene)
+    disk = plants.disk_orphaned(scene)
     first, second = scene.audit(), scene.audit()
     assert {each.subject for each in second.findings} == {orphan, disk}
-    booted_orphaned(scene)
+    plants.booted_orphaned(scene)
     for instance in (orphan, disk):
         scene.put(f'/requests/{instance}', {'version': 1, 'instances': [instance], 'pid': 1}, seconds=60)
     lines = mend(scene.store, scene.placement, first, second)
@@ -309,9 +264,9 @@ def test_what_changes_after_the_second_audit_is_left_alone(scene: Scene) -> None
 
 def test_fix_touches_nothing_it_does_not_understand(scene: Scene) -> None:
     """Domains, running or not, and what lives."""
-    guest, off = domain_orphaned(scene), new()
+    guest, off = plants.domain_orphaned(scene), new()
     scene.guest(scene.two, off, running=False)
-    doubled = domain_doubled(scene)
+    doubled = plants.domain_doubled(scene)
     before = scene.audit().findings
     assert {each.subject for each in before} == {guest, off, doubled}
     told: list[str] = []
@@ -322,7 +277,7 @@ def test_fix_touches_nothing_it_does_not_understand(scene: Scene) -> None:
 
 @pytest.mark.slow
 def test_the_command_with_fix_takes_its_minute(scene: Scene) -> None:
-    booted_orphaned(scene)
+    plants.booted_orphaned(scene)
     done = scene.control.eschedule('audit', '--fix', timeout=180)
     assert done.code == 0, done
     assert done.stdout == ''
