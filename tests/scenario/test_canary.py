@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from typing import Any
 
 import pytest
 
-from tests.kit.commands import Command, Control, Ecompute, Result
+from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.hands import Eschedule
 from tests.kit.lab import Lab
 from tests.kit.servers import until
 
@@ -35,10 +35,9 @@ def canary(control: Control, *words: str) -> Result:
     return control.eschedule('doctor', '--canary', '-f', 'json', *words)
 
 
-def begun(control: Control, *words: str) -> Command:
+def begun(control: Control, *words: str) -> Eschedule:
     """The same, a process that goes on."""
-    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(control.schedule_yaml), 'doctor', '--canary']
-    return Command([*command, '-f', 'json', *words], control.directory)
+    return Eschedule(control, 'doctor', '--canary', '-f', 'json', *words)
 
 
 def left(control: Control) -> list[str]:
@@ -97,8 +96,7 @@ def test_one_host_alone_and_a_flavor(cluster: Control) -> None:
     nothing_is_left(cluster, one, two)
 
 
-def test_a_query_that_no_guest_can_be_made_of_is_nothing_of_a_host(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_a_query_that_no_guest_can_be_made_of_is_nothing_of_a_host(cluster: Control, compute: Ecompute) -> None:
     for query, why in (('resources=VCPU:1', 'a guest needs'), ('resources=VCPU:1,NONE:1', 'no resource class NONE')):
         refused = canary(cluster, query)
         assert (refused.code, refused.stdout) == (2, '')
@@ -106,17 +104,15 @@ def test_a_query_that_no_guest_can_be_made_of_is_nothing_of_a_host(cluster: Cont
     nothing_is_left(cluster, compute)
 
 
-def test_where_there_is_room_nowhere_that_is_found(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_where_there_is_room_nowhere_that_is_found(cluster: Control, compute: Ecompute) -> None:
     [(what, cure)] = findings(canary(cluster, 'resources=VCPU:99,DISK_GB:1,MEMORY_MB:16'))
     assert what.startswith('no canary was placed: ')
     assert cure.startswith('eschedule hosts ')
     nothing_is_left(cluster, compute)
 
 
-def test_a_guest_that_never_says_it_is_ready(cluster: Control) -> None:
+def test_a_guest_that_never_says_it_is_ready(cluster: Control, compute: Ecompute) -> None:
     """With a key it has to, for it is to be entered."""
-    compute = cluster.ecompute()
     (cluster.directory / 'key.pub').write_text(KEY)
     result = canary(cluster, '--ssh-key', str(cluster.directory / 'key.pub'), '--timeout', '1')
     [(what, cure)] = findings(result)
@@ -167,8 +163,7 @@ def test_an_interrupt_in_the_middle(cluster: Control, number: int) -> None:
     nothing_is_left(cluster, *computes)
 
 
-def test_who_does_not_wait_for_the_end_is_told_what_may_be_left(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_who_does_not_wait_for_the_end_is_told_what_may_be_left(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     with begun(cluster) as under_way:
         placed_on(cluster, compute)
@@ -187,9 +182,8 @@ def test_who_does_not_wait_for_the_end_is_told_what_may_be_left(cluster: Control
     nothing_is_left(cluster, compute)
 
 
-def test_an_etcd_that_goes_away_meanwhile(own_control: Control) -> None:
+def test_an_etcd_that_goes_away_meanwhile(own_control: Control, compute: Ecompute) -> None:
     """Then it cannot be destroyed, and what is to be typed is said."""
-    compute = own_control.ecompute()
     compute.pause()
     with begun(own_control, '--timeout', '5') as under_way:
         placed_on(own_control, compute)

@@ -92,8 +92,7 @@ def test_by_its_host_name_and_what_is_none(cluster: Control) -> None:
     one_line(cluster.eschedule('host', 'disable', name), 5, 'the host name of 2 computes', compute.uuid, two.uuid)
 
 
-def test_who_asks_for_disabled_ones_gets_them(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_who_asks_for_disabled_ones_gets_them(cluster: Control, compute: Ecompute) -> None:
     host(cluster, 'disable', compute.uuid)
     query = f'{SMALL}&required=COMPUTE_STATUS_DISABLED'
     uuid, instance = place(cluster, query)
@@ -137,8 +136,7 @@ def test_stopped_and_started_it_is_as_the_operator_left_it(cluster: Control) -> 
     place(cluster)
 
 
-def test_drain_says_what_lives_there_and_waits_for_it(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_drain_says_what_lives_there_and_waits_for_it(cluster: Control, compute: Ecompute) -> None:
     assert host(cluster, 'drain', compute.uuid, '--wait') == [
         f'{compute.uuid}: disabled: nothing new is placed there, and what lives there goes on',
         f'{compute.uuid}: no instances there',
@@ -181,9 +179,8 @@ def draining_in_sight(control: Control, compute: Ecompute, looks: int = 2) -> It
             yield draining
 
 
-def test_drain_waits_for_one_that_asked_before(cluster: Control) -> None:
+def test_drain_waits_for_one_that_asked_before(cluster: Control, compute: Ecompute) -> None:
     """It has its candidates, and claims and delivers when it goes on."""
-    compute = cluster.ecompute()
     with Eschedule(cluster, SMALL, failpoint='announced:stop') as slow:
         slow.stopped_at('announced')
         with draining_in_sight(cluster, compute) as draining:
