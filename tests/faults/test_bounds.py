@@ -11,7 +11,6 @@ import pytest
 
 from ecomp.agent.planner import MOST
 from ecomp.placement.by_http import POOL
-from tests.faults.figures import figure
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests
 from tests.kit.invariants import check
@@ -84,8 +83,6 @@ def flat(control: Control, count: int, warm: int, memory: float) -> None:
         if done in (warm, count):
             used[done] = Use.of(compute.pid)
     before, after = used[warm], used[count]
-    for when, use in used.items():
-        figure(f'bounds after {when}', **{name: float(getattr(use, name)) for name in Use._fields})
     # Slack: a thread or a descriptor may come or go between two looks. How many of its connections the pool
     # has come to need depends on how many were in use at once, by the load of the machine: that is bounded.
     assert abs((after.descriptors - after.connections) - (before.descriptors - before.connections)) <= 4, used

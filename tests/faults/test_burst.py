@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 import re
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.faults.figures import figure
 from tests.kit.commands import Control, Result
 from tests.kit.hands import guests, lapse_requests, look_twice, settled
 from tests.kit.invariants import allocations
@@ -53,7 +51,6 @@ def test_a_burst(own_control: Control) -> None:
             destroyed.add(instance)
         return answered(control, 'destroy', instance)
 
-    began = time.monotonic()
     with ThreadPoolExecutor(AT_ONCE) as creators, ThreadPoolExecutor(2) as destroyers:
         creating = [creators.submit(create, number) for number in range(REQUESTS)]
         for _ in range(REQUESTS // 3):
@@ -76,7 +73,6 @@ def test_a_burst(own_control: Control) -> None:
         look_twice(control, compute, guests(compute))
     for instance in placed:
         reached(control, instance, 'gone' if instance in destroyed else 'active')
-    figure('F33', recovered_s=time.monotonic() - began)
     living = [each for each in placed if each not in destroyed]
     assert allocations(control).keys() == set(living)
     assert sum(len(guests(each)) for each in computes) == len(living)

@@ -17,7 +17,7 @@ from tests.kit.commands import Control
 from tests.kit.hands import Eschedule, guests
 from tests.kit.invariants import check, everything
 from tests.kit.servers import environment, until
-from tests.kit.story import SMALL, addressed, logged, place, reached, record
+from tests.kit.story import SMALL, addressed, boot, logged, place, reached, record
 from tests.kit.tuned import Tuned, tuned
 
 # https://github.com/wolfcw/libfaketime: monotonic timers stay as they are, as a jump of the real clock leaves them.
@@ -136,8 +136,7 @@ def test_a_clock_that_jumps(cluster: Control, always: dict[str, str], tmp_path: 
 
 def looked(control: Control, compute: Tuned) -> None:
     """ecompute has made a guest and removed it, and looked at its claims meanwhile."""
-    _, instance = place(control)
-    addressed(control, instance)
+    instance = boot(control)
     assert control.eschedule('destroy', '--wait', instance).code == 0
     assert instance not in guests(compute)
 

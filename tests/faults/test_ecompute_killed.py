@@ -6,17 +6,14 @@ import json
 import os
 import re
 import signal
-import time
-from pathlib import Path
 
 import pytest
 
-from tests.faults.figures import figure
 from tests.kit.commands import Control
 from tests.kit.hands import Armed, killed_at, settled, some, start_again
 from tests.kit.hypervisor import Hypervisor
 from tests.kit.servers import until
-from tests.kit.story import addressed, place, reached, reserved
+from tests.kit.story import addressed, boot, place, reached, reserved
 from tests.kit.tuned import tuned
 
 BUILD_FAILPOINTS = (
@@ -31,11 +28,9 @@ END_FAILPOINTS = ('closing', 'closed')
 
 
 @pytest.fixture
-def compute(cluster: Control, tmp_path: Path) -> Armed:
+def compute(cluster: Control) -> Armed:
     """A fake ecompute that is not started yet."""
-    made = Armed(cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'compute')
-    cluster.at_exit.callback(made.close)
-    return made
+    return tuned(cluster, start=False)
 
 
 @pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'confirmed', 'seeded', 'disk-created', 'built', 'addressed'))
@@ -45,9 +40,8 @@ def test_killed_while_building(cluster: Control, compute: Armed, step: str) -> N
     compute.start()
     _, instance = place(cluster)
     killed_at(compute, step)
-    began = start_again(compute)
+    start_again(compute)
     addressed(cluster, instance)
-    figure('F2', recovered_s=time.monotonic() - began)
     assert reached(cluster, instance, 'active')['attempts'] == 0
     settled(cluster, compute)
 
@@ -62,9 +56,8 @@ def test_killed_while_destroying(cluster: Control, compute: Armed, step: str) ->
     addressed(cluster, instance)
     assert cluster.eschedule('destroy', instance).code == 0
     killed_at(compute, step)
-    began = start_again(compute)
+    start_again(compute)
     reached(cluster, instance, 'gone')
-    figure('F2', recovered_s=time.monotonic() - began)
     assert addressed(cluster, other) == address
     settled(cluster, compute)
 
@@ -74,8 +67,7 @@ def test_killed_before_the_state_directory_hears_of_an_end(cluster: Control, by_
     """F2: kill -9 of ecompute between an end in etcd and in its directory: the next start frees the address (fake)"""
     quick = {'host.claims.APART': 0.5, 'planner.APART': 0.5}  # between two looks for what vanished
     compute = tuned(cluster, numbers=quick)
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     compute.kill()
     if by_hand:
         (compute.directory / 'state/fake.json').write_text('[]')
@@ -197,10 +189,8 @@ def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
     assert host.fired == [step]
     before = host.qemu(instance)
     assert bool(before) == (step == 'built')
-    began = time.monotonic()
     host.restart()
     host.reached(instance, 'gone' if destroyed else 'active')
-    figure('F2', recovered_s=time.monotonic() - began)
     assert host.qemus() == ([] if destroyed else [instance])
     assert before in (0, host.qemu(instance)), 'one that runs is taken as it is'
     if destroyed:

@@ -110,9 +110,6 @@ def test_no_field_of_a_record_misleads(name: str, value: Any) -> None:
         assert text.replace('\n', '').isprintable()
 
 
-# A running compute
-
-
 @pytest.fixture
 def compute(cluster: Control) -> Ecompute:
     """A fake ecompute of the uuid that the unit tests' requests are for."""

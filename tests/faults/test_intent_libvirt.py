@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ecomp.agent.images.download import TIMEOUT
-from tests.faults.figures import figure
 from tests.kit.hands import some
 from tests.kit.hypervisor import SOON, Hypervisor
 from tests.kit.servers import until
@@ -150,9 +149,6 @@ def delete(host: Hypervisor, key: str) -> None:
     assert done.stdout.strip() == '1', done
 
 
-# Bounds
-
-
 def round_of(host: Hypervisor, count: int) -> None:
     """`count` guests made and destroyed, several at a time."""
     with ThreadPoolExecutor(3) as threads:
@@ -169,8 +165,6 @@ def flat(host: Hypervisor, warm: int, count: int) -> None:
     for left in range(count, 0, -5):
         round_of(host, min(left, 5))
     after = Use.of(host.pid)
-    figure(f'bounds {count} real', **{f'{name}_before': float(getattr(before, name)) for name in Use._fields})
-    figure(f'bounds {count} real', **{f'{name}_after': float(getattr(after, name)) for name in Use._fields})
     assert host.workers() == workers
     assert after.processes == before.processes
     assert abs(after.descriptors - before.descriptors) <= 4, (before, after)
@@ -189,9 +183,6 @@ def test_5_guests(host: Hypervisor) -> None:
 def test_30_guests(host: Hypervisor) -> None:
     """Bounds: descriptors, threads, processes and memory are flat over 30 real guests made and destroyed (libvirt)"""
     flat(host, 10, 30)
-
-
-# F31
 
 
 @pytest.mark.slow

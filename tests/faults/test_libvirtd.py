@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from tests.faults.figures import figure
 from tests.kit.hands import idle
 from tests.kit.hypervisor import Hypervisor
 from tests.kit.servers import until
@@ -46,20 +45,16 @@ def test_libvirtd_ends_in_a_step(host: Hypervisor, step: str, how: int, when: st
     if destroyed:
         host.ask_destroy(instance)
     worker = host.frozen_at(step)
-    began = time.monotonic()
     host.end_libvirtd(how)
     lost(host)
-    figure('F18', detected_s=time.monotonic() - began)
     if when == 'away':
         os.kill(worker, signal.SIGCONT)
         until(lambda: host.is_free(instance), 60, 'the worker has given up')
         assert host.record(instance)['state'] == ('destroying' if destroyed else 'building')
-    began = time.monotonic()
     host.start_libvirtd()
     if when == 'back':
         os.kill(worker, signal.SIGCONT)
     record = host.reached(instance, 'gone' if destroyed else 'active')
-    figure('F18', recovered_s=time.monotonic() - began)
     assert record['attempts'] == 0, "that libvirtd is away is nobody's failure"
     found_again(host)
     assert host.qemu(kept) == qemu
@@ -81,11 +76,9 @@ def test_libvirtd_away(host: Hypervisor) -> None:
     assert {each: host.qemu(each) for each in (kept, doomed)} == qemus
     assert host.record(kept)['state'] == 'active'
     assert host.record(kept)['fault'] is None
-    began = time.monotonic()
     host.start_libvirtd()
     host.reached(instance, 'active')
     host.reached(doomed, 'gone')
-    figure('F18', recovered_s=time.monotonic() - began)
     found_again(host)
     assert host.qemu(kept) == qemus[kept]
     host.settled()
@@ -101,19 +94,15 @@ def test_libvirtd_frozen(host: Hypervisor, long: bool) -> None:
     instance = host.place()
     worker = host.frozen_at('disk-created')
     os.kill(host.libvirtd, signal.SIGSTOP)
-    began = time.monotonic()
     os.kill(worker, signal.SIGCONT)
     with idle(host.pid):
         lost(host)
-        figure('F18', detected_s=time.monotonic() - began)
         if long:
             until(lambda: host.is_free(instance), 120, 'the worker has given up, and its undoing, too')
     assert host.qemu(kept) == qemu
     assert host.record(instance)['state'] == 'building'
-    began = time.monotonic()
     os.kill(host.libvirtd, signal.SIGCONT)
     assert host.reached(instance, 'active')['attempts'] == 0
-    figure('F18', recovered_s=time.monotonic() - began)
     found_again(host)
     assert host.qemu(kept) == qemu
     assert host.record(kept)['fault'] is None

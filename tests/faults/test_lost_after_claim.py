@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.figures import figure
 from tests.kit.commands import Control, Result, write_config
 from tests.kit.hands import Eschedule, lapse, look_twice, settled
 from tests.kit.invariants import everything
@@ -41,7 +40,6 @@ def cut_off(control: Control, proxy: Proxy, directory: Path, instance: str, back
         eschedule.go_on()
         result = eschedule.end()
         assert time.monotonic() - began < PATIENCE * IN_TIME
-        figure('F15', detected_s=time.monotonic() - began)
         return result
 
 

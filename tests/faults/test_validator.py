@@ -324,9 +324,6 @@ def test_the_validator_says_what_it_found(tmp_path: Path, capsys: pytest.Capture
     assert KEPT in capsys.readouterr().out
 
 
-# The plan
-
-
 WHOLE = soak_plan.Size(1800, 1000, 50, 50, 5, 4.0, 40.0, guests=True)
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import uuid
 
 import pytest
 
-from tests.faults.figures import figure
 from tests.kit.hands import some
-from tests.kit.hypervisor import Hypervisor, held, logged_at
+from tests.kit.hypervisor import Hypervisor, held
 from tests.kit.lab import running
 from tests.kit.servers import until
 from tests.kit.slow_images import SlowImages
@@ -30,20 +28,15 @@ def death(host: Hypervisor, pid: int) -> str:
     return until(lambda: ''.join(host.lines(f'worker {pid} ended')[:1]), 5, f'the end of worker {pid} is noticed')
 
 
-# F3: killed
-
-
 @pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'domain-started'))
 def test_killed_while_building(host: Hypervisor, step: str) -> None:
     """F3: kill -9 of a worker at a step of a build, once: the next one builds it (libvirt)"""
     host.restart(f'{step}:kill:1')
     instance = host.place(new_image())
     record = host.reached(instance, 'active')
-    recovered = time.time()
     assert host.fired == [step]
     assert record['attempts'] == 1
-    (noticed,) = host.lines('worker', 'ended with -9')
-    figure('F3', detected_s=logged_at(noticed) - host.fired_at, recovered_s=recovered - host.fired_at)
+    assert len(host.lines('worker', 'ended with -9')) == 1
     host.settled()
 
 
@@ -54,10 +47,8 @@ def test_killed_while_destroying(host: Hypervisor, step: str) -> None:
     instance = host.running()
     host.ask_destroy(instance)
     host.reached(instance, 'gone')
-    recovered = time.time()
     assert host.fired == [step]
-    (noticed,) = host.lines('worker', 'ended with -9')
-    figure('F3', detected_s=logged_at(noticed) - host.fired_at, recovered_s=recovered - host.fired_at)
+    assert len(host.lines('worker', 'ended with -9')) == 1
     host.nothing_of(instance)
     host.settled()
 
@@ -110,9 +101,8 @@ def test_killed_in_a_download(host: Hypervisor, slow_images: SlowImages) -> None
     pid = host.downloader()
     other = host.place(slow_images.url(new_image()))
     until(lambda: len(list((host.state / 'images').glob('*.part'))) == 2, 30, 'both are downloading')
-    began = time.time()
     os.kill(pid, signal.SIGKILL)
-    figure('F3', detected_s=logged_at(death(host, pid)) - began)
+    death(host, pid)
     host.reached(instance, 'building', attempts=1)
     slow_images.go_on()
     assert host.reached(other, 'active')['attempts'] == 0
@@ -155,9 +145,6 @@ def test_frozen_in_a_download(host: Hypervisor, slow_images: SlowImages) -> None
     host.settled()
 
 
-# F4: ecompute killed while a worker is at it
-
-
 @pytest.mark.parametrize('step', some((*BUILD_FAILPOINTS, 'domain-destroyed'), 'domain-defined'))
 def test_ecompute_killed_meanwhile(host: Hypervisor, step: str) -> None:
     """F4: kill -9 of ecompute while a worker is frozen in a step: it dies too, its lock is free (libvirt)"""
@@ -170,16 +157,13 @@ def test_ecompute_killed_meanwhile(host: Hypervisor, step: str) -> None:
     workers = host.workers()
     assert pid in workers
     assert not host.is_free(instance)
-    began = time.monotonic()
     host.kill()
     until(lambda: not any(running(each) for each in workers), 10, 'the workers end with it')
     # A process whose first thread has ended may have others that have not.
     until(lambda: host.is_free(instance), 10, 'its lock is free')
-    figure('F4', detected_s=time.monotonic() - began)
     assert len(host.qemus()) == (step == 'domain-started')
     host.restart()
     host.reached(instance, 'gone' if destroyed else 'active')
-    figure('F4', recovered_s=time.monotonic() - began)
     assert host.qemus() == ([] if destroyed else [instance])
     if destroyed:
         host.nothing_of(instance)
@@ -199,9 +183,6 @@ def test_a_worker_that_lives_on(host: Hypervisor) -> None:
     host.settled()
 
 
-# F26: destroyed while it is built
-
-
 @pytest.mark.slow
 def test_destroyed_while_building(host: Hypervisor) -> None:
     """F26: destroy while the worker is frozen at each step of its build: on CONT it is undone and gone (libvirt)"""
@@ -215,16 +196,11 @@ def test_destroyed_while_building(host: Hypervisor) -> None:
         host.ask_destroy(instance, others[-1])
         host.reached(others.pop(), 'gone')  # so the worker has been told
         assert host.record(instance)['state'] == 'building'
-        began = time.monotonic()
         os.kill(pid, signal.SIGCONT)
         host.reached(instance, 'gone')
-        figure('F26', recovered_s=time.monotonic() - began)
         host.nothing_of(instance)
     assert host.fired == steps
     host.settled()
-
-
-# F36: asked to stop while a worker is at it
 
 
 @pytest.mark.parametrize('step', some(('disk-created', 'domain-started', 'domain-destroyed')))
@@ -239,10 +215,8 @@ def test_asked_to_stop_meanwhile(host: Hypervisor, step: str) -> None:
     os.kill(host.pid, signal.SIGTERM)
     until(lambda: host.lines('reserved all VCPU'), 30, 'nothing is scheduled here any more')
     assert host.is_running
-    began = time.monotonic()
     os.kill(pid, signal.SIGCONT)
     host.ended()
-    figure('F36', ended_s=time.monotonic() - began)
     assert host.lines('stopping; the guests go on')
     assert not host.lines('ERROR')
     # What was too far to be undone is there whole; all else not at all.

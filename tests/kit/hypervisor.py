@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +152,6 @@ class Hypervisor:
     def fired(self) -> list[str]:
         """The failpoints that fired since the last start, in order."""
         return [name for name, _ in self._firings()]
-
-    @property
-    def fired_at(self) -> float:
-        """When the last one did, in seconds since the epoch."""
-        return self._fired.stat().st_mtime
 
     def frozen_at(self, failpoint: str) -> int:
         """The process that has frozen itself there, once one has."""
@@ -368,11 +362,6 @@ class Hypervisor:
     def _host(self) -> LabHost:
         # elab, a process of its own, writes it anew.
         return LabHost(state.load(self.lab.name), self.name)
-
-
-def logged_at(line: str) -> float:
-    """When a line was logged, in seconds since the epoch."""
-    return datetime.fromisoformat(line.split()[0]).timestamp()
 
 
 @contextlib.contextmanager
