@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import Control, Result, run
-from tests.kit.invariants import allocations, check, everything
+from tests.kit.commands import Control, Ecompute, Result, run
+from tests.kit.invariants import allocations, everything
 from tests.kit.servers import environment
-from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
+from tests.kit.story import NOBODY, SMALL, addressed, boot, one_line
 
 
 @pytest.mark.parametrize(
@@ -58,6 +57,9 @@ from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
         (['completion', 'ksh'], 'for which shell? Give one of bash, zsh, fish'),
         (['host', 'show'], 'which compute?'),
         (['flavor', 'show'], 'which flavor?'),
+        (['quota', 'show'], 'which quota'),
+        (['quota', 'set', 'web'], 'give a project and its limits'),
+        (['quota', 'set', 'VCPU=1', 'web'], 'give a project and its limits'),
         (['quota', 'set', 'p', 'VCPU=1', 'VCPU=2'], 'VCPU is given twice'),
         (['flavor', 'set', 'x', 'resources=VCPU:99999999999999999999'], 'is not a whole number from 1 to 2147483647'),
         (['destroy'], 'which instance'),
@@ -95,6 +97,11 @@ from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
         (['--count', '2', '--name', 'w' * 62, SMALL], '1 to 63 letters'),
         (['--count', '3', '--min', '4', SMALL], '--min: 1 to 3'),
         (['--min', '2', SMALL], '--min goes with --count'),
+        (['--count', '101', SMALL], '1 to 100'),
+        (['--project', 'x' * 300, SMALL], 'is no project'),
+        (['audit', 'x'], 'audit takes no further words'),
+        (['audit', '--all'], '--all does not go with this form'),
+        (['list', '--fix'], '--fix does not go with this form'),
         (['--count', '2', 'list'], '--count does not go with this form'),
         (['--all', 'show', NOBODY], '--all'),
         (['--config', '/nowhere/schedule.yaml', 'list'], '/nowhere/schedule.yaml'),
@@ -178,9 +185,6 @@ def test_wrong_words_for_ecompute(tmp_path: Path, words: list[str], says: str) -
     one_line(run('ecomp.compute', *words, directory=tmp_path), 2, says, command='ecompute')
 
 
-# Queries
-
-
 @pytest.mark.unaudited('its compute is a key that nobody keeps')
 @pytest.mark.parametrize(
     ('query', 'says'),
@@ -260,13 +264,9 @@ def test_a_uuid_that_exists_nowhere(cluster: Control) -> None:
     assert everything(cluster) == {}
 
 
-# Where the output goes
-
-
+@pytest.mark.usefixtures('compute')
 def test_the_reader_has_gone(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    _, instance = place(cluster)
-    addressed(cluster, instance)
+    instance = boot(cluster)
     config = str(cluster.schedule_yaml)
     for words in (['list'], ['list', '-f', 'json'], ['show', instance], [instance]):
         reader, writer = os.pipe()
@@ -279,16 +279,13 @@ def test_the_reader_has_gone(cluster: Control) -> None:
         done = run('ecomp.schedule', '--config', config, *words, directory=cluster.directory, closed=True)
         assert (done.code, done.stderr) == (0, ''), (words, done)
     piped = f'{sys.executable} -m ecomp.schedule --config {config} list | head -1'
-    ended = Result(*_shell(piped))
-    assert (ended.code, ended.stderr) == (0, '')
-    assert ended.stdout.startswith('INSTANCE')
-    check(cluster, compute)
+    done = subprocess.run(['sh', '-c', piped], capture_output=True, text=True, check=False, env=environment())
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout.startswith('INSTANCE')
 
 
 @pytest.mark.parametrize('how', ['closed', 'full'])
-def test_a_request_whose_answer_cannot_be_written(cluster: Control, how: str) -> None:
-    compute = cluster.ecompute()
-    instance = str(uuid.uuid4())
+def test_a_request_whose_answer_cannot_be_written(cluster: Control, compute: Ecompute, instance: str, how: str) -> None:
     words = ['--config', str(cluster.schedule_yaml), '--uuid', instance, SMALL]
     if how == 'closed':
         ended = run('ecomp.schedule', *words, directory=cluster.directory, closed=True)
@@ -298,9 +295,3 @@ def test_a_request_whose_answer_cannot_be_written(cluster: Control, how: str) ->
         one_line(ended, 1, instance, compute.uuid, 'was placed', 'No space left')
     # It was placed all the same: an answer that is lost loses nothing.
     addressed(cluster, instance)
-    check(cluster, compute)
-
-
-def _shell(command: str) -> tuple[int, str, str]:
-    done = subprocess.run(['sh', '-c', command], capture_output=True, text=True, check=False, env=environment())
-    return done.returncode, done.stdout, done.stderr

@@ -20,19 +20,7 @@ from tests.kit.commands import Control, Ecompute
 from tests.kit.invariants import allocations, check, everything
 from tests.kit.journal import JOURNAL
 from tests.kit.servers import environment, until
-from tests.kit.story import (
-    SMALL,
-    addressed,
-    at_once,
-    called,
-    log_of,
-    logged,
-    notified,
-    one_line,
-    place,
-    reached,
-    record,
-)
+from tests.kit.story import SMALL, addressed, at_once, boot, called, logged, notified, one_line, place, reached, record
 
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA me@here'
 OTHER_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEB you@there'
@@ -90,8 +78,8 @@ def test_two_instances_on_one_host_each_get_their_own(cluster: Control) -> None:
         assert not path.is_file() or CANARY.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.usefixtures('compute')
 def test_a_name_stands_wherever_a_uuid_does(cluster: Control) -> None:
-    compute = cluster.ecompute()
     _, instance = place(cluster, SMALL, '--name', 'web1', '--wait=started')
     address = addressed(cluster, instance)
     for word in ('web1', instance[:4], instance.replace('-', '')[:20].upper()):
@@ -113,7 +101,6 @@ def test_a_name_stands_wherever_a_uuid_does(cluster: Control) -> None:
     assert done.stderr.splitlines()[-1] == 'eschedule: web1: gone'
     one_line(called(cluster, 'web1'), 4, 'web1: no living instance')
     one_line(called(cluster, instance[:4]), 4, f'{instance[:4]}: gone since')
-    check(cluster, compute)
 
 
 def test_one_of_two_gets_it_and_the_next_one_when_it_is_free_again(cluster: Control) -> None:
@@ -132,8 +119,8 @@ def test_one_of_two_gets_it_and_the_next_one_when_it_is_free_again(cluster: Cont
     check(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_the_same_again_and_another_at_the_same_uuid(cluster: Control) -> None:
-    compute = cluster.ecompute()
     file = written(cluster.directory, key=KEY, other=OTHER_KEY, script=SCRIPT)
     words = [SMALL, '--uuid', str(uuid.uuid4()), '--name', 'web1', '--ssh-key', file['key'], '--user-data']
     first = place(cluster, *words, file['script'])
@@ -151,11 +138,9 @@ def test_the_same_again_and_another_at_the_same_uuid(cluster: Control) -> None:
         assert everything(cluster).keys() >= before.keys()
     addressed(cluster, first[1])
     assert list(allocations(cluster)) == [first[1]]
-    check(cluster, compute)
 
 
-def test_a_failed_one_is_found_by_its_name_until_somebody_takes_it(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_a_failed_one_is_found_by_its_name_until_somebody_takes_it(cluster: Control, compute: Ecompute) -> None:
     # A claim that is not what was requested: the compute refuses to build.
     compute.pause()
     failed = place(cluster, SMALL, '--name', 'web1')[1]
@@ -170,11 +155,9 @@ def test_a_failed_one_is_found_by_its_name_until_somebody_takes_it(cluster: Cont
     assert cluster.eschedule('web1').stdout == f'{address}\n'
     one_line(cluster.eschedule('destroy', failed), 0, 'its record is removed')
     assert cluster.eschedule('web1').stdout == f'{address}\n'
-    check(cluster, compute)
 
 
-def test_a_destroy_before_its_compute_saw_it(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_a_destroy_before_its_compute_saw_it(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     instance = place(cluster, SMALL, '--name', 'web1')[1]
     one_line(cluster.eschedule('destroy', 'web1'), 0, 'web1: destroy accepted')
@@ -182,21 +165,16 @@ def test_a_destroy_before_its_compute_saw_it(cluster: Control) -> None:
     one_line(again, 5, f'is the name of instance {instance}: it is being destroyed')
     compute.resume()
     until(lambda: cluster.etcd.get('/names/web1') is None, 20, 'its name is free')
-    check(cluster, compute)
 
 
 def test_a_compute_that_is_forgotten_lets_its_names_go(cluster: Control) -> None:
     compute = cluster.ecompute()
-    instance = place(cluster, SMALL, '--name', 'web1')[1]
-    addressed(cluster, instance)
+    boot(cluster, SMALL, '--name', 'web1')
     compute.kill()
     cluster.etcd.delete(f'/computes/{compute.uuid}')  # its lease would end in half a minute
     one_line(cluster.eschedule('destroy', 'web1'), 0, 'silent now')
     assert cluster.eschedule('host', 'forget', '--fenced', compute.uuid).code == 0
     assert cluster.etcd.keys('/names/') == []
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(
@@ -218,19 +196,16 @@ def test_a_file_that_is_no_good(cluster: Control, option: str, content: bytes, s
     assert everything(cluster) == {}
 
 
-def test_as_much_as_may_be_given(cluster: Control) -> None:
+def test_as_much_as_may_be_given(cluster: Control, compute: Ecompute) -> None:
     """256 KiB of what is largest in JSON, and 30 KiB of keys: it fits into etcd, the request's limit and the files."""
-    compute = cluster.ecompute()
     keys = ''.join(f'ssh-rsa {base64.b64encode(_rsa(number)).decode()} é\n' for number in range(55))
     data = gzip.compress(os.urandom(262144 - 400), 0)
     file = written(cluster.directory, keys=keys, data=data)
-    instance = place(cluster, SMALL, '--ssh-key', file['keys'], '--user-data', file['data'])[1]
-    addressed(cluster, instance)
+    instance = boot(cluster, SMALL, '--ssh-key', file['keys'], '--user-data', file['data'])
     given = guest_data(compute)[instance]
     assert given['user_data'].encode(errors='surrogateescape') == data
     assert len(given['public_keys']) == 55
     assert len(json.dumps(record(cluster, instance))) < 3000
-    check(cluster, compute)
 
 
 def _rsa(number: int) -> bytes:
@@ -238,8 +213,7 @@ def _rsa(number: int) -> bytes:
     return b''.join(len(each).to_bytes(4, 'big') + each for each in parts)
 
 
-def test_user_data_nobody_reads_is_handed_on_with_a_word(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_user_data_nobody_reads_is_handed_on_with_a_word(cluster: Control, compute: Ecompute) -> None:
     file = written(cluster.directory, data='packages: [canary]\n')
     done = cluster.eschedule(SMALL, '--user-data', file['data'])
     _, instance = notified(done)
@@ -249,11 +223,7 @@ def test_user_data_nobody_reads_is_handed_on_with_a_word(cluster: Control) -> No
     assert guest_data(compute)[instance]['user_data'] == 'packages: [canary]\n'
 
 
-# Where it comes from
-
-
-def test_what_schedule_yaml_says_holds_where_the_command_says_nothing(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_what_schedule_yaml_says_holds_where_the_command_says_nothing(cluster: Control, compute: Ecompute) -> None:
     (cluster.directory / 'files').mkdir()
     file = written(cluster.directory / 'files', key=KEY, script=SCRIPT)
     other = written(cluster.directory, other=OTHER_KEY, empty='')
@@ -270,11 +240,9 @@ def test_what_schedule_yaml_says_holds_where_the_command_says_nothing(cluster: C
     assert cluster.eschedule('list').code == 0
     one_line(cluster.eschedule(SMALL), 2, f'ssh keys {file["key"]}: cannot be read: No such file')
     one_line(cluster.eschedule(SMALL, '--ssh-key', other['empty']), 2, 'has no key in it')
-    check(cluster, compute)
 
 
-def test_user_data_from_standard_input(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_user_data_from_standard_input(cluster: Control, compute: Ecompute) -> None:
     command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(cluster.schedule_yaml), SMALL]
     for words, data in ((['--user-data', '-'], SCRIPT), ([], None)):
         began = time.monotonic()
@@ -285,5 +253,4 @@ def test_user_data_from_standard_input(cluster: Control) -> None:
         instance = done.stdout.split()[-1]
         addressed(cluster, instance)
         assert guest_data(compute)[instance]['user_data'] == data
-    assert CANARY not in '\n'.join(log_of(compute))
-    check(cluster, compute)
+    assert logged(compute, CANARY) == []

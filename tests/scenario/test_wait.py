@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import re
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+
+import pytest
 
 from ecomp.model.record import STAGES
-from tests.kit.commands import Command, Control, Result
-from tests.kit.invariants import check
-from tests.kit.servers import environment, until
-from tests.kit.story import NOBODY, SMALL, addressed, notified, one_line, place, reached, record
+from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.hands import Eschedule
+from tests.kit.servers import until
+from tests.kit.story import NOBODY, SMALL, addressed, known, notified, one_line, place, reached
 
 
 @contextmanager
-def waiting_for(control: Control, instance: str) -> Iterator[Command]:
+def waiting_for(control: Control, instance: str) -> Iterator[Eschedule]:
     """An eschedule that waits for a new instance, which has been delivered."""
-    words = ['--config', str(control.schedule_yaml), '--uuid', instance, '--wait', SMALL]
-    with Command([sys.executable, '-m', 'ecomp.schedule', *words], control.directory) as waiting:
+    with Eschedule(control, '--uuid', instance, '--wait', SMALL) as waiting:
         until(lambda: any(key.endswith(instance) for key in control.etcd.keys('/hosts/')), 20, 'it is delivered')
         yield waiting
 
 
+@pytest.mark.usefixtures('compute')
 def test_wait_for_each_stage(cluster: Control) -> None:
-    compute = cluster.ecompute()
     for words, printed in ((['--wait'], True), (['--wait=addressed'], True), (['--wait=started'], None)):
         done = cluster.eschedule(*words, SMALL)
         first, *rest = done.stdout.splitlines()
         _, instance = notified(Result(done.code, f'{first}\n', done.stderr))
         assert done.stderr == ''  # the live line is for a terminal
-        found = record(cluster, instance)
-        assert found is not None
+        found = known(cluster, instance)
         assert found['state'] == 'active'
         # A fake has its address at once, so it may be there for `started`, too.
         assert rest == [addressed(cluster, instance)] or (printed is None and rest == [])
-    check(cluster, compute)
 
 
-def test_waiting_for_some_that_are_there(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_waiting_for_some_that_are_there(cluster: Control, compute: Ecompute) -> None:
     instances = [place(cluster)[1] for _ in range(3)]
     done = cluster.eschedule('wait', *instances)
     assert (done.code, done.stderr) == (0, '')
@@ -66,11 +59,10 @@ def test_waiting_for_some_that_are_there(cluster: Control) -> None:
     reached(cluster, instances[0], 'gone')
     one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'gone since')
     assert cluster.eschedule('wait', late).stdout == f'{addressed(cluster, late)}\n'
-    check(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_the_timeline_of_some(cluster: Control) -> None:
-    compute = cluster.ecompute()
     first, second = (place(cluster)[1] for _ in range(2))
     assert cluster.eschedule('wait', first, second).code == 0
     one = cluster.eschedule('timeline', first)
@@ -84,35 +76,9 @@ def test_the_timeline_of_some(cluster: Control) -> None:
     # A pretended guest has no cloud-init that could be through.
     known = list(STAGES[: STAGES.index('ready')])
     assert [[stage['stage'] for stage in each['stages']] for each in told['instances']] == [known] * 2
-    check(cluster, compute)
 
 
-def test_what_is_waited_for_stands_on_the_terminal(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    compute.pause()
-    instance = place(cluster)[1]
-    said = on_a_terminal(cluster, 'wait', instance, '--timeout', '1.5')
-    assert re.search(r'waiting for: its compute to take it, [01] s', said), said
-    compute.resume()
-    check(cluster, compute)
-
-
-def on_a_terminal(control: Control, *words: str) -> str:
-    """What an eschedule writes on a terminal of its own, as its stderr, until it ends."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(control.schedule_yaml), *words]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment()):
-        os.close(theirs)
-        said = b''
-        with suppress(OSError):  # EIO: nobody has the other end any more
-            while more := os.read(ours, 4096):
-                said += more
-    os.close(ours)
-    return said.decode()
-
-
-def test_a_wait_ends_in_time_and_the_work_goes_on(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_a_wait_ends_in_time_and_the_work_goes_on(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     for seconds in ('0', '1'):
         done = cluster.eschedule('--wait', '--timeout', seconds, SMALL)
@@ -127,11 +93,9 @@ def test_a_wait_ends_in_time_and_the_work_goes_on(cluster: Control) -> None:
     assert 'its compute to destroy it' in late
     compute.resume()
     reached(cluster, instance, 'gone')
-    check(cluster, compute)
 
 
-def test_an_interrupted_wait_stops_nothing(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_an_interrupted_wait_stops_nothing(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     instance = str(uuid.uuid4())
     with waiting_for(cluster, instance) as waiting:
@@ -142,20 +106,17 @@ def test_an_interrupted_wait_stops_nothing(cluster: Control) -> None:
         one_line(waiting.end(30), 6, f'interrupted, and it goes on: {again}')
     compute.resume()
     addressed(cluster, instance)
-    check(cluster, compute)
 
 
+@pytest.mark.usefixtures('compute')
 def test_a_wait_of_nothing_for_what_is_done_already(cluster: Control) -> None:
-    compute = cluster.ecompute()
     _, instance = place(cluster)
     address = addressed(cluster, instance)
     done = cluster.eschedule('--uuid', instance, '--wait', '--timeout', '0', SMALL)
     assert (done.code, done.stdout.splitlines()[1:]) == (0, [address])
-    check(cluster, compute)
 
 
-def test_waiting_for_what_fails(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_waiting_for_what_fails(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     instance = str(uuid.uuid4())
     with waiting_for(cluster, instance) as waiting:
@@ -170,11 +131,9 @@ def test_waiting_for_what_fails(cluster: Control) -> None:
     assert failed.stdout == ''
     shown = json.loads(cluster.eschedule('show', '-f', 'json', instance).stdout)
     assert (shown['state'], shown['error']['stage']) == ('error', 'scheduled')
-    check(cluster, compute)
 
 
-def test_waiting_for_what_is_destroyed(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_waiting_for_what_is_destroyed(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     instance = str(uuid.uuid4())
     with waiting_for(cluster, instance) as waiting:
@@ -182,4 +141,3 @@ def test_waiting_for_what_is_destroyed(cluster: Control) -> None:
         compute.resume()
         ended = waiting.end(30)
     one_line(ended, 4, instance, 'destroyed while waiting')
-    check(cluster, compute)
