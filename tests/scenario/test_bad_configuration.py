@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.kit.commands import Control, eschedule, run, write_config
+from tests.kit.commands import Control, Ecompute, eschedule, run, write_config
 from tests.kit.invariants import allocations, check, everything
 from tests.kit.servers import environment, free_port
 from tests.kit.story import NOBODY, SMALL, logged, one_line
@@ -70,9 +70,6 @@ def test_grpc_options_are_ignored_with_one_line(cluster: Control) -> None:
     assert len(logged(compute, ' WARNING ', f'{compute.config}: {said}')) == 1
 
 
-# Servers that are not there
-
-
 def test_eschedule_without_etcd(cluster: Control) -> None:
     cluster.ecompute()
     nowhere = f'127.0.0.1:{free_port()}'
@@ -96,8 +93,7 @@ def test_who_was_told_by_no_file_says_so(tmp_path: Path) -> None:
         assert said.endswith(f' (a guess: no {name} was found, --config FILE names one)')
 
 
-def test_eschedule_without_placement(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_eschedule_without_placement(cluster: Control, compute: Ecompute) -> None:
     nowhere = f'http://127.0.0.1:{free_port()}'
     config = write_config(cluster.directory / 'no-placement.yaml', cluster.etcd.endpoint, nowhere)
     for words in ([SMALL], [SMALL, '--uuid', NOBODY]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.kit.commands import Control
+from tests.kit.commands import Control, Ecompute
 from tests.kit.servers import until
 from tests.kit.story import SMALL, addressed, notified
 
@@ -19,8 +19,7 @@ def room(cluster: Control, compute: str) -> dict[str, Any] | None:
     return found
 
 
-def test_a_compute_says_what_it_has_left_and_a_create_by_that_finds_it(cluster: Control) -> None:
-    compute = cluster.ecompute()
+def test_a_compute_says_what_it_has_left_and_a_create_by_that_finds_it(cluster: Control, compute: Ecompute) -> None:
     until(lambda: room(cluster, compute.uuid), RENEWALS, 'it says what it has')
     whole = room(cluster, compute.uuid)
     assert whole is not None
