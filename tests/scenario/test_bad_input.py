@@ -96,6 +96,7 @@ from tests.kit.story import NOBODY, SMALL, addressed, boot, one_line
         (['--count', '61', '--name', 'web', SMALL], '1 to 60 with names'),
         (['--count', '2', '--name', 'w' * 62, SMALL], '1 to 63 letters'),
         (['--count', '3', '--min', '4', SMALL], '--min: 1 to 3'),
+        (['--count', '2', '--min', '3', SMALL], '--min: 1 to 2'),
         (['--min', '2', SMALL], '--min goes with --count'),
         (['--count', '101', SMALL], '1 to 100'),
         (['--project', 'x' * 300, SMALL], 'is no project'),
