@@ -57,17 +57,17 @@ def is_broken(error: libvirt.libvirtError) -> bool:
     return error.get_error_code() in BROKEN_CODES and error.get_error_domain() in BROKEN_DOMAINS
 
 
-@dataclass(frozen=True)
 class Ignored:
-    """Ends the block at a libvirt error with this code, and does not raise it."""
+    """Ends the block at a libvirt error with one of these codes, and does not raise it."""
 
-    code: int
+    def __init__(self, *codes: int) -> None:
+        self._codes = codes
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
-        return isinstance(error, libvirt.libvirtError) and error.get_error_code() == self.code
+        return isinstance(error, libvirt.libvirtError) and error.get_error_code() in self._codes
 
 
 @contextmanager

@@ -108,14 +108,13 @@ ASK_DEADLINE = 5.0
 RETRY_FIRST, RETRY_MOST = 0.05, 2.0
 """Seconds between two looks at a domain that is to end: the first, and the longest, of the doubled ones after it."""
 
-# What would keep a domain from being undefined. Not every driver knows every flag: the last is for those.
+# What would keep a domain from being undefined. Not every driver knows every flag: at last none is given.
 UNDEFINE_FLAGS = (
     libvirt.VIR_DOMAIN_UNDEFINE_MANAGED_SAVE
     | libvirt.VIR_DOMAIN_UNDEFINE_SNAPSHOTS_METADATA
     | libvirt.VIR_DOMAIN_UNDEFINE_NVRAM
     | libvirt.VIR_DOMAIN_UNDEFINE_CHECKPOINTS_METADATA,
     libvirt.VIR_DOMAIN_UNDEFINE_MANAGED_SAVE | libvirt.VIR_DOMAIN_UNDEFINE_SNAPSHOTS_METADATA,
-    0,
 )
 # "Is it there already, is it off already": the state is read again, and may well be the wanted one.
 READ_AGAIN = frozenset({libvirt.VIR_ERR_NO_DOMAIN, libvirt.VIR_ERR_OPERATION_INVALID})
@@ -363,12 +362,10 @@ def _trouble(state: int, why: int) -> str:
 
 def _undefine(domain: libvirt.virDomain) -> None:
     for flags in UNDEFINE_FLAGS:
-        try:
+        with Ignored(libvirt.VIR_ERR_INVALID_ARG):
             domain.undefineFlags(flags)
             return
-        except libvirt.libvirtError as error:
-            if error.get_error_code() != libvirt.VIR_ERR_INVALID_ARG or not flags:
-                raise
+    domain.undefineFlags(0)
 
 
 def _until(deadline: float) -> Iterator[None]:

@@ -28,6 +28,7 @@ from ecomp.virt.connection import (
     READ_WRITE,
     UNUSABLE_KVM,
     Connection,
+    Ignored,
     User,
     blocked,
     can,
@@ -466,14 +467,8 @@ class Filters:
 
 def _define_all(connection: libvirt.virConnect) -> None:
     for name, definition in xml.FILTERS.items():
-        _define(connection, name, definition)
-
-
-def _define(connection: libvirt.virConnect, name: str, definition: str) -> None:
-    try:
-        connection.nwfilterLookupByName(name)
-    except libvirt.libvirtError as error:
-        if error.get_error_code() != libvirt.VIR_ERR_NO_NWFILTER:
-            raise
+        with Ignored(libvirt.VIR_ERR_NO_NWFILTER):
+            connection.nwfilterLookupByName(name)
+            continue
         # Another process that does the same at this moment is no trouble: the uuid is the same, too.
         connection.nwfilterDefineXML(definition)

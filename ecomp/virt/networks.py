@@ -358,30 +358,18 @@ class Networks:
         return unmade if has_filters else '', unaddressed
 
     def _dhcp(self, name: str) -> dhcp.Dhcp | None:
-        try:
-            with self._connection.use(f'asking for the DHCP of network {name}') as connection:
-                return dhcp.read(connection.networkLookupByName(name).XMLDesc())
-        except EcompError as error:
-            if _code(error) != libvirt.VIR_ERR_NO_NETWORK:
-                raise
-            return None
+        use = self._connection.use(f'asking for the DHCP of network {name}')
+        with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
+            return dhcp.read(connection.networkLookupByName(name).XMLDesc())
+        return None
 
     def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
         """{MAC: the IPv4 address leased to it last} of these MACs; empty if the network is not there, or off."""
-        try:
-            with self._connection.use(f'asking for the leases of network {name}') as connection:
-                network = connection.networkLookupByName(name)
-                leases, definition = network.DHCPLeases(), network.XMLDesc()
-        except EcompError as error:
-            if _code(error) not in (libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID):
-                raise
-            return {}
-        return newest(leases, macs, dhcp.read(definition))
-
-
-def _code(error: EcompError) -> int | None:
-    """The code of the libvirt error that caused this one; None if none did."""
-    return error.__cause__.get_error_code() if isinstance(error.__cause__, libvirt.libvirtError) else None
+        absent = Ignored(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
+        with self._connection.use(f'asking for the leases of network {name}') as connection, absent:
+            network = connection.networkLookupByName(name)
+            return newest(network.DHCPLeases(), macs, dhcp.read(network.XMLDesc()))
+        return {}
 
 
 def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: dhcp.Dhcp) -> dict[str, Address]:

@@ -225,14 +225,12 @@ class Volumes:
 
 
 def _create(pool: libvirt.virStoragePool, description: str) -> None:
-    try:
+    with Ignored(libvirt.VIR_ERR_STORAGE_VOL_EXIST):
         pool.createXML(description)
-    except libvirt.libvirtError as error:
-        # libvirt remembers a volume whose file was removed by hand.
-        if error.get_error_code() != libvirt.VIR_ERR_STORAGE_VOL_EXIST:
-            raise
-        _refresh(pool)
-        pool.createXML(description)
+        return
+    # libvirt remembers a volume whose file was removed by hand.
+    _refresh(pool)
+    pool.createXML(description)
 
 
 def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
