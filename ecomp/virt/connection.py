@@ -287,6 +287,7 @@ ACL = 'system.posix_acl_access'
 ACL_USER, ACL_GROUP_OBJ, ACL_GROUP, ACL_MASK = 0x02, 0x04, 0x08, 0x10
 ENTER, READ_WRITE = 0o1, 0o6
 
+CPUINFO = Path('/proc/cpuinfo')
 KVM = Path('/dev/kvm')
 # libvirt then holds its own cache of what QEMU can do for outdated whenever it looks.
 UNUSABLE_KVM = (
@@ -375,36 +376,31 @@ def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
     return mode & 0o7
 
 
-def look_for_kvm(qemu: User, domain_types: Collection[str]) -> dict[str, bool]:
-    """What no_kvm() and choose_virt_type() are told, as it is on this machine; libvirt offers `domain_types`."""
-    flags = Path('/proc/cpuinfo').read_text(errors='replace').split()
-    return {
-        'cpu_flag': 'vmx' in flags or 'svm' in flags,
-        'device': KVM.exists() and can(READ_WRITE, KVM, qemu),
-        'offered': 'kvm' in domain_types,
-    }
+def is_kvm_closed(qemu: User) -> bool:
+    """Whether /dev/kvm is there, and QEMU may not open it."""
+    return KVM.exists() and not can(READ_WRITE, KVM, qemu)
 
 
-def no_kvm(*, cpu_flag: bool, device: bool, offered: bool) -> list[str]:
-    """Why guests cannot have KVM, in words; nothing if they can."""
-    needed = {
-        'the CPU has neither vmx nor svm': cpu_flag,
-        '/dev/kvm is not there for QEMU to open': device,
-        'libvirt does not offer it': offered,
-    }
-    return [what for what, there in needed.items() if not there]
-
-
-def choose_virt_type(wanted: str, *, cpu_flag: bool, device: bool, offered: bool) -> str:
-    """`kvm` or `qemu` for a `wanted` auto, kvm or qemu. UsageError where kvm is wanted and one of the three is missing.
+def explain_no_kvm(qemu: User, domain_types: Collection[str]) -> str:
+    """Why guests cannot have KVM here, in words; '' if they can. libvirt offers `domain_types`.
 
     /dev/kvm alone proves nothing: it may be there where the CPU cannot do it, and a guest then hangs for ever.
     """
-    missing = no_kvm(cpu_flag=cpu_flag, device=device, offered=offered)
-    if wanted == 'qemu' or (wanted == 'auto' and missing):
+    flags = CPUINFO.read_text(errors='replace').split()
+    needed = {
+        'the CPU has neither vmx nor svm': 'vmx' in flags or 'svm' in flags,
+        '/dev/kvm is not there for QEMU to open': KVM.exists() and not is_kvm_closed(qemu),
+        'libvirt does not offer it': 'kvm' in domain_types,
+    }
+    return '; '.join(what for what, there in needed.items() if not there)
+
+
+def choose_virt_type(wanted: str, no_kvm: str) -> str:
+    """`kvm` or `qemu` for a `wanted` auto, kvm or qemu. UsageError where kvm is wanted and `no_kvm` says why not."""
+    if wanted == 'qemu' or (wanted == 'auto' and no_kvm):
         return 'qemu'
     if wanted not in ('auto', 'kvm'):
         raise UsageError(f'virt_type {wanted!r} is not known: auto, kvm or qemu')
-    if missing:
-        raise UsageError(f'virt_type kvm cannot be had: {"; ".join(missing)}. Use virt_type: auto or qemu')
+    if no_kvm:
+        raise UsageError(f'virt_type kvm cannot be had: {no_kvm}. Use virt_type: auto or qemu')
     return 'kvm'

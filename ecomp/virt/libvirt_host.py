@@ -25,23 +25,20 @@ from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
 from ecomp.virt.connection import (
     KVM,
-    READ_WRITE,
     UNUSABLE_KVM,
     Connection,
     Ignored,
     User,
     blocked,
-    can,
     check_reachable,
     choose_virt_type,
+    explain_no_kvm,
     is_broken,
+    is_kvm_closed,
     libvirt,
-    look_for_kvm,
-    no_kvm,
     reason,
     user,
 )
-from ecomp.virt.connection import user as qemu_user
 from ecomp.virt.domains import Agents, Domains
 from ecomp.virt.networks import (
     INTERFACES,
@@ -63,9 +60,7 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
     with _connected(uri) as connection:
         with connection.use('asking for its version') as open_one:
             version, capabilities = open_one.getLibVersion(), xml.capabilities(open_one.getCapabilities())
-        qemu = qemu_user(capabilities.qemu_uid, capabilities.qemu_gid)
-        kvm = look_for_kvm(qemu, capabilities.domain_types)
-        device = KVM.exists()
+        qemu = user(capabilities.qemu_uid, capabilities.qemu_gid)
         states = {each: _state(connection, each) for each in attachments}
         filters = Filters(connection, ()).missing()
         unfit = [Networks(connection).explain_unfit(each, not filters) for each in attachments]
@@ -75,9 +70,9 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
             library=libvirt.getVersion(),
             qemu='qemu' in capabilities.domain_types,
             qemu_user=qemu.name,
-            kvm_device=device,
-            kvm_closed=device and not kvm['device'],
-            kvm='; '.join(no_kvm(**kvm)),
+            kvm_device=KVM.exists(),
+            kvm_closed=is_kvm_closed(qemu),
+            kvm=explain_no_kvm(qemu, capabilities.domain_types),
             blocked='' if closed is None else str(closed),
             pool=_others_pool(connection, state.absolute() / 'images'),
             networks=states,
@@ -206,7 +201,7 @@ class Libvirt:
                 raise UsageError(f'{directory} cannot be made or opened up: {error.strerror} (see `state:`)') from error
         qemu = self._qemu()
         check_reachable(self._volumes.directory, qemu)  # again: what was just made may have an ACL of its own
-        if KVM.exists() and not can(READ_WRITE, KVM, qemu):
+        if is_kvm_closed(qemu):
             log.warning('%s %s', KVM, UNUSABLE_KVM.format(name=qemu.name))
         for attachment in self._attachments:
             self._networks.prepare(attachment)
@@ -222,7 +217,7 @@ class Libvirt:
     def virt_type(self, wanted: str) -> str:
         capabilities = self._capabilities()
         qemu = user(capabilities.qemu_uid, capabilities.qemu_gid)
-        return choose_virt_type(wanted, **look_for_kvm(qemu, capabilities.domain_types))
+        return choose_virt_type(wanted, explain_no_kvm(qemu, capabilities.domain_types))
 
     def cpu_features(self, virt_type: str) -> Set[str]:
         asked = (xml.ARCHITECTURE, xml.MACHINE, virt_type)

@@ -57,10 +57,20 @@ def test_unreachable_directory_is_named_with_the_command(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(('cpu_flag', 'device', 'offered'), list(itertools.product((False, True), repeat=3)))
-def test_virt_type(*, cpu_flag: bool, device: bool, offered: bool) -> None:
-    def choose(wanted: str) -> str:
-        return connection.choose_virt_type(wanted, cpu_flag=cpu_flag, device=device, offered=offered)
+def test_virt_type(
+    *, cpu_flag: bool, device: bool, offered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'cpuinfo').write_text('flags : fpu vmx' if cpu_flag else 'flags : fpu')
+    (tmp_path / 'kvm').touch()
+    (tmp_path / 'kvm').chmod(0o666 if device else 0o600)
+    monkeypatch.setattr(connection, 'CPUINFO', tmp_path / 'cpuinfo')
+    monkeypatch.setattr(connection, 'KVM', tmp_path / 'kvm')
+    no_kvm = connection.explain_no_kvm(QEMU, {'kvm', 'qemu'} if offered else {'qemu'})
 
+    def choose(wanted: str) -> str:
+        return connection.choose_virt_type(wanted, no_kvm)
+
+    assert connection.is_kvm_closed(QEMU) == (not device)
     assert choose('qemu') == 'qemu'
     if cpu_flag and device and offered:
         assert (choose('auto'), choose('kvm')) == ('kvm', 'kvm')
@@ -75,4 +85,4 @@ def test_virt_type(*, cpu_flag: bool, device: bool, offered: bool) -> None:
 
 def test_unknown_virt_type() -> None:
     with pytest.raises(UsageError, match='xen'):
-        connection.choose_virt_type('xen', cpu_flag=True, device=True, offered=True)
+        connection.choose_virt_type('xen', '')
