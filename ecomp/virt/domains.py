@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from queue import SimpleQueue
 from typing import Any
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
-from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, GuestSpec
+from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, Ignored, building, is_broken, libvirt, reason
 
@@ -127,25 +126,14 @@ BUSY = frozenset(
 PAUSED_BY_OTHERS = libvirt.VIR_DOMAIN_PAUSED_USER, libvirt.VIR_DOMAIN_PAUSED_FROM_SNAPSHOT
 
 
-@dataclass(frozen=True)
-class Domain:
-    """A domain with our mark; `trouble` is what is wrong with its QEMU, '' for nothing. `size` is as in Guest."""
-
-    mark: xml.Mark
-    defined: bool
-    running: bool
-    trouble: str = ''
-    size: Mapping[str, int] = field(default_factory=dict)
-
-
 class Domains:
     """The domains of one libvirt. Errors: Conflict, Unreachable, EcompError; BuildFailed from start and resume."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def ours(self) -> Mapping[str, Domain]:
-        """{instance: domain} of every domain with our mark."""
+    def ours(self) -> Mapping[str, Guest]:
+        """{instance: Guest} of every domain with our mark, as if it had no disk."""
         found = {}
         with self._connection.use('listing domains') as connection:
             for domain in connection.listAllDomains():
@@ -155,8 +143,13 @@ class Domains:
                         _, most_kib, now_kib, vcpus, _ = domain.info()
                         size = {'VCPU': vcpus, 'MEMORY_MB': most_kib // 1024, 'MEMORY_MB now': now_kib // 1024}
                         is_defined, is_active = bool(domain.isPersistent()), bool(domain.isActive())
-                        found[mark.instance] = Domain(mark, is_defined, is_active, _trouble(*domain.state()), size)
+                        presence, trouble = (is_defined, is_active, False), _trouble(*domain.state())
+                        found[mark.instance] = Guest(mark.instance, mark.compute, *presence, trouble, size)
         return found
+
+    def computes(self) -> frozenset[str]:
+        """The computes that the domains here belong to."""
+        return frozenset(each.compute for each in self.ours().values() if each.compute)
 
     def runs(self, instance: str) -> bool:
         """Whether a domain of this instance, with our mark, runs. Not by guests(): that waits for all that start."""

@@ -10,8 +10,9 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -57,7 +58,7 @@ from ecomp.virt.xml import Service
 
 def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///system') -> health.Libvirt:
     """What there is. Errors: Unreachable where libvirt does not answer, EcompError."""
-    with _connected(uri) as connection:
+    with closing(Connection(uri)) as connection:
         with connection.use('asking for its version') as open_one:
             version, capabilities = open_one.getLibVersion(), xml.capabilities(open_one.getCapabilities())
         qemu = user(capabilities.qemu_uid, capabilities.qemu_gid)
@@ -79,17 +80,9 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
             has_bridge=any(_has_bridge(connection, each) for each, found in states.items() if found != MISSING),
             filters=filters,
             unfit=tuple(why for each in unfit for why in each if why),
-            computes=frozenset(each.mark.compute for each in Domains(connection).ours().values()),
+            computes=Domains(connection).computes(),
         )
 
-
-@contextmanager
-def _connected(uri: str) -> Iterator[Connection]:
-    connection = Connection(uri)
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 def _state(connection: Connection, attachment: Attachment) -> str:
@@ -162,7 +155,7 @@ class Libvirt:
         # What one part does by itself.
         self.shutdown, self.switch_off = self._domains.shutdown, self._domains.switch_off
         self.destroy, self.without_base = self._domains.destroy, self._volumes.without_base
-        self.runs = self._domains.runs
+        self.runs, self.computes = self._domains.runs, self._domains.computes
         self.reserve, self.reservations = self._reservations.reserve, self._reservations.ours
         self.seeds = self._seeds.present
 
@@ -184,9 +177,6 @@ class Libvirt:
                 raise UsageError(unmade or unaddressed)
         self._volumes.check()
 
-    def computes(self) -> Set[str]:
-        """The computes that the domains here belong to, also before prepare()."""
-        return {each.mark.compute for each in self._domains.ours().values()}
 
     def prepare(self) -> None:
         self.check()
@@ -241,12 +231,10 @@ class Libvirt:
     def guests(self) -> Mapping[str, Guest]:
         # Disks first: a guest removed between the two questions is then seen with too much, not with too little.
         disks = self._volumes.present()
-        domains = self._domains.ours()
         guests = {each: Guest(each, None, defined=False, running=False, disk=True) for each in disks}
-        for instance, found in domains.items():
-            presence = found.defined, found.running, instance in disks
+        for instance, found in self._domains.ours().items():
             size = {**found.size, 'DISK_GB': self._volumes.measure_disk_gb(instance)}
-            guest = Guest(instance, found.mark.compute, *presence, found.trouble, size)
+            guest = replace(found, disk=instance in disks, size=size)
             guests[instance] = guest.with_trouble(self._unplugged.get(instance, ''))
         return guests
 
