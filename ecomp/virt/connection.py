@@ -1,25 +1,17 @@
 """A connection to libvirt that is opened when needed, and again when it broke; libvirt's errors are translated here.
 
 A broken connection never heals, and a new one knows no callbacks. libvirt.org/html/libvirt-libvirt-host.html.
-
-What the user QEMU runs as can get at: directories above the disks (libvirt gives it the disks alone), and KVM.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import pwd
-import shlex
-import struct
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from ecomp.errors import BuildFailed, EcompError, Unreachable, UsageError
 from ecomp.model.backoff import Backoff
@@ -281,126 +273,3 @@ def _run_event_loop() -> None:
             libvirt.virEventRunDefaultImpl()
 
     threading.Thread(target=loop, name='libvirt-events', daemon=True).start()
-
-
-ACL = 'system.posix_acl_access'
-ACL_USER, ACL_GROUP_OBJ, ACL_GROUP, ACL_MASK = 0x02, 0x04, 0x08, 0x10
-ENTER, READ_WRITE = 0o1, 0o6
-
-CPUINFO = Path('/proc/cpuinfo')
-KVM = Path('/dev/kvm')
-# libvirt then holds its own cache of what QEMU can do for outdated whenever it looks.
-UNUSABLE_KVM = (
-    'cannot be opened by {name}: every start of a guest, and this one of ecompute, takes up to a minute longer, while '
-    'libvirt probes QEMU again. chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
-)
-
-
-@dataclass(frozen=True)
-class User:
-    """The user QEMU runs as: its name, its number, and the numbers of all its groups."""
-
-    name: str
-    uid: int
-    groups: frozenset[int]
-
-
-def user(uid: int, gid: int) -> User:
-    """The user of this host with these numbers."""
-    try:
-        entry = pwd.getpwuid(uid)
-    except KeyError:
-        return User(str(uid), uid, frozenset({gid}))
-    # libvirt's group for QEMU need not be the user's own: it has both.
-    groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
-    return User(entry.pw_name, uid, frozenset({*groups, gid}))
-
-
-def check_reachable(directory: Path, qemu: User) -> None:
-    """UsageError, with the command that helps, for the first directory on the way that QEMU cannot enter.
-
-    One that is not there is made by ecompute, so that it can.
-    """
-    if (step := blocked(directory, qemu)) is not None:
-        raise UsageError(
-            f'QEMU runs as {qemu.name}, who cannot enter {step}, on the way to the disks in {directory}: '
-            f'setfacl -m u:{qemu.name}:x {shlex.quote(str(step))} (or chmod o+x, or another `state:`)'
-        )
-
-
-def blocked(directory: Path, qemu: User) -> Path | None:
-    """The first directory that is there on the way, and that QEMU cannot enter."""
-    real = directory.resolve()
-    steps = (*reversed(real.parents), real)
-    # os.path's is false, and no error, below what we may not enter.
-    return next((step for step in steps if os.path.exists(step) and not can(ENTER, step, qemu)), None)
-
-
-def can(wanted: int, path: Path, qemu: User) -> bool:
-    """Whether QEMU may use an existing file or directory in the `wanted` way, ENTER or READ_WRITE.
-
-    By that file's own mode and ACL; the directories above it are not looked at.
-    """
-    status = path.stat()
-    try:
-        acl = os.getxattr(path, ACL)
-    except OSError:
-        # None set, or a file system without them: the mode alone counts.
-        acl = b''
-    permissions = granted(status.st_mode, status.st_uid, status.st_gid, acl, qemu)
-    return permissions & wanted == wanted
-
-
-def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
-    """The rwx bits a user has on a file with this owner, group, mode and ACL (b'' is none): acl(5)'s algorithm."""
-    if qemu.uid == 0:
-        return 0o7
-    if owner == qemu.uid:
-        return mode >> 6 & 0o7
-    if not acl:
-        return mode >> 3 & 0o7 if group in qemu.groups else mode & 0o7
-    # A version number, then (tag, permissions, id) for each entry.
-    entries = list(struct.iter_unpack('<HHI', acl[4:]))
-    mask = next((permissions for tag, permissions, _ in entries if tag == ACL_MASK), 0o7)
-    for tag, permissions, number in entries:
-        if tag == ACL_USER and number == qemu.uid:
-            return permissions & mask
-    by_group = [
-        permissions
-        for tag, permissions, number in entries
-        if (tag == ACL_GROUP and number in qemu.groups) or (tag == ACL_GROUP_OBJ and group in qemu.groups)
-    ]
-    if by_group:
-        # One entry must grant all that is wanted, says acl(5); we want one bit, or two that are given together.
-        return max(by_group) & mask
-    return mode & 0o7
-
-
-def is_kvm_closed(qemu: User) -> bool:
-    """Whether /dev/kvm is there, and QEMU may not open it."""
-    return KVM.exists() and not can(READ_WRITE, KVM, qemu)
-
-
-def explain_no_kvm(qemu: User, domain_types: Collection[str]) -> str:
-    """Why guests cannot have KVM here, in words; '' if they can. libvirt offers `domain_types`.
-
-    /dev/kvm alone proves nothing: it may be there where the CPU cannot do it, and a guest then hangs for ever.
-    """
-    flags = CPUINFO.read_text(errors='replace').split()
-    needed = {
-        'the CPU has neither vmx nor svm': 'vmx' in flags or 'svm' in flags,
-        '/dev/kvm is not there for QEMU to open': KVM.exists() and not is_kvm_closed(qemu),
-        'libvirt does not offer it': 'kvm' in domain_types,
-    }
-    return '; '.join(what for what, there in needed.items() if not there)
-
-
-def choose_virt_type(wanted: str, no_kvm: str) -> str:
-    """`kvm` or `qemu` for a `wanted` auto, kvm or qemu. UsageError where kvm is wanted and `no_kvm` says why not."""
-    if wanted == 'qemu' or (wanted == 'auto' and no_kvm):
-        return 'qemu'
-    if wanted not in ('auto', 'kvm'):
-        raise UsageError(f'virt_type {wanted!r} is not known: auto, kvm or qemu')
-    if no_kvm:
-        raise UsageError(f'virt_type kvm cannot be had: {no_kvm}. Use virt_type: auto or qemu')
-    return 'kvm'

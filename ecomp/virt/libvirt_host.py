@@ -1,18 +1,22 @@
 """The Hypervisor that is real: this host's libvirt. Each process makes its own; threads may share one.
 
 Beside it are what libvirt and the networks of this host are like, for `ecompute --check` (nothing is made, started or
-defined), and the network filters that say what a guest may send, and what it is kept from.
+defined), the network filters that say what a guest may send, and what it is kept from, and what the user QEMU runs as
+can get at: directories above the disks (libvirt gives it the disks alone), and KVM.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import pwd
+import shlex
 import shutil
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,34 +28,9 @@ from ecomp.model.guest import DEFAULT_NETWORKS, UNPLUGGED, Address, Attachment, 
 from ecomp.model.health import MISSING, OFF, THERE
 from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
-from ecomp.virt.connection import (
-    KVM,
-    UNUSABLE_KVM,
-    Connection,
-    Ignored,
-    User,
-    blocked,
-    check_reachable,
-    choose_virt_type,
-    explain_no_kvm,
-    is_broken,
-    is_kvm_closed,
-    libvirt,
-    reason,
-    user,
-)
+from ecomp.virt.connection import Connection, Ignored, is_broken, libvirt, reason
 from ecomp.virt.domains import Agents, Domains
-from ecomp.virt.networks import (
-    INTERFACES,
-    Networks,
-    Reservations,
-    find_loose_taps,
-    has_metadata_address,
-    neighbours,
-    own_addresses,
-    plug_tap,
-    set_metadata_address,
-)
+from ecomp.virt.networks import Networks, Reservations
 from ecomp.virt.volumes import POOL, Seeds, Volumes
 from ecomp.virt.xml import Service
 
@@ -88,7 +67,7 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
 def _state(connection: Connection, attachment: Attachment) -> str:
     kind, name = attachment
     if kind == 'bridge':
-        return THERE if (INTERFACES / name / 'bridge').is_dir() else MISSING
+        return THERE if (networks.INTERFACES / name / 'bridge').is_dir() else MISSING
     with connection.use(f'looking for the network {name}') as open_one:
         found = [each for each in open_one.listAllNetworks() if each.name() == name]
         return MISSING if not found else THERE if found[0].isActive() else OFF
@@ -239,8 +218,8 @@ class Libvirt:
         return guests
 
     def open_dhcp(self) -> Set[str]:
-        networks = {name for kind, name in self._attachments if kind == 'network'}
-        return {name for name in networks if self._networks.answers_anybody(name)}
+        names = {name for kind, name in self._attachments if kind == 'network'}
+        return {name for name in names if self._networks.answers_anybody(name)}
 
     def users(self, instance: str) -> Set[str]:
         return self._domains.users(str(self._volumes.path(instance)))
@@ -302,7 +281,7 @@ class Libvirt:
         for network in {each.attachment.name for each in interfaces.values() if each.attachment.kind == 'network'}:
             found |= self._networks.leases(network, interfaces)
         # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
-        for source, ask in (('arp', neighbours), ('agent', partial(self._agents.addresses, instance))):
+        for source, ask in (('arp', networks.neighbours), ('agent', partial(self._agents.addresses, instance))):
             left = {mac: plug.bridge for mac, plug in interfaces.items() if mac not in found}
             for mac, address in (ask(left) if left else {}).items():
                 if self._is_believed(interfaces[mac].attachment, address):
@@ -315,16 +294,16 @@ class Libvirt:
         return kind != 'network' or not self._networks.gives(name, address)
 
     def plug_in(self) -> None:
-        loose, unplugged = find_loose_taps(), dict[str, str]()
+        loose, unplugged = networks.find_loose_taps(), dict[str, str]()
         for instance in self._domains.ours() if loose else ():
             for plug in self._domains.interfaces(instance).values():
                 # Asked again: libvirt answers for a guest that is starting once its tap is on its bridge.
-                if plug.tap not in loose & find_loose_taps():
+                if plug.tap not in loose & networks.find_loose_taps():
                     continue
                 kind, name = plug.attachment
                 try:
                     bridge = (self._networks.own_bridge(name) if kind == 'network' else None) or plug.bridge
-                    plug_tap(plug.tap, bridge, plug.isolated)
+                    networks.plug_tap(plug.tap, bridge, plug.isolated)
                     log.warning('instance %s: %s was on no bridge, plugged it into %s', instance, plug.tap, bridge)
                 except EcompError as error:
                     unplugged[instance] = f'{UNPLUGGED} ({plug.tap}): {error}. Fix: start {kind} {name} again'
@@ -341,20 +320,20 @@ class Libvirt:
     def ensure_metadata_address(self) -> bool:
         """Put 169.254.169.254 on the network's bridge; True if it was not there, and now is."""
         bridge = self.bridge_name()
-        if bridge is None or has_metadata_address(bridge):
+        if bridge is None or networks.has_metadata_address(bridge):
             return False
-        set_metadata_address(bridge, True)
+        networks.set_metadata_address(bridge, True)
         return True
 
     def metadata_address_present(self) -> bool:
         """Whether the network's bridge has 169.254.169.254."""
         bridge = self.bridge_name()
-        return bridge is not None and has_metadata_address(bridge)
+        return bridge is not None and networks.has_metadata_address(bridge)
 
     def remove_metadata_address(self) -> None:
         """Take 169.254.169.254 off the network's bridge, for the process that put it there."""
         if (bridge := self.bridge_name()) is not None:
-            set_metadata_address(bridge, False)
+            networks.set_metadata_address(bridge, False)
 
     def bridge_name(self) -> str | None:
         """The first bridge that libvirt made for one of the networks, None for none: metadata is not for LANs."""
@@ -433,7 +412,7 @@ class Filters:
         for host, port in self._control:
             there = self._addresses(host)
             if any(map(is_own, there)):
-                there = own_addresses()
+                there = networks.own_addresses()
             found |= {Service(address, port): None for address in there}
         return list(found)
 
@@ -455,3 +434,126 @@ def _define_all(connection: libvirt.virConnect) -> None:
             continue
         # Another process that does the same at this moment is no trouble: the uuid is the same, too.
         connection.nwfilterDefineXML(definition)
+
+
+ACL = 'system.posix_acl_access'
+ACL_USER, ACL_GROUP_OBJ, ACL_GROUP, ACL_MASK = 0x02, 0x04, 0x08, 0x10
+ENTER, READ_WRITE = 0o1, 0o6
+
+CPUINFO = Path('/proc/cpuinfo')
+KVM = Path('/dev/kvm')
+# libvirt then holds its own cache of what QEMU can do for outdated whenever it looks.
+UNUSABLE_KVM = (
+    'cannot be opened by {name}: every start of a guest, and this one of ecompute, takes up to a minute longer, while '
+    'libvirt probes QEMU again. chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
+)
+
+
+@dataclass(frozen=True)
+class User:
+    """The user QEMU runs as: its name, its number, and the numbers of all its groups."""
+
+    name: str
+    uid: int
+    groups: frozenset[int]
+
+
+def user(uid: int, gid: int) -> User:
+    """The user of this host with these numbers."""
+    try:
+        entry = pwd.getpwuid(uid)
+    except KeyError:
+        return User(str(uid), uid, frozenset({gid}))
+    # libvirt's group for QEMU need not be the user's own: it has both.
+    groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+    return User(entry.pw_name, uid, frozenset({*groups, gid}))
+
+
+def check_reachable(directory: Path, qemu: User) -> None:
+    """UsageError, with the command that helps, for the first directory on the way that QEMU cannot enter.
+
+    One that is not there is made by ecompute, so that it can.
+    """
+    if (step := blocked(directory, qemu)) is not None:
+        raise UsageError(
+            f'QEMU runs as {qemu.name}, who cannot enter {step}, on the way to the disks in {directory}: '
+            f'setfacl -m u:{qemu.name}:x {shlex.quote(str(step))} (or chmod o+x, or another `state:`)'
+        )
+
+
+def blocked(directory: Path, qemu: User) -> Path | None:
+    """The first directory that is there on the way, and that QEMU cannot enter."""
+    real = directory.resolve()
+    steps = (*reversed(real.parents), real)
+    # os.path's is false, and no error, below what we may not enter.
+    return next((step for step in steps if os.path.exists(step) and not can(ENTER, step, qemu)), None)
+
+
+def can(wanted: int, path: Path, qemu: User) -> bool:
+    """Whether QEMU may use an existing file or directory in the `wanted` way, ENTER or READ_WRITE.
+
+    By that file's own mode and ACL; the directories above it are not looked at.
+    """
+    status = path.stat()
+    try:
+        acl = os.getxattr(path, ACL)
+    except OSError:
+        # None set, or a file system without them: the mode alone counts.
+        acl = b''
+    permissions = granted(status.st_mode, status.st_uid, status.st_gid, acl, qemu)
+    return permissions & wanted == wanted
+
+
+def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
+    """The rwx bits a user has on a file with this owner, group, mode and ACL (b'' is none): acl(5)'s algorithm."""
+    if qemu.uid == 0:
+        return 0o7
+    if owner == qemu.uid:
+        return mode >> 6 & 0o7
+    if not acl:
+        return mode >> 3 & 0o7 if group in qemu.groups else mode & 0o7
+    # A version number, then (tag, permissions, id) for each entry.
+    entries = list(struct.iter_unpack('<HHI', acl[4:]))
+    mask = next((permissions for tag, permissions, _ in entries if tag == ACL_MASK), 0o7)
+    for tag, permissions, number in entries:
+        if tag == ACL_USER and number == qemu.uid:
+            return permissions & mask
+    by_group = [
+        permissions
+        for tag, permissions, number in entries
+        if (tag == ACL_GROUP and number in qemu.groups) or (tag == ACL_GROUP_OBJ and group in qemu.groups)
+    ]
+    if by_group:
+        # One entry must grant all that is wanted, says acl(5); we want one bit, or two that are given together.
+        return max(by_group) & mask
+    return mode & 0o7
+
+
+def is_kvm_closed(qemu: User) -> bool:
+    """Whether /dev/kvm is there, and QEMU may not open it."""
+    return KVM.exists() and not can(READ_WRITE, KVM, qemu)
+
+
+def explain_no_kvm(qemu: User, domain_types: Collection[str]) -> str:
+    """Why guests cannot have KVM here, in words; '' if they can. libvirt offers `domain_types`.
+
+    /dev/kvm alone proves nothing: it may be there where the CPU cannot do it, and a guest then hangs for ever.
+    """
+    flags = CPUINFO.read_text(errors='replace').split()
+    needed = {
+        'the CPU has neither vmx nor svm': 'vmx' in flags or 'svm' in flags,
+        '/dev/kvm is not there for QEMU to open': KVM.exists() and not is_kvm_closed(qemu),
+        'libvirt does not offer it': 'kvm' in domain_types,
+    }
+    return '; '.join(what for what, there in needed.items() if not there)
+
+
+def choose_virt_type(wanted: str, no_kvm: str) -> str:
+    """`kvm` or `qemu` for a `wanted` auto, kvm or qemu. UsageError where kvm is wanted and `no_kvm` says why not."""
+    if wanted == 'qemu' or (wanted == 'auto' and no_kvm):
+        return 'qemu'
+    if wanted not in ('auto', 'kvm'):
+        raise UsageError(f'virt_type {wanted!r} is not known: auto, kvm or qemu')
+    if no_kvm:
+        raise UsageError(f'virt_type kvm cannot be had: {no_kvm}. Use virt_type: auto or qemu')
+    return 'kvm'

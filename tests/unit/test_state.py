@@ -15,7 +15,7 @@ from ecomp.agent.host.state import Identity
 from ecomp.errors import Conflict, UsageError
 from ecomp.files import write_durably
 from ecomp.model import keys
-from ecomp.virt.connection import ENTER, User, can
+from ecomp.virt.libvirt_host import ENTER, User, can
 
 OTHER = '5ca1ab1e-0000-4000-8000-000000000000'
 GIVEN = 'b8756be5-a30d-4311-920c-0ad996367a8e'
