@@ -317,23 +317,15 @@ class Libvirt:
         except OSError as error:
             log.warning('%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES, error)
 
-    def ensure_metadata_address(self) -> bool:
-        """Put 169.254.169.254 on the network's bridge; True if it was not there, and now is."""
-        bridge = self.bridge_name()
-        if bridge is None or networks.has_metadata_address(bridge):
-            return False
-        networks.set_metadata_address(bridge, True)
-        return True
-
     def metadata_address_present(self) -> bool:
         """Whether the network's bridge has 169.254.169.254."""
         bridge = self.bridge_name()
         return bridge is not None and networks.has_metadata_address(bridge)
 
-    def remove_metadata_address(self) -> None:
-        """Take 169.254.169.254 off the network's bridge, for the process that put it there."""
+    def set_metadata_address(self, present: bool) -> None:
+        """Put 169.254.169.254 on the network's bridge, or take it off, for the process that put it there."""
         if (bridge := self.bridge_name()) is not None:
-            networks.set_metadata_address(bridge, False)
+            networks.set_metadata_address(bridge, present)
 
     def bridge_name(self) -> str | None:
         """The first bridge that libvirt made for one of the networks, None for none: metadata is not for LANs."""

@@ -102,13 +102,13 @@ def keep_served(libvirt: Libvirt, state: Path, directory: Path, wanted: bool, at
             ours = True
             with suppress(OSError):  # a full disk
                 mark.touch()
-            libvirt.ensure_metadata_address()
+            libvirt.set_metadata_address(True)
             log.info("put %s on the guests' bridge", METADATA_ADDRESS)
         server.ensure()
 
     def take_off() -> None:
         if ours:
-            libvirt.remove_metadata_address()
+            libvirt.set_metadata_address(False)
             mark.unlink(missing_ok=True)
 
     at_exit.callback(take_off)
