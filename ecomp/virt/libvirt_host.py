@@ -284,14 +284,11 @@ class Libvirt:
         for source, ask in (('arp', networks.neighbours), ('agent', partial(self._agents.addresses, instance))):
             left = {mac: plug.bridge for mac, plug in interfaces.items() if mac not in found}
             for mac, address in (ask(left) if left else {}).items():
-                if self._is_believed(interfaces[mac].attachment, address):
+                # dnsmasq puts what it only offers into the table, and an agent may say what it likes: the lease counts.
+                kind, name = interfaces[mac].attachment
+                if kind != 'network' or not self._networks.gives(name, address):
                     found[mac] = Address(address, source)
         return found
-
-    def _is_believed(self, attachment: Attachment, address: str) -> bool:
-        # dnsmasq puts what it is only offering into the table, and an agent may say what it likes: the lease counts.
-        kind, name = attachment
-        return kind != 'network' or not self._networks.gives(name, address)
 
     def plug_in(self) -> None:
         loose, unplugged = networks.find_loose_taps(), dict[str, str]()
