@@ -15,7 +15,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -130,7 +130,7 @@ class Libvirt:
         self._reservations = Reservations(self._connection)
         self._is_probed = False
         self._unplugged: dict[str, str] = {}
-        self._stop_watching: Callable[[], None] | None = None
+        self._watching = ExitStack()
         # What one part does by itself.
         self.shutdown, self.switch_off = self._domains.shutdown, self._domains.switch_off
         self.destroy, self.without_base = self._domains.destroy, self._volumes.without_base
@@ -308,9 +308,9 @@ class Libvirt:
 
     def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
         self._connection.watch(notify, look)
-        self._end_watching()
+        self._watching.close()
         try:
-            self._stop_watching = networks.watch_leases(networks.LEASES, notify)
+            self._watching.callback(networks.watch_leases(networks.LEASES, notify))
         except OSError as error:
             log.warning('%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES, error)
 
@@ -330,14 +330,9 @@ class Libvirt:
         return next(filter(None, map(self._networks.own_bridge, names)), None)
 
     def close(self) -> None:
-        self._end_watching()
+        self._watching.close()
         self._agents.close()
         self._connection.close()
-
-    def _end_watching(self) -> None:
-        if self._stop_watching is not None:
-            self._stop_watching()
-            self._stop_watching = None
 
     @property
     def _consoles(self) -> Path:
