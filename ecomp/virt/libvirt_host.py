@@ -25,7 +25,7 @@ from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageEr
 from ecomp.files import search_path
 from ecomp.model import health
 from ecomp.model.guest import DEFAULT_NETWORKS, UNPLUGGED, Address, Attachment, Guest, GuestSpec
-from ecomp.model.health import MISSING, OFF, THERE
+from ecomp.model.health import MISSING
 from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
 from ecomp.virt.connection import Connection, Ignored, is_broken, libvirt, reason
@@ -41,7 +41,7 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
         with connection.use('asking for its version') as open_one:
             version, capabilities = open_one.getLibVersion(), xml.capabilities(open_one.getCapabilities())
         qemu = user(capabilities.qemu_uid, capabilities.qemu_gid)
-        states = {each: _state(connection, each) for each in attachments}
+        states = {each: Networks(connection).state(each) for each in attachments}
         filters = Filters(connection, ()).missing()
         unfit = [Networks(connection).explain_unfit(each, not filters) for each in attachments]
         closed = blocked(state.absolute() / 'images', qemu)
@@ -63,14 +63,6 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
         )
 
 
-
-def _state(connection: Connection, attachment: Attachment) -> str:
-    kind, name = attachment
-    if kind == 'bridge':
-        return THERE if (networks.INTERFACES / name / 'bridge').is_dir() else MISSING
-    with connection.use(f'looking for the network {name}') as open_one:
-        found = [each for each in open_one.listAllNetworks() if each.name() == name]
-        return MISSING if not found else THERE if found[0].isActive() else OFF
 
 
 def _has_bridge(connection: Connection, attachment: Attachment) -> bool:

@@ -22,6 +22,7 @@ from ecomp.errors import BuildFailed, EcompError, UsageError
 from ecomp.files import search_path, watch
 from ecomp.model import keys
 from ecomp.model.guest import METADATA_ADDRESS, Address, Attachment, ReservedAddress, all_macs, same_mac
+from ecomp.model.health import MISSING, OFF, THERE
 from ecomp.model.record import timestamp
 from ecomp.virt import dhcp
 from ecomp.virt.connection import Connection, Ignored, building, libvirt
@@ -304,29 +305,30 @@ class Networks:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def check(self, attachment: Attachment) -> bool:
-        """Whether guests can be plugged into it now: libvirt's network may be off.
-
-        UsageError if it is not defined, or a bridge is not there.
-        """
+    def state(self, attachment: Attachment) -> str:
+        """Whether guests can be plugged into it now, THERE, or it is OFF (libvirt's network) or MISSING."""
         kind, name = attachment
         if kind == 'bridge':
-            if not (INTERFACES / name / 'bridge').is_dir():
-                raise UsageError(f'this host has no bridge {name}: make it (see docs/howto/bridge.md) or leave it out')
-            return True
-        with self._connection.use(f'looking for the network {name}') as connection:
-            try:
-                return bool(connection.networkLookupByName(name).isActive())
-            except libvirt.libvirtError as error:
-                if error.get_error_code() != libvirt.VIR_ERR_NO_NETWORK:
-                    raise
-                usual = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
-                cure = usual if name == 'default' else 'virsh net-list --all has those there are'
-                raise UsageError(f'libvirt has no network {name!r}: {cure}') from error
+            return THERE if (INTERFACES / name / 'bridge').is_dir() else MISSING
+        use = self._connection.use(f'looking for the network {name}')
+        with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
+            return THERE if connection.networkLookupByName(name).isActive() else OFF
+        return MISSING
+
+    def check(self, attachment: Attachment) -> str:
+        """What state() says, but UsageError for MISSING."""
+        if (state := self.state(attachment)) != MISSING:
+            return state
+        kind, name = attachment
+        if kind == 'bridge':
+            raise UsageError(f'this host has no bridge {name}: make it (see docs/howto/bridge.md) or leave it out')
+        usual = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
+        cure = usual if name == 'default' else 'virsh net-list --all has those there are'
+        raise UsageError(f'libvirt has no network {name!r}: {cure}')
 
     def prepare(self, attachment: Attachment) -> None:
         """Start libvirt's network if it is off. UsageError as check() has it."""
-        if not self.check(attachment):
+        if self.check(attachment) == OFF:
             with self._connection.use(f'starting the network {attachment.name}') as connection:
                 connection.networkLookupByName(attachment.name).create()
 
