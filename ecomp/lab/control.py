@@ -75,7 +75,7 @@ class LabServer:
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Path, str] = field(default_factory=dict)
 
-    def start(self, prefix: list[str], remember: Remember = machine.in_memory) -> Process:
+    def start(self, prefix: list[str], remember: Remember | None = None) -> Process:
         """Run `prefix` and the command as one once `remember` has returned, without waiting until it is ready."""
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
@@ -108,11 +108,11 @@ def etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None 
     while there is, etcd is told that it is the only member.
     https://etcd.io/docs/v3.4/op-guide/configuration/
     """
-    urls = ','.join(f'{_scheme(certs)}://{bracketed(address)}:{port}' for address in addresses)
+    urls = [f'{"http" if certs is None else "https"}://{bracketed(address)}:{port}' for address in addresses]
     # A single member talks to no other: any free port of the loopback does for its peers.
     peers = f'http://{LOCALHOST}:0'
     command = ['etcd', '--name', 'lab', '--data-dir', str(data / 'etcd')]
-    command += ['--listen-client-urls', urls, '--advertise-client-urls', urls]
+    command += ['--listen-client-urls', ','.join(urls), '--advertise-client-urls', ','.join(urls)]
     command += ['--listen-peer-urls', peers, '--initial-advertise-peer-urls', peers]
     command += ['--initial-cluster', f'lab={peers}']
     command += ['--auto-compaction-mode=periodic', '--auto-compaction-retention=1h']
@@ -123,10 +123,9 @@ def etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None 
     begun = data / 'etcd.begun'
     # Not at any start: what was written just before the last end could be lost by it.
     command += ['--force-new-cluster'] if begun.exists() else []
-    where = f'{_scheme(certs)}://{bracketed(addresses[0])}:{port}'
 
     def ready(_: Process) -> bool:
-        if not etcd_healthy(where, certs):
+        if not etcd_healthy(urls[0], certs):
             return False
         begun.unlink(missing_ok=True)
         return True
@@ -228,9 +227,6 @@ def bracketed(address: str) -> str:
     """An address or name as it is written before a colon and a port: IPv6 in brackets."""
     return f'[{address}]' if ':' in address else address
 
-
-def _scheme(certs: Path | None) -> str:
-    return 'http' if certs is None else 'https'
 
 
 def _ask(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:

@@ -61,10 +61,6 @@ Remember = Callable[[str, Process], None]
 """What writes down, whole or not at all, that a server is this process."""
 
 
-def in_memory(_what: str, _process: Process) -> None:
-    """Remember a server no longer than this process lives, for it ends with it."""
-
-
 def python_path() -> str:
     """A PYTHONPATH with which a server in another directory imports the same ecomp and mdserver as this process."""
     specs = [importlib.util.find_spec(name) for name in ('ecomp', 'mdserver')]
@@ -109,9 +105,6 @@ def end(processes: Iterable[Process], patience: float = 5.0) -> None:
 ONCE_TOLD = 'read -r _ && exec "$@" </dev/null'
 
 
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
 
 def start(
     what: str,
@@ -120,15 +113,16 @@ def start(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     *,
-    remember: Remember = in_memory,
+    remember: Remember | None = None,
     umask: int = -1,
 ) -> Process:
     """Start a server in a session of its own, its output appended to `log`; it runs once `remember` has returned.
 
-    So none runs that nobody has written down, whenever this process is killed. `umask` -1 is its own. EcompError.
+    So none runs that nobody has written down, whenever this process is killed; None for one that ends with it. `umask`
+    -1 is its own. EcompError.
     """
     words = ['sh', '-c', ONCE_TOLD, 'sh', *command]
-    with open(log, 'ab', opener=_open_private) as output:
+    with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
         try:
             child = subprocess.Popen(
                 words,
@@ -148,7 +142,8 @@ def start(
         if started is None:
             raise EcompError(f'{what} ended at once: {last_line(log)}')
         process = Process(what, child.pid, started)
-        remember(what, process)
+        if remember is not None:
+            remember(what, process)
         told.write(b'\n')
     return process
 
