@@ -267,7 +267,7 @@ def _up(options: argparse.Namespace) -> int:
 
 def _divide(hosts: Sequence[LabHost]) -> None:
     """Where hosts join others, take from those what is the new ones' share of the machine; guests go on."""
-    there = [host for host in hosts if host.is_made]
+    there = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
     if not there or len(there) == len(hosts):
         return
     less = [host.name for host in there if host.share_with_more()]

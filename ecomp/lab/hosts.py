@@ -77,6 +77,7 @@ class LabHost:
         self.name = name
         self.directory = lab.directory / name
         self.log = self.directory / 'ecompute.log'
+        self._certificate = lab.certs / f'compute-{name}'
         self._older = 0
 
     def command(self, words: list[str]) -> list[str]:
@@ -146,10 +147,8 @@ class LabHost:
 
     def wait_libvirt(self) -> None:
         """Wait until libvirtd answers, then define and start its network `default`."""
-        process = self.lab.processes[f'{self.name} libvirtd']
-        machine.wait_for(
-            f'{self.name} libvirtd', self.libvirt_answers, process, self.directory / 'libvirtd.log', START_SECONDS
-        )
+        what, log = f'{self.name} libvirtd', self.directory / 'libvirtd.log'
+        machine.wait_for(what, self.libvirt_answers, self.lab.processes[what], log, START_SECONDS)
         definition = self.directory / 'network.xml'
         if not (self.directory / 'etc/qemu/networks/autostart/default.xml').is_symlink():
             # The same uuid every time: libvirt takes a second definition of a name only under the first one's.
@@ -163,13 +162,11 @@ class LabHost:
     def libvirt_answers(self) -> bool:
         """Whether libvirtd answers a question about its domains."""
         # virsh waits and retries by itself for a socket that is not there; the file costs nothing to look at.
-        if not (self.directory / 'run/libvirt-sock').exists():
-            return False
-        try:
-            self._virsh('list', '--name', seconds=LIBVIRT_SECONDS)
-        except EcompError:
-            return False
-        return True
+        if (self.directory / 'run/libvirt-sock').exists():
+            with contextlib.suppress(EcompError):
+                self.guests()
+                return True
+        return False
 
     def network_runs(self) -> bool:
         """Whether the network `default` runs, by its bridge."""
@@ -191,8 +188,8 @@ class LabHost:
 
     def wait_ecompute(self) -> None:
         """Wait until ecompute has put its presence in etcd."""
-        process = self.lab.processes[f'{self.name} ecompute']
-        machine.wait_for(f'{self.name} ecompute', self.ecompute_answers, process, self.log, START_SECONDS)
+        what = f'{self.name} ecompute'
+        machine.wait_for(what, self.ecompute_answers, self.lab.processes[what], self.log, START_SECONDS)
 
     def ecompute_answers(self) -> bool:
         """Whether ecompute runs, and has put its presence in etcd since start_ecompute()."""
@@ -241,17 +238,9 @@ class LabHost:
         except (FileNotFoundError, ValueError):
             return None
 
-    @property
-    def _certificate(self) -> Path:
-        return self.lab.certs / f'compute-{self.name}'
-
     def _virsh(self, *words: str, seconds: float = START_SECONDS) -> str:
         return machine.run(self.command(['virsh', '-q', '-c', 'qemu:///system', *words]), seconds=seconds)
 
-    @property
-    def is_made(self) -> bool:
-        """Whether an `elab up` has written its compute.yaml."""
-        return (self.directory / 'compute.yaml').exists()
 
     def share_with_more(self) -> bool:
         """Where its compute.yaml gives it more than its share of the machine is now, write that and end its ecompute.
