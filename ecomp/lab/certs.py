@@ -90,8 +90,9 @@ def make(
     for name, compute in cluster.uuids.items():
         _check_uuid(name, compute, directory / f'compute-{name}/compute.yaml')
     try:
+        cluster = replace(cluster, servers=cluster.servers or _names(directory / 'etcd/server.crt'))
         if not cluster.servers:
-            cluster = replace(cluster, servers=_servers(directory / 'etcd/server.crt'))
+            raise UsageError('--control NAME: by which name or address do others reach etcd and placement?')
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with state.locked(directory):
             _make(directory, cluster, others, now, say)
@@ -180,7 +181,8 @@ def _certificate(
     path = place / f'{kind}.crt'
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
     _write(place / 'ca.crt', authority)
-    wanted = x509.SubjectAlternativeName([_general_name(each) for each in names])
+    general = (x509.IPAddress(ip_address(each)) if _is_address(each) else x509.DNSName(each) for each in names)
+    wanted = x509.SubjectAlternativeName(general)
     if path.exists() and (place / f'{kind}.key').exists() and _will_do(place, kind, wanted, signer, now):
         return
     kept = [str(each.value) for each in wanted]
@@ -207,12 +209,6 @@ def _certificate(
     if lost:
         say(f'{place}: no more for {", ".join(lost)}')
 
-
-def _servers(path: Path) -> tuple[str, ...]:
-    """The names and addresses in etcd's certificate. UsageError if there is none."""
-    if names := _names(path):
-        return names
-    raise UsageError('--control NAME: by which name or address do others reach etcd and placement?')
 
 
 def _names(path: Path) -> tuple[str, ...]:
@@ -266,9 +262,6 @@ def _is_address(name: str) -> bool:
         return False
     return '%' not in name
 
-
-def _general_name(name: str) -> x509.GeneralName:
-    return x509.IPAddress(ip_address(name)) if _is_address(name) else x509.DNSName(name)
 
 
 def _configuration(path: Path, cluster: Cluster, more: str = '') -> None:
