@@ -259,7 +259,7 @@ FILES = {'etcd': ('ca.crt', 'server.crt', 'server.key'), 'placement': ('ca.crt',
 class Endpoints:
     """Where etcd and placement listen, and where their data is; `bind` is an address of this machine.
 
-    `certs` is the directory that `elab certs` makes; None means no certificates on a loopback address, else ./certs.
+    `certs` is the directory that `elab certs` makes; None means no certificates, once with_certs() has looked.
     """
 
     etcd_port: int
@@ -275,7 +275,6 @@ def run(asked: Endpoints, service: Service, say: Callable[[str], None], ready: C
     Their data stays. `ready` is called once both can be used, with the scheme of placement's URL, `http` or `https`.
     UsageError for a port that is taken, an address that is none of this machine's, and certificates that are missing.
     """
-    asked = _with_certs(asked)
     for what, port in (('etcd', asked.etcd_port), ('placement', asked.placement_port)):
         _check_free(what, asked.bind, port)
     secure = asked.certs is not None
@@ -325,8 +324,7 @@ def run(asked: Endpoints, service: Service, say: Callable[[str], None], ready: C
 
 
 def words(asked: Endpoints) -> list[str]:
-    """What `elab` is told so that it runs these from any directory. UsageError for what is no address to listen at."""
-    asked = _with_certs(asked)
+    """What `elab` is told so that it runs these from any directory."""
     told = ['control', '--bind', asked.bind, '--data', str(asked.data.absolute())]
     told += ['--etcd-port', str(asked.etcd_port), '--placement-port', str(asked.placement_port)]
     return told if asked.certs is None else [*told, '--certs', str(asked.certs.absolute())]
@@ -334,7 +332,6 @@ def words(asked: Endpoints) -> list[str]:
 
 def check_service(asked: Endpoints, program: Path) -> None:
     """UsageError if a service that is root without root's rights could not run `program`, or write where it is told."""
-    asked = _with_certs(asked)
     cure = 'install in /opt/ecomp, and say --data /var/lib/ecomp'
     # An installation may lead to somebody's clone (pip install -e), or to a Python of their own.
     used = {str(program): program, f"elab's code in {systemd.PACKAGE}": systemd.PACKAGE}
@@ -383,8 +380,8 @@ def _make_certificates(directory: Path, asked: Endpoints, say: Callable[[str], N
                 raise UsageError(f'{directory}/{place}/{name} cannot be read: elab certs makes it')
 
 
-def _with_certs(asked: Endpoints) -> Endpoints:
-    """The same with `certs` set where other machines reach `bind`. UsageError for what is no address to listen at."""
+def with_certs(asked: Endpoints) -> Endpoints:
+    """The same with ./certs where other machines reach `bind`. UsageError for what is no address to listen at."""
     try:
         address = ip_address(asked.bind)
     except ValueError as error:

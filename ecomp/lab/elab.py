@@ -388,7 +388,7 @@ def _control(options: argparse.Namespace) -> int:
         where = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'
         print(where, flush=True)
 
-    asked = control.Endpoints(*_ports(options), options.data, options.bind, options.certs)
+    asked = control.with_certs(control.Endpoints(*_ports(options), options.data, options.bind, options.certs))
     if options.unit:
         program = systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab')
         told = control.words(asked)
