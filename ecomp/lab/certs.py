@@ -5,10 +5,14 @@
     DIR/compute-NAME, DIR/scheduler-NAME, DIR/operator-NAME
                               client.crt and client.key, ca.crt, token, and the compute.yaml or schedule.yaml that names
                               them by relative paths: /etc/ecomp of that machine, as it is. A compute.yaml says the
-                              compute's uuid, too, for its certificate's role in etcd (roles.py)
+                              compute's uuid, too, for its certificate's role in etcd
 
 What is there and holds for a month more stays as it is, and one process at a time makes what is not. Without a name it
 looks at everybody in DIR.
+
+With --enable etcd asks who writes what, by the certificates that are in DIR. What there is to change is looked up each
+time, so what was killed on the way is run again, and so is what was done before a new machine had its certificate.
+Nothing is changed before all is read that may be refused.
 https://cryptography.io/en/latest/x509/reference/
 """
 
@@ -17,11 +21,13 @@ from __future__ import annotations
 import re
 import secrets
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -30,13 +36,20 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ecomp.compute_conf import load_compute
-from ecomp.errors import EcompError, UsageError
+from ecomp.conf import load_schedule
+from ecomp.errors import Conflict, Denied, EcompError, UnknownOutcome, UsageError
 from ecomp.files import write_durably
 from ecomp.lab import state
 from ecomp.lab.control import bracketed
 from ecomp.lab.network import backends_yaml
-from ecomp.lab.roles import named
+from ecomp.model import cluster as cluster_model
 from ecomp.model import keys, roles
+from ecomp.model.record import timestamp
+from ecomp.model.text import printable
+from ecomp.store.client import Put, Snapshot, Store, Unchanged
+
+if TYPE_CHECKING:
+    from ecomp.store.roles import Accounts
 
 AUTHORITY_DAYS = 3650  # that the authority is valid
 DAYS = 730  # that each other certificate is valid
@@ -48,6 +61,9 @@ NONE_OF_OURS = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x
 """What cryptography raises for a file that is no certificate or key, or that another authority signed."""
 LEFT_DAYS = 30
 """Days: a certificate that is valid for fewer than these is made anew."""
+COMPUTE, SCHEDULER, OPERATOR = roles.KINDS
+NAMED = 5
+"""How many records, or computes, a message names at most; `…` stands for the others."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +124,12 @@ def _make(directory: Path, cluster: Cluster, others: bool, now: datetime, say: C
         _certificate(directory / server, 'server', f'ecomp {server}', cluster.servers, signer, now, say)
     if not token.exists():
         write_durably(token, f'{secrets.token_urlsafe(32)}\n'.encode())
-    clients = [('compute', cluster.computes), ('scheduler', cluster.schedulers), ('operator', cluster.operators)]
-    for role, names in clients:
+    for kind, names in zip(roles.KINDS, (cluster.computes, cluster.schedulers, cluster.operators), strict=True):
         for name in names:
-            place = directory / f'{role}-{name}'
+            place = directory / f'{kind}{name}'
             place.mkdir(mode=0o700, exist_ok=True)
             _client(place, token, signer, now, say)
-            if role == 'compute':
+            if kind == COMPUTE:
                 _configuration(place / 'compute.yaml', cluster, f'uuid: {cluster.uuids.get(name) or uuid.uuid4()}\n')
             else:
                 _configuration(place / 'schedule.yaml', cluster)
@@ -286,3 +301,116 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def _until(certificate: x509.Certificate) -> str:
     return certificate.not_valid_after_utc.date().isoformat()
+
+
+def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
+    """Have etcd let each certificate in `directory` write what its role may; `say` gets a line for each step.
+
+    UsageError where a compute's certificate has no uuid beside it, Conflict where computes of an earlier version run,
+    EcompError.
+    """
+    wanted = roles.wanted(_computes(directory), named(directory, SCHEDULER), named(directory, OPERATOR))
+    with _operator(directory) as (accounts, store):
+        if warning := cluster_model.holes(store.version()):
+            say(f'warning: {warning}. Roles hold mistakes off there, and not attackers')
+        if earlier := _old_places(store.snapshot(keys.INSTANCES, keys_only=True)):
+            cure = 'start those computes with this version first; `eschedule audit` says of what stays why'
+            raise Conflict(f'{_listed(earlier)}: written by an earlier ecompute; {cure}')
+        found = accounts.roles()
+        alive = [keys.last(key) for key, each in store.snapshot(keys.COMPUTES).entries.items() if each.lease]
+        if left_out := roles.without_role(alive, found, wanted):
+            cure = 'say `uuid: …` in its compute.yaml there, and run this again'
+            say(f'warning: no certificate in {directory} is for a compute that lives, {_listed(left_out)}: {cure}')
+        for change in roles.changes(found, wanted):
+            accounts.apply(change)
+            say(roles.described(change))
+        if _put_cluster(store, now):
+            say(f'{keys.CLUSTER}: written, for no compute may')
+        if not accounts.is_on():
+            accounts.turn_on()
+            end = f'elab certs {directory} --disable ends that'
+            say(f'etcd at {accounts.where} holds each certificate to its role; {end}')
+        if others := roles.unknown(found, wanted):
+            names = [printable(each, 200) for each in others]
+            cure = f'whose certificate is to count no more: etcdctl user delete {names[0]}'
+            say(f'in etcd, and not in {directory}: {", ".join(names)}; {cure}')
+
+
+def disable(directory: Path, say: Callable[[str], None]) -> None:
+    """Have etcd let every certificate do everything again. Users and roles stay. EcompError."""
+    with _operator(directory) as (accounts, _):
+        was_on = accounts.is_on()
+        if was_on:
+            accounts.turn_off()
+        now = 'lets every certificate do everything' + ('' if was_on else ', as it did')
+        say(f'etcd at {accounts.where} {now}; its users and roles stay')
+
+
+def named(directory: Path, kind: str) -> list[str]:
+    """The names of the directories of a kind, `compute-` for one: they are also the certificates' common names."""
+    return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
+
+
+def _computes(directory: Path) -> dict[str, str]:
+    """The uuid of each compute by its user in etcd. UsageError for a compute.yaml without one, or with another's."""
+    found: dict[str, str] = {}
+    for name in named(directory, COMPUTE):
+        path = directory / name / 'compute.yaml'
+        if not path.exists():
+            raise UsageError(f'{path} is not there: it has to say which compute this is, as `uuid: …`')
+        compute = load_compute(path).uuid
+        if compute is None:
+            line = "`uuid: …`, with what is in that compute's /var/lib/ecompute/uuid"
+            raise UsageError(f'{path} does not say which compute this is: add the line {line}')
+        if compute in found.values():
+            other = next(each for each, theirs in found.items() if theirs == compute)
+            raise UsageError(f'{path}: uuid {compute} is that of {other}, too: each compute has one of its own')
+        found[name] = compute
+    return found
+
+
+@contextmanager
+def _operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
+    """Connect to etcd with the certificate of the first operator whose role may do everything. UsageError."""
+    from ecomp.store.roles import Accounts  # here, because the other commands run without etcd3
+
+    paths = [directory / name / 'schedule.yaml' for name in named(directory, OPERATOR)]
+    configs = [load_schedule(path).etcd for path in paths]
+    if not configs:
+        raise UsageError(f'{directory} has no certificate that may do this: elab certs {directory} --operator NAME')
+    for number, config in enumerate(configs):
+        with closing(Store(config)) as store, closing(Accounts(config)) as accounts:
+            store.version()  # refuses a server that has only a common name, which gRPC would accept
+            try:
+                accounts.check()
+            except Denied:  # of one who is new
+                if number + 1 < len(configs):
+                    continue
+                raise
+            yield accounts, store
+            return
+
+
+def _old_places(records: Snapshot) -> list[str]:
+    """The keys of records right below /instances/, where earlier versions wrote them, of instances that live."""
+    return [
+        key
+        for key, entry in sorted(records.entries.items())
+        if not entry.lease and '/' not in key.removeprefix(keys.INSTANCES)
+    ]
+
+
+def _listed(words: list[str]) -> str:
+    return ', '.join(printable(each, 200) for each in words[:NAMED]) + (' …' if len(words) > NAMED else '')
+
+
+def _put_cluster(store: Store, now: datetime) -> bool:
+    """Write /cluster if it is missing; whether it was."""
+    value = cluster_model.new(str(uuid.uuid4()), timestamp(now))
+    while store.get(keys.CLUSTER) is None:
+        try:
+            if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)]) is not None:
+                return True
+        except UnknownOutcome:
+            continue  # the next look says what became of it
+    return False

@@ -22,7 +22,7 @@ from pathlib import Path
 from ecomp import __version__, log, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.lab import control, guest, machine, roles, state
+from ecomp.lab import control, guest, machine, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, check_name
 from ecomp.lab.state import Lab
@@ -236,6 +236,8 @@ def _up(options: argparse.Namespace) -> int:
     os.umask(0o022)
     modules = ['placement', 'waitress', 'cryptography', 'libvirt', 'mdserver']
     machine.require({**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS}, modules)
+    from ecomp.lab import certs
+
     with _lock(name), _step(f'lab {name} is up'):
         lab = state.load_or_create(name, options.hosts)
         if options.hosts and options.hosts < lab.count:
@@ -254,7 +256,7 @@ def _up(options: argparse.Namespace) -> int:
         with _step('ecompute on ' + ', '.join(lab.hosts)):
             # A lab that an earlier elab began stays without roles.
             if all(host.takes_role() for host in hosts):
-                roles.enable(lab.certs, datetime.now(UTC), lambda _: None)
+                certs.enable(lab.certs, datetime.now(UTC), lambda _: None)
             for host in hosts:
                 host.start_ecompute()
             for host in hosts:
@@ -422,9 +424,9 @@ def _certs(options: argparse.Namespace) -> int:
     if not options.disable:
         certs.make(options.directory, cluster, now, _say, others=not named)
     if options.enable:
-        roles.enable(options.directory, now, _say)
+        certs.enable(options.directory, now, _say)
     elif options.disable:
-        roles.disable(options.directory, _say)
+        certs.disable(options.directory, _say)
     return 0
 
 

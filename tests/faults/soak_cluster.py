@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from ecomp.lab import control, machine, roles, state
+from ecomp.lab import certs, control, machine, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.machine import Process
 from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT
@@ -86,7 +86,7 @@ class Cluster:
 
     def _start_control(self, data: Path) -> None:
         """etcd and placement anew, on the same data and in plain text: a fault loses the request it was told."""
-        roles.disable(self.lab.certs, lambda _: None)  # in plain text nobody is anybody
+        certs.disable(self.lab.certs, lambda _: None)  # in plain text nobody is anybody
         own, prefix = str(self.lab.layout.control), machine.inside(self.lab.layout, self.lab.directory, 'control')
         machine.end(self.lab.processes[what] for what in ('stunnel', 'placement', 'etcd'))
         servers = control.etcd(data, [own, control.LOCALHOST], ETCD_PORT), control.placement(data, own, PLACEMENT_PORT)

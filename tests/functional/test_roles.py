@@ -18,7 +18,7 @@ pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 from ecomp.compute_conf import load_compute
 from ecomp.errors import Conflict, Denied, Unreachable, UsageError
 from ecomp.lab import elab
-from ecomp.lab.roles import enable
+from ecomp.lab.certs import enable
 from ecomp.model import cluster, keys, roles
 from ecomp.model.roles import Permission
 from ecomp.store.client import Delete, Put

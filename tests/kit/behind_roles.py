@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ecomp.lab import roles
+from ecomp.lab import certs
 from ecomp.store.client import Store
 from tests.kit.secured import Secured, certify, etcd_of
 
@@ -42,13 +42,13 @@ class BehindRoles:
     def enable(self) -> list[str]:
         """What elab certs --enable does; what it says but for the warning of this etcd's version."""
         said: list[str] = []
-        roles.enable(self.certs, datetime.now(UTC), said.append)
+        certs.enable(self.certs, datetime.now(UTC), said.append)
         return [line for line in said if not line.startswith('warning: ')]
 
     def disable(self) -> list[str]:
         """What elab certs --disable does; what it says."""
         said: list[str] = []
-        roles.disable(self.certs, said.append)
+        certs.disable(self.certs, said.append)
         return said
 
     def configured(self, user: str, placement: str, **settings: Any) -> Path:

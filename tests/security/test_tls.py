@@ -16,7 +16,7 @@ from ecomp.backends import look
 from ecomp.compute_conf import ComputeConfig
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.errors import Unreachable
-from ecomp.lab.roles import enable
+from ecomp.lab.certs import enable
 from ecomp.model.health import of_backends
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
