@@ -39,9 +39,9 @@ if not __package__:
 
 import bottle
 
-from mdserver import __version__, conf, guests, limits, metadata, privileges
+from mdserver import __version__, conf, guests, limits, metadata
 from mdserver.files import Files
-from mdserver.monitor import Monitor
+from mdserver.monitor import Ids, Monitor, drop_rights, find_user
 
 log = logging.getLogger('mdserver')
 
@@ -216,11 +216,11 @@ def _end(_signal: int, _frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _become(name: str, ids: privileges.Ids) -> None:
+def _become(name: str, ids: Ids) -> None:
     for encoding in LATE:
         codecs.lookup(encoding)
     try:
-        privileges.drop(ids)
+        drop_rights(ids)
     except OSError as error:
         advice = 'it needs CAP_SETUID and CAP_SETGID, and must not keep any capability'
         raise OSError(f'--user {name}: cannot become that user: {error.strerror}: {advice}') from error
@@ -231,10 +231,10 @@ def _dismiss(monitor: Monitor) -> None:
     monitor.close()
 
 
-def _user(name: str) -> privileges.Ids:
+def _user(name: str) -> Ids:
     """The numbers of the user that --user names. Raises ConfError."""
     try:
-        ids = privileges.find(name)
+        ids = find_user(name)
     except ValueError as error:
         raise conf.ConfError(f'--user: {error}') from error
     if os.geteuid() != 0:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mdserver import conf, privileges, server
+from mdserver import conf, monitor, server
 
 from ecomp.agent.host.metadata import USER, GuestData
 from ecomp.agent.host.state import Identity, Memory
@@ -224,10 +224,10 @@ def test_whoever_it_is_then_gets_at_nothing_of_ecomputes() -> None:
 
 KEPT = '''
 import ctypes, sys
-from mdserver import privileges
+from mdserver import monitor
 assert ctypes.CDLL(None).prctl(28, 4, 0, 0, 0) == 0  # PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP
 try:
-    privileges.drop(privileges.find(sys.argv[1]))
+    monitor.drop_rights(monitor.find_user(sys.argv[1]))
 except OSError as error:
     print(error.strerror)
 '''
@@ -265,8 +265,8 @@ def test_wrong_names(name: str, said: str) -> None:
 
 def test_a_number_that_somebody_has_is_that_user() -> None:
     nobody = pwd.getpwnam('nobody')
-    assert privileges.find(str(nobody.pw_uid)) == privileges.find('nobody') == (nobody.pw_uid, nobody.pw_gid)
-    assert privileges.find(USER) == (int(USER), int(USER))
+    assert monitor.find_user(str(nobody.pw_uid)) == monitor.find_user('nobody') == (nobody.pw_uid, nobody.pw_gid)
+    assert monitor.find_user(USER) == (int(USER), int(USER))
 
 
 def test_who_is_not_root_cannot_become_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
