@@ -340,30 +340,29 @@ class Networks:
 
     def gives(self, name: str, address: str) -> bool:
         """Whether the network's DHCP may give out the address; False if the network is not there."""
-        definition = self._dhcp(name)
-        return definition is not None and dhcp.is_in(definition, IPv4Address(address))
+        return dhcp.is_in(self._dhcp(name), IPv4Address(address))
 
     def answers_anybody(self, name: str) -> bool:
         """Whether the network's DHCP gives an address to any MAC that asks; False if the network is not there."""
         definition = self._dhcp(name)
-        return definition is not None and bool(definition.ranges) and definition.served and not definition.known_only
+        return bool(definition.ranges) and definition.served and not definition.known_only
 
     def without_ipv6(self, attachments: Iterable[Attachment]) -> list[Attachment]:
         """Those that are networks of libvirt's own on which it has no IPv6."""
-        found = {each: self._dhcp(each.name) for each in attachments if each.kind == 'network'}
-        return [each for each, definition in found.items() if definition is not None and not definition.ipv6]
+        asked = dict.fromkeys(each for each in attachments if each.kind == 'network')
+        return [each for each in asked if not self._dhcp(each.name).ipv6]
 
     def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
         """Return why no guest can be made there, and why none gets an IPv4 address, each with its fix, or ''."""
-        definition = self._dhcp(attachment.name) if attachment.kind == 'network' else None
-        unmade, unaddressed = definition.unfit if definition is not None else ('', '')
+        unmade, unaddressed = self._dhcp(attachment.name).unfit if attachment.kind == 'network' else ('', '')
         return unmade if has_filters else '', unaddressed
 
-    def _dhcp(self, name: str) -> dhcp.Dhcp | None:
+    def _dhcp(self, name: str) -> Dhcp:
+        """What the network gives out: nothing if it is not there."""
         use = self._connection.use(f'asking for the DHCP of network {name}')
         with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
             return dhcp.read(connection.networkLookupByName(name).XMLDesc())
-        return None
+        return Dhcp((), frozenset(), (), served=False)
 
     def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
         """{MAC: the IPv4 address leased to it last} of these MACs; empty if the network is not there, or off."""
@@ -374,7 +373,7 @@ class Networks:
         return {}
 
 
-def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: dhcp.Dhcp) -> dict[str, Address]:
+def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: Dhcp) -> dict[str, Address]:
     """{MAC: IPv4 address} of these MACs, by the lease in virNetworkGetDHCPLeases' answer that expires last."""
     wanted = set(macs)
     by_expiry = sorted(leases, key=lambda lease: int(lease['expirytime']))
@@ -385,7 +384,7 @@ def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: dh
     }
 
 
-def _given(lease: Mapping[str, Any], network: dhcp.Dhcp) -> str:
+def _given(lease: Mapping[str, Any], network: Dhcp) -> str:
     """When a lease was given, or given again, by when it expires; '' where that is no time."""
     lasts = network.lasts(IPv4Address(lease['ipaddr']))
     try:
