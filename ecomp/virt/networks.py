@@ -105,9 +105,8 @@ def set_metadata_address(bridge: str, present: bool) -> None:
 
 def _addresses(interface: str | None = None) -> list[dict[str, Any]]:
     """The entries of all interfaces, or of this one; none where it is not there."""
-    found = _asked('address', 'show')
-    wanted = [each for each in found if interface in (None, each['ifname'])]
-    return [entry for each in wanted for entry in each['addr_info'] if 'local' in entry]
+    found = [each for each in _asked('address', 'show') if interface in (None, each['ifname'])]
+    return [entry for each in found for entry in each['addr_info'] if 'local' in entry]
 
 
 def _asked(*words: str) -> list[dict[str, Any]]:
@@ -250,7 +249,8 @@ def _chosen(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: s
         if (held := definition.of(mac)) is not None:
             return held.address
     leases = network.DHCPLeases() if network.isActive() else []
-    leased = {IPv4Address(each['ipaddr']): (each['mac'] or '').lower() for each in leases if _is_ipv4(each)}
+    of_ipv4 = [each for each in leases if each['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4]
+    leased = {IPv4Address(each['ipaddr']): (each['mac'] or '').lower() for each in of_ipv4}
     reserved = [each.address for found in definitions.values() for each in found.reservations]
     taken = {address for each in reserved for address in _parsed(each)}
     first = definitions[min(definitions)]
@@ -285,9 +285,6 @@ def _parsed(address: str | None) -> Iterator[IPv4Address]:
         if address is not None:
             yield IPv4Address(address)
 
-
-def _is_ipv4(lease: Mapping[str, object]) -> bool:
-    return lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4
 
 
 def _words(definition: Dhcp) -> str:
@@ -403,9 +400,7 @@ def leased(path: Path) -> frozenset[tuple[str, ...]] | None:
 
 
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
-    """From now on call notify(reason) within milliseconds of a lease being given, or given again.
-
-    So until the returned function is called.
+    """From now on call notify(reason) within milliseconds of a lease being given, or given again; returns what ends it.
 
     OSError if the directory cannot be watched.
     """
