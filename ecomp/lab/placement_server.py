@@ -71,8 +71,10 @@ def named(application: Application, names: Collection[str]) -> Application:
     """
 
     def asked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        host = environ.get('HTTP_HOST')
-        if host is None or _name(host) in names:
+        host, name = environ.get('HTTP_HOST'), None
+        with contextlib.suppress(ValueError):
+            name = urlsplit(f'//{host}').hostname
+        if host is None or name in names:
             return application(environ, start_response)
         start_response('421 Misdirected Request', [('content-type', 'text/plain; charset=utf-8')])
         return [f'placement answers here by {" and ".join(names)} alone\n'.encode()]
@@ -100,12 +102,6 @@ def known(application: Application, token_file: Path) -> Application:
 
     return asked
 
-
-def _name(host: str) -> str | None:
-    try:
-        return urlsplit(f'//{host}').hostname
-    except ValueError:
-        return None
 
 
 def check_schemas_once() -> None:
