@@ -144,10 +144,8 @@ def make_app(files: Files) -> bottle.Bottle:
             return bottle.HTTPError(500, 'that cannot be noted: see the log of mdserver')
         return _plain(b'ok')
 
-    app.route('/', 'GET', serve)
-    for path in ('/phone-home/<instance>', '/phone-home/<instance>/'):
-        app.route(path, 'POST', hear)
-    app.route('/<path:path>', 'GET', serve)
+    app.route(['/phone-home/<instance>', '/phone-home/<instance>/'], 'POST', hear)
+    app.route(['/', '/<path:path>'], 'GET', serve)
     return app
 
 
@@ -201,11 +199,9 @@ def may_ask(address: str, bridge: str | None, config: conf.Config, files: Files)
 
 def end_with_parent() -> None:
     """Wait until standard input ends, then end this process as SIGTERM does."""
-    try:
+    with suppress(OSError):  # closed from the start: no parent holds it
         while os.read(0, 4096):
             pass
-    except OSError:
-        pass  # closed from the start: no parent holds it
     # To the main thread, whose poll it has to interrupt.
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
@@ -225,10 +221,6 @@ def _become(name: str, ids: Ids) -> None:
         advice = 'it needs CAP_SETUID and CAP_SETGID, and must not keep any capability'
         raise OSError(f'--user {name}: cannot become that user: {error.strerror}: {advice}') from error
 
-
-def _dismiss(monitor: Monitor) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    monitor.close()
 
 
 def _user(name: str) -> Ids:
@@ -328,7 +320,8 @@ def main(argv: list[str] | None = None) -> int:
                 signal.signal(signal.SIGCHLD, on_orphaned)
                 # Before there is a socket, which is none of its business.
                 monitor = Monitor(config)
-                at_exit.callback(_dismiss, monitor)
+                at_exit.callback(monitor.close)
+                at_exit.callback(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
                 files = Files(config, monitor.ask)
             sock = at_exit.enter_context(listen(config.listen_address, config.port))
             if arguments.user is not None:
