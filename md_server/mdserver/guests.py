@@ -74,13 +74,10 @@ def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
         raise ValueError('is not a JSON list')
     leases = []
     for entry in entries:
-        if not isinstance(entry, dict):
-            continue
-        address, mac, expiry = entry.get('ip-address'), entry.get('mac-address'), entry.get('expiry-time')
-        if not isinstance(mac, str) or not isinstance(address, str) or type(expiry) is not int:
-            continue
-        if is_mac(mac.lower()) and _is_ipv4(address):
-            leases.append(Lease(address, mac.lower(), expiry or float('inf'), bridge))
+        match entry:
+            case {'ip-address': str(address), 'mac-address': str(mac), 'expiry-time': int(expiry)}:
+                if type(expiry) is int and is_mac(mac.lower()) and _is_ipv4(address):
+                    leases.append(Lease(address, mac.lower(), expiry or float('inf'), bridge))
     return leases
 
 
