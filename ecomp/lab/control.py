@@ -85,14 +85,11 @@ class LabServer:
 
     def wait(self, process: Process, stopped: threading.Event | None = None) -> None:
         """Wait until the server is ready or `stopped` is set. EcompError if it ends or START_SECONDS are over."""
-
-        def done() -> bool:
-            return (stopped is not None and stopped.is_set()) or self.ready(process)
-
+        ends = stopped or threading.Event()
         try:
-            machine.wait_for(self.what, done, process, self.log, START_SECONDS)
+            machine.wait_for(self.what, lambda: ends.is_set() or self.ready(process), process, self.log, START_SECONDS)
         except EcompError:
-            if stopped is None or not stopped.is_set():  # whoever stops us may have ended the server, too
+            if not ends.is_set():  # whoever stops us may have ended the server, too
                 raise
 
 
