@@ -22,12 +22,13 @@ import stat
 import threading
 from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from mdserver import conf, guests, metadata
-from mdserver.guests import Broken, Forged, GuestFile, Lease, Unknown
+from mdserver import conf, guests
+from mdserver.guests import Broken, Forged, Guest, Lease, Unknown
 
 LIMIT = 1 << 21
 """Bytes of a file; a larger one is refused. None is honestly: 256 KiB of gzip are 1.5 MiB of JSON."""
@@ -99,7 +100,7 @@ class Files:
                 self._ask(f'refused {mac} {refusal}')
             (self._answered.discard if refusal else self._answered.add)(mac)
 
-    def guest(self, mac: str) -> GuestFile:
+    def guest(self, mac: str) -> Guest:
         """ecompute's file of the guest with this MAC address. Raises Unknown or Broken."""
         [(name, opened)] = self._ask(f'guest {mac}')
         try:
@@ -111,15 +112,13 @@ class Files:
         except ValueError as error:
             raise Broken(f'{name}: {error}') from error
 
-    def filled_in(self, known: GuestFile, address: str = '') -> metadata.GuestMetadata:
+    def filled_in(self, known: Guest, address: str = '') -> Guest:
         """What the guest is told: its own keys and user-data, else mdserver.conf's. Raises ValueError."""
-        keys = self._config.public_keys
-        if known.public_keys is not None:
-            keys = tuple((f'key-{n}' if n else 'default', key) for n, key in enumerate(known.public_keys))
-        user_data = known.user_data
+        keys, user_data = known.public_keys, known.user_data
         if user_data is None and self._config.user_data is not None:
             user_data = conf.read_user_data(self._config.user_data, lambda *_: self._user_data())
-        return metadata.GuestMetadata(known.instance, address, known.hostname, keys, user_data, known.network_config)
+        keys = self._config.public_keys if keys is None else keys
+        return replace(known, address=address, public_keys=keys, user_data=user_data)
 
     def note_ready(self, mac: str, instance: str, word: bytes) -> None:
         """Tell ecompute, by a file, what a guest said of its cloud-init's end: its first `word` counts, no further one.

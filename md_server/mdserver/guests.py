@@ -52,14 +52,19 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class GuestFile:
-    """What ecompute wrote of one guest. `public_keys` or `user_data` None means mdserver.conf's."""
+class Guest:
+    """What ecompute wrote of one guest, and so what it is told; `address` is the IPv4 address it asks from.
+
+    `instance` is its uuid; `public_keys` are pairs of a unique name and an OpenSSH line. `public_keys` or `user_data`
+    None means mdserver.conf's, or none once that is filled in; `network_config` None means that it has none.
+    """
 
     instance: str
     hostname: str
-    public_keys: tuple[str, ...] | None
-    user_data: bytes | None
+    public_keys: tuple[tuple[str, str], ...] | None = None
+    user_data: bytes | None = None
     network_config: Mapping[str, Any] | None = None
+    address: str = ''
 
 
 def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
@@ -119,7 +124,7 @@ def parse_neighbours(text: str, device: str) -> dict[str, frozenset[str]]:
     return {address: frozenset(macs) for address, macs in seen.items()}
 
 
-def parse_guest(data: bytes, mac: str) -> GuestFile:
+def parse_guest(data: bytes, mac: str) -> Guest:
     """What `data`, ecompute's file of the guest with this MAC, says, without unknown keys. Raises ValueError."""
     record = _load(data)
     if not isinstance(record, dict):
@@ -139,7 +144,8 @@ def parse_guest(data: bytes, mac: str) -> GuestFile:
     if keys is not None:
         if not isinstance(keys, list) or not all(isinstance(key, str) and key.strip().isprintable() for key in keys):
             raise ValueError('"public_keys" is not a list of one-line texts')
-        keys = tuple(key.strip() for key in keys if key.strip())
+        lines = filter(None, map(str.strip, keys))
+        keys = tuple((f'key-{n}' if n else 'default', key) for n, key in enumerate(lines))
     if text is not None and not isinstance(text, str):
         raise ValueError('"user_data" is not text')
     # An older ecompute has nothing to say of its interfaces.
@@ -148,7 +154,7 @@ def parse_guest(data: bytes, mac: str) -> GuestFile:
         raise ValueError('"network_config" is not a JSON object')
     # surrogateescape: bytes that are no UTF-8 (gzip) survive a JSON text that was made with it.
     user_data = None if text is None else text.encode('utf-8', 'surrogateescape')
-    return GuestFile(instance, hostname, keys, user_data, network_config)
+    return Guest(instance, hostname, keys, user_data, network_config)
 
 
 def is_mac(text: str) -> bool:

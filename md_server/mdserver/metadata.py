@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
+
+from mdserver.guests import Guest
 
 VERSIONS = ('2009-04-04', 'latest')
 
@@ -111,28 +112,13 @@ guest's log of each kind of key that is not there. A script is not in the way of
 Tree = Mapping[str, 'bytes | Tree']
 
 
-@dataclass(frozen=True)
-class GuestMetadata:
-    """All that one guest is told, mdserver.conf's defaults included.
-
-    `instance` is its uuid, `address` the IPv4 address it asks from; `public_keys` are pairs of a unique name and an
-    OpenSSH line. `user_data` or `network_config` None means that it has none.
-    """
-
-    instance: str
-    address: str
-    hostname: str
-    public_keys: tuple[tuple[str, str], ...] = ()
-    user_data: bytes | None = None
-    network_config: Mapping[str, Any] | None = None
-
 
 def versions() -> bytes:
     """The body of `/`, the same for every client, so that each can see that a metadata server answers."""
     return '\n'.join(VERSIONS).encode()
 
 
-def answer(path: str, guest: GuestMetadata) -> bytes | None:
+def answer(path: str, guest: Guest) -> bytes | None:
     """The body for this guest at this path, None where there is nothing (404)."""
     # Empty steps are dropped: a trailing slash means nothing, and the clients of 2019 ask for `public-keys//0`.
     match [step for step in path.split('/') if step]:
@@ -146,7 +132,7 @@ def answer(path: str, guest: GuestMetadata) -> bytes | None:
     return None
 
 
-def _ec2(guest: GuestMetadata) -> Tree:
+def _ec2(guest: Guest) -> Tree:
     hostname = guest.hostname.encode()
     meta_data: dict[str, bytes | Tree] = {
         'hostname': hostname,
@@ -166,7 +152,7 @@ def _ec2(guest: GuestMetadata) -> Tree:
     return tree
 
 
-def seed(guest: GuestMetadata, phones_home: bool) -> dict[str, bytes]:
+def seed(guest: Guest, phones_home: bool) -> dict[str, bytes]:
     """The files of this guest's NoCloud disk, {name: content}, without those that would be empty.
 
     With `phones_home` the vendor-data has the guest say when cloud-init is through; a metadata server must hear that.
@@ -178,13 +164,13 @@ def seed(guest: GuestMetadata, phones_home: bool) -> dict[str, bytes]:
     return {name: body for name, body in files.items() if body or name in ('meta-data', 'user-data')}
 
 
-def _seed(guest: GuestMetadata, extra: Mapping[str, str]) -> dict[str, bytes]:
+def _seed(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
     # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data says `dsmode: net`; one on a disk is
     # to be taken before there is a network.
     meta_data = {
         'instance-id': guest.instance,
         'local-hostname': guest.hostname,
-        'public-keys': [key for _, key in guest.public_keys],
+        'public-keys': [key for _, key in guest.public_keys or ()],
         **extra,
     }
     return {

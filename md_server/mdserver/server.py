@@ -95,7 +95,7 @@ def make_app(files: Files) -> bottle.Bottle:
     """The WSGI application. It knows a client by REMOTE_ADDR, and by nothing that the client sends."""
     app = App()
 
-    def asking() -> tuple[str, metadata.GuestMetadata]:
+    def asking() -> tuple[str, guests.Guest]:
         """The MAC of the guest that asks, and what it is told; raises HTTPError."""
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mdserver import metadata, server
+from mdserver import guests, metadata, server
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.model.guest import GuestFailure, GuestWord
@@ -50,7 +50,7 @@ class Guest:
         (self.bin / 'cloud-init').write_text(f'#!{sys.executable}\n')
         (self.bin / 'cloud-init').chmod(0o755)
         self.script = root / 'part-001'
-        text = metadata.answer(f'/seed/{UUID}/vendor-data', metadata.GuestMetadata(UUID, HERE, 'web1'))
+        text = metadata.answer(f'/seed/{UUID}/vendor-data', guests.Guest(UUID, 'web1', address=HERE))
         assert text is not None
         moved = text.decode().replace('/run/cloud-init/', f'{self.run}/').replace('/etc/ssh/', f'{self.ssh}/')
         moved = moved.replace('/var/lib/cloud/scripts/per-boot/', f'{self.per_boot}/')

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mdserver import conf, files, guests
 from mdserver.files import Files
-from mdserver.guests import Broken, Forged, GuestFile, Lease, Unknown, current, parse_guest, parse_leases
-from mdserver.metadata import GuestMetadata
+from mdserver.guests import Broken, Forged, Guest, Lease, Unknown, current, parse_guest, parse_leases
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 A, B = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
@@ -107,13 +106,13 @@ def test_neighbours() -> None:
 def test_a_guest_file() -> None:
     record = {'version': 1, 'instance': UUID, 'mac': A, 'hostname': 'web1', 'public_keys': ['ssh-rsa A\n', ' '],
               'user_data': '#!/bin/sh\necho \udc8bü', 'network_config': {'version': 2}, 'new': 1}
-    expected = GuestFile(UUID, 'web1', ('ssh-rsa A',), b'#!/bin/sh\necho \x8b\xc3\xbc', {'version': 2})
+    expected = Guest(UUID, 'web1', (('default', 'ssh-rsa A'),), b'#!/bin/sh\necho \x8b\xc3\xbc', {'version': 2})
     assert parse_guest(json.dumps(record).encode(), A) == expected
 
 
 def test_a_guest_file_that_leaves_much_to_the_defaults() -> None:
     record = {'instance': UUID, 'public_keys': None, 'user_data': None}
-    assert parse_guest(json.dumps(record).encode(), A) == GuestFile(UUID, UUID, None, None)
+    assert parse_guest(json.dumps(record).encode(), A) == Guest(UUID, UUID, None, None)
 
 
 @pytest.mark.parametrize('change', [
@@ -139,7 +138,7 @@ class Host:
         self.arp.write_text(arp((IP, A, '0x2')))
         self.status.write_text(json.dumps([entry()]))
 
-    def find(self, address: str = IP, now: float = NOW) -> GuestFile:
+    def find(self, address: str = IP, now: float = NOW) -> Guest:
         found = Files(conf.Config(leases=str(self.status.parent / '*.status'), neighbours=self.arp, guests=self.guests))
         return found.guest(found.leased_to(address, now))
 
@@ -266,13 +265,12 @@ def test_what_a_guest_was_not_given_is_mdserver_confs(tmp_path: Path) -> None:
     config = conf.Config(user_data=tmp_path / 'data', public_keys=(('ops', 'ssh-rsa O'),))
     network = {'version': 2}
     filled_in = Files(config).filled_in
-    assert filled_in(GuestFile(UUID, 'web1', None, None, network), IP) == GuestMetadata(
-        UUID, IP, 'web1', (('ops', 'ssh-rsa O'),), b'#!default', network
+    assert filled_in(Guest(UUID, 'web1', None, None, network), IP) == Guest(
+        UUID, 'web1', (('ops', 'ssh-rsa O'),), b'#!default', network, IP
     )
-    assert filled_in(GuestFile(UUID, 'web1', ('A', 'B'), b'#!mine')) == GuestMetadata(
-        UUID, '', 'web1', (('default', 'A'), ('key-1', 'B')), b'#!mine'
-    )
-    assert filled_in(GuestFile(UUID, 'web1', (), b'')) == GuestMetadata(UUID, '', 'web1', (), b'')
+    own = parse_guest(json.dumps({'instance': UUID, 'public_keys': ['A', 'B'], 'user_data': '#!mine'}).encode(), A)
+    assert filled_in(own) == Guest(UUID, UUID, (('default', 'A'), ('key-1', 'B')), b'#!mine')
+    assert filled_in(Guest(UUID, 'web1', (), b'')) == Guest(UUID, 'web1', (), b'')
 
 
 def test_a_guest_file_that_is_none(host: Host) -> None:

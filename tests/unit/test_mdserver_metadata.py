@@ -9,13 +9,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from mdserver.metadata import GuestMetadata, answer, seed, versions
+from mdserver.guests import Guest
+from mdserver.metadata import answer, seed, versions
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 OTHER = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 KEYS = (('default', 'ssh-ed25519 AAAA me@here'), ('second', 'ssh-rsa BBBB 100%: ü\U0001f511'))
-GUEST = GuestMetadata(UUID, '192.168.122.7', 'web1', KEYS, b'\x1f\x8b\x00binary\n')
-BARE = GuestMetadata(UUID, '192.168.122.7', UUID)
+GUEST = Guest(UUID, 'web1', KEYS, b'\x1f\x8b\x00binary\n', address='192.168.122.7')
+BARE = Guest(UUID, UUID, address='192.168.122.7')
 NETWORK = {'version': 2, 'ethernets': {'eth0': {'match': {'macaddress': '52:54:00:aa:00:01'}, 'dhcp4': True}}}
 
 EC2 = [
@@ -84,7 +85,7 @@ def test_ec2_without_keys_and_user_data() -> None:
 
 
 @pytest.mark.parametrize('guest', [GUEST, BARE], ids=['full', 'bare'])
-def test_what_the_index_lists_answers(guest: GuestMetadata) -> None:
+def test_what_the_index_lists_answers(guest: Guest) -> None:
     """Crawled by cloud-init's rules; one value that does not answer would cost a guest all of them."""
 
     def crawl(path: str) -> dict[str, object]:
