@@ -89,9 +89,7 @@ class _Signer:
     key: ec.EllipticCurvePrivateKey
 
 
-def make(
-    directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None], *, others: bool = False
-) -> None:
+def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None], *, others: bool = False) -> None:
     """Make each certificate that is missing or ends soon; `say` gets a line for each directory.
 
     With `others` also those of clients that are in `directory`, whoever they are. EcompError; UsageError for a name or

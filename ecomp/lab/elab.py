@@ -323,9 +323,7 @@ def _exec(options: argparse.Namespace) -> int:
         raise UsageError(f'exec {options.host}: which command?')
     if not machine.exists(lab.layout, options.host):
         raise EcompError(f'{options.host} is down: elab up --name {lab.layout.name} starts it')
-    return waited(
-        subprocess.Popen([*machine.inside(lab.layout, lab.directory, options.host), *options.words])
-    )
+    return waited(subprocess.Popen([*machine.inside(lab.layout, lab.directory, options.host), *options.words]))
 
 
 def _shell(options: argparse.Namespace) -> int:

@@ -155,9 +155,7 @@ class Volumes:
 
     def create(self, spec: GuestSpec) -> None:
         """Make the instance's overlay anew. No domain may be running on the one that is there."""
-        description = xml.volume_xml(
-            spec.instance + SUFFIX, image.capacity(spec), spec.base.path, spec.base.format
-        )
+        description = xml.volume_xml(spec.instance + SUFFIX, image.capacity(spec), spec.base.path, spec.base.format)
         if not os.path.exists(spec.base.path):
             raise BuildFailed('disk', f'the base volume {spec.base.path} is gone')
         if self.path(spec.instance).exists():
