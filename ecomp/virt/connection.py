@@ -50,7 +50,7 @@ def is_broken(error: libvirt.libvirtError) -> bool:
 
 
 class Ignored:
-    """Ends the block at a libvirt error with one of these codes, and does not raise it."""
+    """Ends the block at a libvirt error with one of these codes, and does not raise it, unless the connection broke."""
 
     def __init__(self, *codes: int) -> None:
         self._codes = codes
@@ -59,7 +59,8 @@ class Ignored:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
-        return isinstance(error, libvirt.libvirtError) and error.get_error_code() in self._codes
+        code = error.get_error_code() if isinstance(error, libvirt.libvirtError) and not is_broken(error) else None
+        return code in self._codes
 
 
 @contextmanager

@@ -83,11 +83,9 @@ def said(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for interface in answer.values():
         mac = str(interface['hwaddr'] or '').lower()
-        if mac in wanted:
-            addresses = (str(each['addr']) for each in interface['addrs'] or ())
-            usable = next(filter(_usable, addresses), None)
-            if usable is not None:
-                found.setdefault(mac, usable)
+        usable = [str(each['addr']) for each in interface['addrs'] or () if _usable(str(each['addr']))]
+        if mac in wanted and usable:
+            found.setdefault(mac, usable[0])
     return found
 
 
@@ -115,12 +113,12 @@ UNDEFINE_FLAGS = (
     | libvirt.VIR_DOMAIN_UNDEFINE_CHECKPOINTS_METADATA,
     libvirt.VIR_DOMAIN_UNDEFINE_MANAGED_SAVE | libvirt.VIR_DOMAIN_UNDEFINE_SNAPSHOTS_METADATA,
 )
-# "Is it there already, is it off already": the state is read again, and may well be the wanted one.
-READ_AGAIN = frozenset({libvirt.VIR_ERR_NO_DOMAIN, libvirt.VIR_ERR_OPERATION_INVALID})
-# QEMU did not end in time. It may yet.
-BUSY = frozenset(
-    {libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR, libvirt.VIR_ERR_OPERATION_TIMEOUT}
-    | {libvirt.VIR_ERR_OPERATION_FAILED}
+READ_AGAIN = (
+    # "Is it there already, is it off already": the state is read again, and may well be the wanted one.
+    *(libvirt.VIR_ERR_NO_DOMAIN, libvirt.VIR_ERR_OPERATION_INVALID),
+    # QEMU did not end in time. It may yet.
+    *(libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR),
+    *(libvirt.VIR_ERR_OPERATION_TIMEOUT, libvirt.VIR_ERR_OPERATION_FAILED),
 )
 # For other reasons libvirt pauses a guest itself, and soon goes on with it.
 PAUSED_BY_OTHERS = libvirt.VIR_DOMAIN_PAUSED_USER, libvirt.VIR_DOMAIN_PAUSED_FROM_SNAPSHOT
@@ -237,18 +235,11 @@ class Domains:
         except TimeoutError:
             self.is_running(instance)  # Unreachable if it is not QEMU that does not answer
 
-    def switch_off(self, instance: str, compute: str) -> None:
-        """End our domain and wait until it is off; its definition stays."""
-        self._end(instance, compute, undefine=False)
+    def end(self, instance: str, compute: str, undefine: bool) -> None:
+        """End our domain and wait until it is off; with `undefine` remove its definition, and wait until it is gone.
 
-    def destroy(self, instance: str, compute: str) -> None:
-        """End our domain, remove its definition and wait until it is gone.
-
-        One of this name or uuid that somebody else made is left alone: nothing of ours is in it (rule 9).
+        One of this name or uuid that somebody else made is then left alone: nothing of ours is in it (rule 9).
         """
-        self._end(instance, compute, undefine=True)
-
-    def _end(self, instance: str, compute: str, undefine: bool) -> None:
         last, strangers = 'no error', set[str]()
         for _ in _until(time.monotonic() + DESTROY_DEADLINE):
             with self._connection.use(f'destroying domain {instance}') as connection:
@@ -264,7 +255,7 @@ class Domains:
                         if undefine and domain.isPersistent():
                             _undefine(domain)
                     except libvirt.libvirtError as error:
-                        if is_broken(error) or error.get_error_code() not in READ_AGAIN | BUSY:
+                        if is_broken(error) or error.get_error_code() not in READ_AGAIN:
                             raise
                         last = reason(error)
                 left = [each for each in _named(connection, instance) if each.UUIDString() not in strangers]
@@ -301,14 +292,11 @@ def _press(connection: Connection, instance: str, compute: str) -> None:
     with connection.use(f'shutting domain {instance} down') as opened:
         for domain in _named(opened, instance):
             _check_ours(domain, instance, compute)
-            try:
+            # A QEMU that ends at that very moment does not answer; one that goes on is asked again.
+            with Ignored(*READ_AGAIN):
                 if domain.isActive():
                     # Not by way of its agent, which libvirt would try first, and wait for.
                     domain.shutdownFlags(libvirt.VIR_DOMAIN_SHUTDOWN_ACPI_POWER_BTN)
-            except libvirt.libvirtError as error:
-                # A QEMU that ends at that very moment does not answer; one that goes on is asked again.
-                if is_broken(error) or error.get_error_code() not in READ_AGAIN | BUSY:
-                    raise
 
 
 def _mark(domain: libvirt.virDomain) -> xml.Mark | None:

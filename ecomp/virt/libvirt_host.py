@@ -124,8 +124,9 @@ class Libvirt:
         self._unplugged: dict[str, str] = {}
         self._watching = ExitStack()
         # What one part does by itself.
-        self.shutdown, self.switch_off = self._domains.shutdown, self._domains.switch_off
-        self.destroy, self.without_base = self._domains.destroy, self._volumes.without_base
+        self.shutdown, self.without_base = self._domains.shutdown, self._volumes.without_base
+        self.switch_off = partial(self._domains.end, undefine=False)
+        self.destroy = partial(self._domains.end, undefine=True)
         self.runs, self.computes = self._domains.runs, self._domains.computes
         self.reserve, self.reservations = self._reservations.reserve, self._reservations.ours
         self.seeds = self._seeds.present

@@ -6,6 +6,7 @@ On libvirt's own test driver: what matters is between two calls of ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -29,7 +30,14 @@ def driver() -> Iterator[Any]:
     opened.close()
 
 
-@pytest.mark.parametrize('ask', [Domains.destroy, Domains.switch_off, lambda on, instance, _: on.is_running(instance)])
+@pytest.mark.parametrize(
+    'ask',
+    [
+        partial(Domains.end, undefine=True),
+        partial(Domains.end, undefine=False),
+        lambda on, instance, _: on.is_running(instance),
+    ],
+)
 def test_it_ends_between_two_questions(
     driver: Any, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Domains, str, str], object]
 ) -> None:
