@@ -24,9 +24,9 @@ from ecomp.model import keys
 from ecomp.model.guest import METADATA_ADDRESS, Address, Attachment, ReservedAddress, all_macs, same_mac
 from ecomp.model.health import MISSING, OFF, THERE
 from ecomp.model.record import timestamp
-from ecomp.virt import dhcp
+from ecomp.virt import xml
 from ecomp.virt.connection import Connection, Ignored, building, libvirt
-from ecomp.virt.dhcp import Dhcp, Reservation
+from ecomp.virt.xml import Dhcp, Reservation
 
 log = logging.getLogger(__name__)
 
@@ -237,9 +237,9 @@ def _definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
     """The network's DHCP now, at LIVE, if it runs, and after its next start, at CONFIG, if it is persistent."""
     found = {}
     if network.isActive():
-        found[LIVE] = dhcp.read(network.XMLDesc())
+        found[LIVE] = xml.read_dhcp(network.XMLDesc())
     if network.isPersistent():
-        found[CONFIG] = dhcp.read(network.XMLDesc(libvirt.VIR_NETWORK_XML_INACTIVE))
+        found[CONFIG] = xml.read_dhcp(network.XMLDesc(libvirt.VIR_NETWORK_XML_INACTIVE))
     return found
 
 
@@ -255,9 +255,9 @@ def _chosen(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: s
     taken = {address for each in reserved for address in _parsed(each)}
     first = definitions[min(definitions)]
     for address in (*(each for each, whose in leased.items() if whose == mac), *_parsed(wanted)):
-        if address not in taken and leased.get(address, mac) == mac and dhcp.is_in(first, address):
+        if address not in taken and leased.get(address, mac) == mac and first.may_give(address):
             return str(address)
-    free = dhcp.choose(first, taken | leased.keys(), mac)
+    free = xml.choose_address(first, taken | leased.keys(), mac)
     return str(free) if free is not None else None
 
 
@@ -275,7 +275,7 @@ def _written(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reser
 
 def _update(network: libvirt.virNetwork, command: int, reservation: Reservation, flags: int) -> bool:
     with Ignored(READ_AGAIN):
-        network.update(command, HOST, -1, dhcp.host_xml(reservation), flags)
+        network.update(command, HOST, -1, xml.host_xml(reservation), flags)
         return True
     return False
 
@@ -333,11 +333,11 @@ class Networks:
         """The bridge that libvirt made for the network; None if the network uses one made by others."""
         with self._connection.use(f'asking for the bridge of network {name}') as connection:
             network = connection.networkLookupByName(name)
-            return str(network.bridgeName()) if dhcp.read(network.XMLDesc()).served else None
+            return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).served else None
 
     def gives(self, name: str, address: str) -> bool:
         """Whether the network's DHCP may give out the address; False if the network is not there."""
-        return dhcp.is_in(self._dhcp(name), IPv4Address(address))
+        return self._dhcp(name).may_give(IPv4Address(address))
 
     def answers_anybody(self, name: str) -> bool:
         """Whether the network's DHCP gives an address to any MAC that asks; False if the network is not there."""
@@ -358,7 +358,7 @@ class Networks:
         """What the network gives out: nothing if it is not there."""
         use = self._connection.use(f'asking for the DHCP of network {name}')
         with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
-            return dhcp.read(connection.networkLookupByName(name).XMLDesc())
+            return xml.read_dhcp(connection.networkLookupByName(name).XMLDesc())
         return Dhcp((), frozenset(), (), served=False)
 
     def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
@@ -366,7 +366,7 @@ class Networks:
         absent = Ignored(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
         with self._connection.use(f'asking for the leases of network {name}') as connection, absent:
             network = connection.networkLookupByName(name)
-            return newest(network.DHCPLeases(), macs, dhcp.read(network.XMLDesc()))
+            return newest(network.DHCPLeases(), macs, xml.read_dhcp(network.XMLDesc()))
         return {}
 
 

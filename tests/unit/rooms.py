@@ -116,7 +116,7 @@ PURE = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml'),
     'ecomp.agent.instance.plan',
     *('ecomp.cli.options', 'ecomp.cli.near', 'ecomp.cli.tables', 'ecomp.cli.completion'),
-    *('ecomp.lab.network', 'ecomp.virt.dhcp'),
+    'ecomp.lab.network',
     *('mdserver.guests', 'mdserver.metadata'),
 }
 IMPURE_IMPORTS = {

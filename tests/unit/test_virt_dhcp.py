@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.virt.dhcp import Dhcp, Reservation, choose, host_xml, is_in, read
+from ecomp.virt.xml import Dhcp, Reservation, choose_address, host_xml, read_dhcp
 
 NETWORK = """<network><name>default</name><forward mode='nat'/>
 <ip address='10.0.0.1' netmask='255.255.255.0'><dhcp>
@@ -27,7 +27,7 @@ def addresses(*last: int) -> set[IPv4Address]:
 
 
 def test_a_definition_is_read() -> None:
-    found = read(NETWORK)
+    found = read_dhcp(NETWORK)
     assert [(str(first), str(last)) for first, last in found.ranges] == [
         ('10.0.0.0', '10.0.0.3'),
         ('10.0.0.254', '10.0.0.255'),
@@ -36,7 +36,7 @@ def test_a_definition_is_read() -> None:
     assert found.of('52:54:00:aa:00:01') == Reservation('52:54:00:aa:00:01', '10.0.0.2', 'a')
     assert found.of(MAC) is None
     assert found.served
-    assert [last for last in range(256) if is_in(found, IPv4Address(f'10.0.0.{last}'))] == [2, 3, 254]
+    assert [last for last in range(256) if found.may_give(IPv4Address(f'10.0.0.{last}'))] == [2, 3, 254]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_definition_is_read() -> None:
     ],
 )
 def test_a_bridge_of_somebody_else_s_is_not_served(forward: str, served: bool) -> None:
-    assert read(f'<network>{forward}</network>') == Dhcp((), frozenset(), (), served, ipv6=not served)
+    assert read_dhcp(f'<network>{forward}</network>') == Dhcp((), frozenset(), (), served, ipv6=not served)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_bridge_of_somebody_else_s_is_not_served(forward: str, served: bool) -
      ("<network><ip address='10.0.0.1' prefix='24'/></network>", False)],
 )  # fmt: skip
 def test_network_has_ipv6_where_libvirt_gives_it_an_address_or_allows_it(definition: str, ipv6: bool) -> None:
-    assert read(definition).ipv6 is ipv6
+    assert read_dhcp(definition).ipv6 is ipv6
 
 
 @pytest.mark.parametrize(
@@ -71,29 +71,29 @@ def test_network_has_ipv6_where_libvirt_gives_it_an_address_or_allows_it(definit
     ],
 )
 def test_where_libvirt_can_filter(inside: str, is_filterable: bool) -> None:
-    assert (read(f'<network><name>a</name>{inside}</network>').unfit[0] == '') is is_filterable
+    assert (read_dhcp(f'<network><name>a</name>{inside}</network>').unfit[0] == '') is is_filterable
 
 
 @given(macs, st.sets(st.sampled_from([2, 3, 254])))
 def test_one_that_is_free_is_chosen_and_always_the_same(mac: str, taken: set[int]) -> None:
-    found = read(NETWORK)
-    chosen = choose(found, addresses(*taken), mac)
-    assert chosen == choose(found, addresses(*taken), mac)
+    found = read_dhcp(NETWORK)
+    chosen = choose_address(found, addresses(*taken), mac)
+    assert chosen == choose_address(found, addresses(*taken), mac)
     if len(taken) == 3:
         assert chosen is None
     else:
         assert chosen in addresses(2, 3, 254) - addresses(*taken)
-        first = choose(found, set(), mac)
+        first = choose_address(found, set(), mac)
         assert first in addresses(*taken) or chosen == first
 
 
 def test_without_a_range_there_is_none() -> None:
-    assert choose(read('<network/>'), set(), MAC) is None
+    assert choose_address(read_dhcp('<network/>'), set(), MAC) is None
 
 
 def test_a_wide_range_costs_no_more() -> None:
     wide = Dhcp(((IPv4Address('10.0.0.0'), IPv4Address('10.255.255.255')),), frozenset(), (), True)
-    assert choose(wide, set(), MAC) is not None
+    assert choose_address(wide, set(), MAC) is not None
 
 
 def test_a_reservation_is_written_without_what_it_has_not() -> None:

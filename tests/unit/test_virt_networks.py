@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.model.guest import Address
-from ecomp.virt.dhcp import read
 from ecomp.virt.networks import newest
+from ecomp.virt.xml import read_dhcp
 
 RANGE = "<network><ip address='10.0.0.1'><dhcp><range start='10.0.0.2' end='10.0.0.9'/></dhcp></ip></network>"
-NETWORK = read(RANGE)
+NETWORK = read_dhcp(RANGE)
 MAC, OTHER = '52:54:00:00:00:01', '52:54:00:00:00:02'
 
 
@@ -51,7 +51,7 @@ def test_the_newest_of_each_mac() -> None:
 )
 def test_when_a_lease_was_given(lasts: str, since: str) -> None:
     noon = int(datetime(2026, 1, 31, 12, tzinfo=UTC).timestamp())
-    network = read(RANGE.replace('/></dhcp>', f'>{lasts}</range></dhcp>'))
+    network = read_dhcp(RANGE.replace('/></dhcp>', f'>{lasts}</range></dhcp>'))
     assert newest([lease(MAC, '10.0.0.2', noon)], [MAC], network) == {MAC: Address('10.0.0.2', 'lease', since)}
     # What is outside every range is a static lease: how long it lasts is not known.
     assert newest([lease(MAC, '10.0.9.2', noon)], [MAC], network)[MAC].since == ''
