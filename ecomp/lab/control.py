@@ -186,10 +186,9 @@ def lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[L
 
 def etcd_healthy(where: str, certs: Path | None = None) -> bool:
     """Whether etcd at this URL says that it is healthy: it has a leader and takes writes."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return bool(json.loads(_ask(f'{where}/health', certs=certs)).get('health') in ('true', True))
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def placement_answers(where: str, certs: Path | None = None) -> bool:
@@ -208,11 +207,10 @@ def _takes(path: str) -> bool:
 
 def answers(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
     """Whether a GET of this URL succeeds."""
-    try:
+    with contextlib.suppress(OSError):
         _ask(url, headers, certs)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def names(addresses: Iterable[str]) -> list[str]:
@@ -241,11 +239,10 @@ def _ask(url: str, headers: Mapping[str, str] | None = None, certs: Path | None 
 
 def _listens_for_dhcp(process: Process) -> bool:
     # dnsmasq can be asked nothing without taking a lease; the kernel knows whether its port 67 (0x43) is bound.
-    try:
+    with contextlib.suppress(OSError):
         sockets = Path(f'/proc/{process.pid}/net/udp').read_text(encoding='ascii')
-    except OSError:
-        return False
-    return any(line.split()[1].endswith(':0043') for line in sockets.splitlines()[1:])
+        return any(line.split()[1].endswith(':0043') for line in sockets.splitlines()[1:])
+    return False
 
 
 FILES = {'etcd': ('ca.crt', 'server.crt', 'server.key'), 'placement': ('ca.crt', 'server.crt', 'server.key', 'token')}
@@ -353,10 +350,9 @@ def _servers(asked: Endpoints, data: Path) -> list[LabServer]:
 
 def _written(asked: Endpoints) -> float:
     """When placement's certificate was written, in seconds since the epoch; 0 without one, and while it is replaced."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return 0.0 if asked.certs is None else (asked.certs / 'placement/server.crt').stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+    return 0.0
 
 
 def _make_certificates(directory: Path, asked: Endpoints, say: Callable[[str], None]) -> None:

@@ -216,13 +216,9 @@ class LabHost:
 
     def _presence(self) -> int:
         """The revision of ecompute's presence in etcd; 0 where it has none, or etcd gives no answer."""
-        compute = self.compute()
-        if compute is None:
-            return 0
-        try:
-            entry = self._store.get(COMPUTES + compute)
-        except Unreachable:
-            return 0
+        compute, entry = self.compute(), None
+        with contextlib.suppress(Unreachable):
+            entry = self._store.get(COMPUTES + compute) if compute is not None else None
         return entry.revision if entry else 0
 
     @functools.cached_property
@@ -233,10 +229,9 @@ class LabHost:
 
     def compute(self) -> str | None:
         """The uuid of the host's ecompute; None before its first start."""
-        try:
+        with contextlib.suppress(FileNotFoundError, ValueError):
             return str(uuid.UUID((self.directory / 'state/uuid').read_text(encoding='ascii').strip()))
-        except (FileNotFoundError, ValueError):
-            return None
+        return None
 
     def _virsh(self, *words: str, seconds: float = START_SECONDS) -> str:
         return machine.run(self.command(['virsh', '-q', '-c', 'qemu:///system', *words]), seconds=seconds)

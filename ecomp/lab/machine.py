@@ -290,11 +290,10 @@ def ensure_host(layout: Layout, host: str) -> bool:
 
 def exists(layout: Layout, place: str) -> bool:
     """Whether the namespace of a host or of `control` is there and can be entered."""
-    try:
+    with contextlib.suppress(EcompError):
         run(['ip', '-n', layout.namespace(place), 'link', 'show', 'lo'])
-    except EcompError:
-        return False
-    return True
+        return True
+    return False
 
 
 def has_interface(layout: Layout, place: str, name: str) -> bool:

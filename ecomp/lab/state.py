@@ -239,7 +239,6 @@ def locked(directory: Path, busy: Callable[[], None] = lambda: None) -> Iterator
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return path.stat().st_ino == os.fstat(descriptor).st_ino
-    except FileNotFoundError:
-        return False
+    return False

@@ -256,10 +256,9 @@ def _leave_refusal(config: conf.Config, mac: str, reason: str) -> None:
 
 
 def _is_there(config: conf.Config, mac: str, instance: str) -> bool:
-    try:
+    with suppress(OSError, ValueError):
         return guests.parse_guest(_whole(_open(_file_of(config, mac))[1]), mac).instance == instance
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def _whole(opened: int | OSError) -> bytes:

@@ -12,6 +12,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,10 +165,9 @@ def is_mac(text: str) -> bool:
 
 def is_uuid(text: str) -> bool:
     """Whether this is a uuid as it is always written: 36 characters, in small letters."""
-    try:
+    with suppress(ValueError):
         return str(uuid.UUID(text)) == text
-    except ValueError:
-        return False
+    return False
 
 
 def _load(data: bytes) -> Any:
@@ -179,7 +179,6 @@ def _load(data: bytes) -> Any:
 
 
 def _is_ipv4(text: str) -> bool:
-    try:
+    with suppress(ValueError):
         return str(ipaddress.IPv4Address(text)) == text
-    except ValueError:
-        return False
+    return False
