@@ -196,10 +196,10 @@ def _certificate(
     _write(place / 'ca.crt', authority)
     general = (x509.IPAddress(ip_address(each)) if _is_address(each) else x509.DNSName(each) for each in names)
     wanted = x509.SubjectAlternativeName(general)
-    if path.exists() and (place / f'{kind}.key').exists() and _will_do(place, kind, wanted, signer, now):
+    kept, found = tuple(str(each.value) for each in wanted), _names(path)
+    if found == kept and path.exists() and (place / f'{kind}.key').exists() and _will_do(place, kind, signer, now):
         return
-    kept = [str(each.value) for each in wanted]
-    lost = [each for each in _names(path) if each not in kept]
+    lost = [each for each in found if each not in kept]
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     # Whoever looks whether a server is ready shows the server's own.
@@ -234,7 +234,7 @@ def _names(path: Path) -> tuple[str, ...]:
     return tuple(str(each.value) for each in names)
 
 
-def _will_do(place: Path, kind: str, wanted: x509.SubjectAlternativeName, signer: _Signer, now: datetime) -> bool:
+def _will_do(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
     try:
         found = x509.load_pem_x509_certificate((place / f'{kind}.crt').read_bytes())
         key = serialization.load_pem_private_key((place / f'{kind}.key').read_bytes(), None)
@@ -245,12 +245,7 @@ def _will_do(place: Path, kind: str, wanted: x509.SubjectAlternativeName, signer
     wanted_until = min(now + timedelta(days=LEFT_DAYS), signer.certificate.not_valid_after_utc)
     if key.public_key() != found.public_key() or found.not_valid_after_utc < wanted_until:
         return False
-    if found.not_valid_before_utc > now:
-        return False  # the clock has been put back since
-    try:
-        return found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value == wanted
-    except x509.ExtensionNotFound:
-        return not list(wanted)
+    return bool(found.not_valid_before_utc <= now)  # or the clock has been put back since
 
 
 def _builder(
@@ -391,11 +386,8 @@ def _operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
 
 def _old_places(records: Snapshot) -> list[str]:
     """The keys of records right below /instances/, where earlier versions wrote them, of instances that live."""
-    return [
-        key
-        for key, entry in sorted(records.entries.items())
-        if not entry.lease and '/' not in key.removeprefix(keys.INSTANCES)
-    ]
+    found = sorted(records.entries.items())
+    return [key for key, entry in found if not entry.lease and '/' not in key.removeprefix(keys.INSTANCES)]
 
 
 def _listed(words: list[str]) -> str:
