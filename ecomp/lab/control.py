@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -113,7 +113,9 @@ def etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None 
     command += ['--listen-peer-urls', peers, '--initial-advertise-peer-urls', peers]
     command += ['--initial-cluster', f'lab={peers}']
     command += ['--auto-compaction-mode=periodic', '--auto-compaction-retention=1h']
-    command += ['--enable-grpc-gateway=false', f'--host-whitelist={",".join(names(addresses))}', f'--cors={NO_PAGE}']
+    # The names and addresses by which clients rightly call a server that listens on these addresses.
+    names = ['localhost', LOCALHOST, *(each for each in addresses if each != LOCALHOST)]
+    command += ['--enable-grpc-gateway=false', f'--host-whitelist={",".join(names)}', f'--cors={NO_PAGE}']
     if certs is not None:
         command += [f'--cert-file={certs}/server.crt', f'--key-file={certs}/server.key']
         command += ['--client-cert-auth', f'--trusted-ca-file={certs}/ca.crt']
@@ -212,10 +214,6 @@ def answers(url: str, headers: Mapping[str, str] | None = None, certs: Path | No
         return True
     return False
 
-
-def names(addresses: Iterable[str]) -> list[str]:
-    """The names and addresses by which clients rightly call a server that listens on these addresses."""
-    return ['localhost', LOCALHOST, *(each for each in addresses if each != LOCALHOST)]
 
 
 def bracketed(address: str) -> str:
