@@ -227,15 +227,11 @@ class Connection:
                     connection.networkEventDeregisterAny(networks)
 
     # The callbacks run in the event loop's thread, where a call to libvirt could wait for itself.
-    def _on_lifecycle(
-        self, _connection: object, domain: libvirt.virDomain, event: int, detail: int, _opaque: object
-    ) -> None:
+    def _on_lifecycle(self, _: object, domain: libvirt.virDomain, event: int, detail: int, *_rest: object) -> None:
         if self._notify is not None:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
 
-    def _on_network(
-        self, _connection: object, network: libvirt.virNetwork, event: int, _detail: int, _opaque: object
-    ) -> None:
+    def _on_network(self, _: object, network: libvirt.virNetwork, event: int, *_rest: object) -> None:
         if self._look is not None and event in (libvirt.VIR_NETWORK_EVENT_STARTED, libvirt.VIR_NETWORK_EVENT_STOPPED):
             self._look(f'libvirt: network {network.name()} was started or stopped')
 
