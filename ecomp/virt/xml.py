@@ -230,16 +230,11 @@ def disks(xml: str) -> tuple[str, ...]:
 def capabilities(xml: str) -> Capabilities:
     """The Capabilities in libvirt's answer to getCapabilities."""
     root = ET.fromstring(xml)
-    guests = [guest for guest in root.findall('guest') if guest.findtext('os_type') == 'hvm']
-    types = {
-        domain.get('type', '')
-        for guest in guests
-        for domain in guest.findall(f"arch[@name='{ARCHITECTURE}']/domain")
-    }
+    domains = root.iterfind(f"guest[os_type='hvm']/arch[@name='{ARCHITECTURE}']/domain")
     # "+64055:+64055"; a libvirt that does not change users says nothing, and its QEMU is root.
     label = root.findtext("host/secmodel[model='dac']/baselabel", '+0:+0')
     uid, _, gid = label.replace('+', '').partition(':')
-    return Capabilities(frozenset(types), int(uid), int(gid))
+    return Capabilities(frozenset(each.get('type', '') for each in domains), int(uid), int(gid))
 
 
 def guest_cpu(domain_capabilities: str) -> Cpu | None:
@@ -424,11 +419,9 @@ def read_dhcp(xml: str) -> Dhcp:
         mask = element.get('prefix') or element.get('netmask') or '32'
         network = IPv4Network((element.get('address', '0.0.0.0'), mask), strict=False)
         own |= {IPv4Address(element.get('address', '0.0.0.0')), network.network_address, network.broadcast_address}
-        ranges += [
-            (IPv4Address(each.get('start', '')), IPv4Address(each.get('end', '')))
-            for each in element.iterfind('dhcp/range')
-        ]
-        seconds += [_lasts(each.find('lease')) for each in element.iterfind('dhcp/range')]
+        served_ranges = element.findall('dhcp/range')
+        ranges += [(IPv4Address(each.get('start', '')), IPv4Address(each.get('end', ''))) for each in served_ranges]
+        seconds += [_lasts(each.find('lease')) for each in served_ranges]
         reservations += [
             Reservation(each.get('mac', '').lower(), each.get('ip', ''), each.get('name', ''))
             for each in element.iterfind('dhcp/host')
