@@ -78,8 +78,7 @@ class FakeHypervisor:
                 raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
             self._put(replace(guest, disk=True), 'disk')
 
-    def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
-        del files
+    def create_seed(self, instance: str, _files: Mapping[str, bytes]) -> None:
         with self._lock:
             if self._guest(instance).running:
                 raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
@@ -139,13 +138,11 @@ class FakeHypervisor:
             self.delete_seed(instance)
             self._put(replace(guest, disk=False))
 
-    def console(self, instance: str) -> Path | None:
-        del instance
+    def console(self, _instance: str) -> Path | None:
         return None
 
-    def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
+    def reserve(self, instance: str, mac: str, _network: str, _wanted: str | None = None) -> str | None:
         """An address in 10.0.0.0/8, for one MAC always the same."""
-        del network, wanted
         digest = hashlib.sha256(mac.encode()).digest()
         address = f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'
         with self._lock:
@@ -175,8 +172,7 @@ class FakeHypervisor:
     def plug_in(self) -> None:
         """Do nothing: no guest has an interface."""
 
-    def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
-        del look
+    def on_change(self, notify: Callable[[str], None], _look: Callable[[str], None] | None = None) -> None:
         self._notify = notify
 
     def close(self) -> None:
