@@ -152,10 +152,8 @@ class Libvirt:
 
     def prepare(self) -> None:
         self.check()
-        for directory, mode in (
-            *((each, 0o711) for each in (self._state, self._volumes.directory, self._seeds.directory)),
-            (self._consoles, 0o700),
-        ):
+        entered = dict.fromkeys((self._state, self._volumes.directory, self._seeds.directory), 0o711)
+        for directory, mode in {**entered, self._consoles: 0o700}.items():
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 directory.chmod(mode)
