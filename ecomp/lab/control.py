@@ -1,8 +1,7 @@
 """The control plane's servers: how each is started, and how it is asked whether it is ready.
 
 A lab has etcd and placement in its own namespace, with a server for images and DHCP for the LAN beside them
-(`lab_servers`). With certificates (ecomp.lab.certs) etcd takes nobody without one, and stunnel stands before
-placement.
+(`lab_servers`). With certificates (ecomp.lab.certs) etcd takes nobody without one, and stunnel stands before placement.
 
 `elab control` runs etcd and placement in the foreground, for as long as it runs and no longer. On localhost they take
 whoever asks; on an address that others reach only those who have a certificate.

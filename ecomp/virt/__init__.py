@@ -94,8 +94,7 @@ class Hypervisor(Protocol):
         """Reserve an IPv4 address of libvirt's `network` for the interface with this MAC, and return it.
 
         It is the one reserved already, else `wanted` if that is free, else any free one. None where libvirt gives out
-        no addresses. BuildFailed('scheduled', …) where none is free, or the MAC is
-        another instance's.
+        no addresses. BuildFailed('scheduled', …) where none is free, or the MAC is another instance's.
         """
 
     def reservations(self) -> Mapping[str, ReservedAddress]:
