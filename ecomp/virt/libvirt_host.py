@@ -30,7 +30,7 @@ from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
 from ecomp.virt.connection import Connection, Ignored, is_broken, libvirt, reason
 from ecomp.virt.domains import Agents, Domains
-from ecomp.virt.networks import Networks, Reservations
+from ecomp.virt.networks import Networks
 from ecomp.virt.volumes import POOL, Seeds, Volumes
 from ecomp.virt.xml import Service
 
@@ -119,7 +119,6 @@ class Libvirt:
         self._volumes = Volumes(self._connection, self._state / 'images')
         self._seeds = Seeds(self._state / 'seeds')
         self._networks = Networks(self._connection)
-        self._reservations = Reservations(self._connection)
         self._is_probed = False
         self._unplugged: dict[str, str] = {}
         self._watching = ExitStack()
@@ -128,7 +127,7 @@ class Libvirt:
         self.switch_off = partial(self._domains.end, undefine=False)
         self.destroy = partial(self._domains.end, undefine=True)
         self.runs, self.computes = self._domains.runs, self._domains.computes
-        self.reserve, self.reservations = self._reservations.reserve, self._reservations.ours
+        self.reserve, self.reservations = self._networks.reserve, self._networks.reservations
         self.seeds = self._seeds.present
 
     def check(self) -> None:
@@ -263,7 +262,7 @@ class Libvirt:
             path.unlink(missing_ok=True)
 
     def release(self, instance: str) -> None:
-        self._reservations.release(instance)
+        self._networks.release(instance)
         self._agents.forget(instance)
 
     def addresses(self, instance: str) -> Mapping[str, Address]:

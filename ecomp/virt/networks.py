@@ -149,8 +149,8 @@ LIVE, CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE, libvirt.VIR_NETWORK_UPDAT
 READ_AGAIN = libvirt.VIR_ERR_OPERATION_INVALID
 
 
-class Reservations:
-    """The addresses reserved in one libvirt's networks. Errors: Unreachable, EcompError; BuildFailed from reserve."""
+class Networks:
+    """The networks of one libvirt. Errors: UsageError, Unreachable, EcompError; BuildFailed from reserve."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -187,7 +187,7 @@ class Reservations:
                     return address
         raise BuildFailed(STAGE, f'network {network}: each of {TRIES} addresses was taken by somebody else meanwhile')
 
-    def ours(self) -> Mapping[str, ReservedAddress]:
+    def reservations(self) -> Mapping[str, ReservedAddress]:
         """What is reserved for instances, {MAC: ReservedAddress}."""
         found: dict[str, ReservedAddress] = {}
         with self._connection.use('listing DHCP reservations') as connection:
@@ -215,6 +215,73 @@ class Reservations:
                 if not left:
                     return
         raise EcompError(f'the DHCP reservations of {instance} are changed by somebody else all the time')
+
+    def state(self, attachment: Attachment) -> str:
+        """Whether guests can be plugged into it now, THERE, or it is OFF (libvirt's network) or MISSING."""
+        kind, name = attachment
+        if kind == 'bridge':
+            return THERE if (INTERFACES / name / 'bridge').is_dir() else MISSING
+        use = self._connection.use(f'looking for the network {name}')
+        with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
+            return THERE if connection.networkLookupByName(name).isActive() else OFF
+        return MISSING
+
+    def check(self, attachment: Attachment) -> str:
+        """What state() says, but UsageError for MISSING."""
+        if (state := self.state(attachment)) != MISSING:
+            return state
+        kind, name = attachment
+        if kind == 'bridge':
+            raise UsageError(f'this host has no bridge {name}: make it (see docs/howto/bridge.md) or leave it out')
+        usual = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
+        cure = usual if name == 'default' else 'virsh net-list --all has those there are'
+        raise UsageError(f'libvirt has no network {name!r}: {cure}')
+
+    def prepare(self, attachment: Attachment) -> None:
+        """Start libvirt's network if it is off. UsageError as check() has it."""
+        if self.check(attachment) == OFF:
+            with self._connection.use(f'starting the network {attachment.name}') as connection:
+                connection.networkLookupByName(attachment.name).create()
+
+    def own_bridge(self, name: str) -> str | None:
+        """The bridge that libvirt made for the network; None if the network uses one made by others."""
+        with self._connection.use(f'asking for the bridge of network {name}') as connection:
+            network = connection.networkLookupByName(name)
+            return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).served else None
+
+    def gives(self, name: str, address: str) -> bool:
+        """Whether the network's DHCP may give out the address; False if the network is not there."""
+        return self._dhcp(name).may_give(IPv4Address(address))
+
+    def answers_anybody(self, name: str) -> bool:
+        """Whether the network's DHCP gives an address to any MAC that asks; False if the network is not there."""
+        definition = self._dhcp(name)
+        return bool(definition.ranges) and definition.served and not definition.known_only
+
+    def without_ipv6(self, attachments: Iterable[Attachment]) -> list[Attachment]:
+        """Those that are networks of libvirt's own on which it has no IPv6."""
+        asked = dict.fromkeys(each for each in attachments if each.kind == 'network')
+        return [each for each in asked if not self._dhcp(each.name).ipv6]
+
+    def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
+        """Return why no guest can be made there, and why none gets an IPv4 address, each with its fix, or ''."""
+        unmade, unaddressed = self._dhcp(attachment.name).unfit if attachment.kind == 'network' else ('', '')
+        return unmade if has_filters else '', unaddressed
+
+    def _dhcp(self, name: str) -> Dhcp:
+        """What the network gives out: nothing if it is not there."""
+        use = self._connection.use(f'asking for the DHCP of network {name}')
+        with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
+            return xml.read_dhcp(connection.networkLookupByName(name).XMLDesc())
+        return Dhcp((), frozenset(), (), served=False)
+
+    def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
+        """{MAC: the IPv4 address leased to it last} of these MACs; empty if the network is not there, or off."""
+        absent = Ignored(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
+        with self._connection.use(f'asking for the leases of network {name}') as connection, absent:
+            network = connection.networkLookupByName(name)
+            return newest(network.DHCPLeases(), macs, xml.read_dhcp(network.XMLDesc()))
+        return {}
 
 
 def _is_ours(reservation: Reservation) -> bool:
@@ -294,80 +361,6 @@ def _words(definition: Dhcp) -> str:
 
 LEASES = Path('/var/lib/libvirt/dnsmasq')
 """The directory where libvirt's helper for dnsmasq writes `<bridge>.status`, anew for each lease."""
-
-
-class Networks:
-    """The networks of one libvirt. Errors: UsageError, Unreachable, EcompError."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def state(self, attachment: Attachment) -> str:
-        """Whether guests can be plugged into it now, THERE, or it is OFF (libvirt's network) or MISSING."""
-        kind, name = attachment
-        if kind == 'bridge':
-            return THERE if (INTERFACES / name / 'bridge').is_dir() else MISSING
-        use = self._connection.use(f'looking for the network {name}')
-        with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
-            return THERE if connection.networkLookupByName(name).isActive() else OFF
-        return MISSING
-
-    def check(self, attachment: Attachment) -> str:
-        """What state() says, but UsageError for MISSING."""
-        if (state := self.state(attachment)) != MISSING:
-            return state
-        kind, name = attachment
-        if kind == 'bridge':
-            raise UsageError(f'this host has no bridge {name}: make it (see docs/howto/bridge.md) or leave it out')
-        usual = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
-        cure = usual if name == 'default' else 'virsh net-list --all has those there are'
-        raise UsageError(f'libvirt has no network {name!r}: {cure}')
-
-    def prepare(self, attachment: Attachment) -> None:
-        """Start libvirt's network if it is off. UsageError as check() has it."""
-        if self.check(attachment) == OFF:
-            with self._connection.use(f'starting the network {attachment.name}') as connection:
-                connection.networkLookupByName(attachment.name).create()
-
-    def own_bridge(self, name: str) -> str | None:
-        """The bridge that libvirt made for the network; None if the network uses one made by others."""
-        with self._connection.use(f'asking for the bridge of network {name}') as connection:
-            network = connection.networkLookupByName(name)
-            return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).served else None
-
-    def gives(self, name: str, address: str) -> bool:
-        """Whether the network's DHCP may give out the address; False if the network is not there."""
-        return self._dhcp(name).may_give(IPv4Address(address))
-
-    def answers_anybody(self, name: str) -> bool:
-        """Whether the network's DHCP gives an address to any MAC that asks; False if the network is not there."""
-        definition = self._dhcp(name)
-        return bool(definition.ranges) and definition.served and not definition.known_only
-
-    def without_ipv6(self, attachments: Iterable[Attachment]) -> list[Attachment]:
-        """Those that are networks of libvirt's own on which it has no IPv6."""
-        asked = dict.fromkeys(each for each in attachments if each.kind == 'network')
-        return [each for each in asked if not self._dhcp(each.name).ipv6]
-
-    def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
-        """Return why no guest can be made there, and why none gets an IPv4 address, each with its fix, or ''."""
-        unmade, unaddressed = self._dhcp(attachment.name).unfit if attachment.kind == 'network' else ('', '')
-        return unmade if has_filters else '', unaddressed
-
-    def _dhcp(self, name: str) -> Dhcp:
-        """What the network gives out: nothing if it is not there."""
-        use = self._connection.use(f'asking for the DHCP of network {name}')
-        with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
-            return xml.read_dhcp(connection.networkLookupByName(name).XMLDesc())
-        return Dhcp((), frozenset(), (), served=False)
-
-    def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
-        """{MAC: the IPv4 address leased to it last} of these MACs; empty if the network is not there, or off."""
-        absent = Ignored(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
-        with self._connection.use(f'asking for the leases of network {name}') as connection, absent:
-            network = connection.networkLookupByName(name)
-            return newest(network.DHCPLeases(), macs, xml.read_dhcp(network.XMLDesc()))
-        return {}
 
 
 def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: Dhcp) -> dict[str, Address]:
