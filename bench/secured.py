@@ -70,7 +70,7 @@ def secured(computes: int) -> Iterator[Secured]:
         etcd = stack.enter_context(Member(directory / 'etcd', 'm0', tls))
         data, port = directory / 'placement', free_port()
         data.mkdir()
-        for server in control.placement_behind(data, HOST, port, certs):
+        for server in control.placement(data, HOST, port, certs):
             process = server.start([])
             stack.callback(end, [process])
             server.wait(process)

@@ -132,28 +132,25 @@ def etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None 
     return LabServer('etcd', command, data / 'etcd.log', ready, files=files)
 
 
-def placement(data: Path, address: str, port: int) -> LabServer:
-    """Placement over SQLite in the directory `data`, without TLS: whoever reaches it is its administrator."""
-    command = [sys.executable, '-m', 'ecomp.lab.placement_server', address, str(port)]
-    where = f'http://{address}:{port}'
-    env = placement_environment(data)
-    return LabServer('placement', command, data / 'placement.log', lambda _: placement_answers(where), env)
+def placement(data: Path, address: str, port: int, certs: Path | None) -> list[LabServer]:
+    """Placement over SQLite in the directory `data`; without `certs` whoever reaches it is its administrator.
 
-
-def placement_behind(data: Path, address: str, port: int, certs: Path) -> list[LabServer]:
-    """Placement on a socket in `data`, and stunnel before it, which lets clients with a certificate through to it.
-
+    With them it is on a socket in `data`, and stunnel before it, which lets clients with a certificate through to it.
     Placement answers those of them that send the word in `certs`/token. https://www.stunnel.org/static/stunnel.html
     """
-    settings, text = data / 'stunnel.conf', STUNNEL.format(where=f'{address}:{port}', socket=SOCKET, certs=certs)
-    command = [sys.executable, '-m', 'ecomp.lab.placement_server', SOCKET, str(certs / 'token')]
-    where = f'https://{bracketed(address)}:{port}'
+    command, where = [sys.executable, '-m', 'ecomp.lab.placement_server'], f'{bracketed(address)}:{port}'
     log, env = data / 'placement.log', placement_environment(data)
+    if certs is None:
+        command += [address, str(port)]
+        return [LabServer('placement', command, log, lambda _: placement_answers(f'http://{where}'), env)]
+    command += [SOCKET, str(certs / 'token')]
+    files = {data / 'stunnel.conf': STUNNEL.format(where=f'{address}:{port}', socket=SOCKET, certs=certs)}
+    stunnel = ['stunnel4', str(data / 'stunnel.conf')]
     return [
         LabServer('placement', command, log, lambda process: _takes(f'/proc/{process.pid}/cwd/{SOCKET}'), env),
         LabServer(
-            'stunnel', ['stunnel4', str(settings)], data / 'stunnel.log', lambda _: placement_answers(where, certs),
-            files={settings: text},
+            'stunnel', stunnel, data / 'stunnel.log', lambda _: placement_answers(f'https://{where}', certs),
+            files=files,
         ),
     ]
 
@@ -179,7 +176,7 @@ def lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[L
     dhcp += ['--dhcp-option=3', '--dhcp-option=6', f'--dhcp-leasefile={data}/dhcp.leases']
     return [
         etcd_server(data, [own, LOCALHOST], ETCD_PORT, certs / 'etcd'),
-        *placement_behind(data, own, PLACEMENT_PORT, certs / 'placement'),
+        *placement(data, own, PLACEMENT_PORT, certs / 'placement'),
         LabServer('images', web, data / 'images.log', lambda _: answers(layout.images)),
         LabServer('dhcp', dhcp, data / 'dhcp.log', _listens_for_dhcp),
     ]
@@ -337,12 +334,11 @@ def check_service(asked: Endpoints, program: Path) -> None:
 
 
 def _servers(asked: Endpoints, data: Path) -> list[LabServer]:
-    if asked.certs is None:
-        etcd = etcd_server(data, [asked.bind], asked.etcd_port)
-        return [etcd, placement(data, asked.bind, asked.placement_port)]
-    certs = asked.certs.resolve()
-    behind = placement_behind(data, asked.bind, asked.placement_port, certs / 'placement')
-    return [etcd_server(data, [asked.bind], asked.etcd_port, certs / 'etcd'), *behind]
+    etcd, behind = (None if asked.certs is None else asked.certs.resolve() / each for each in ('etcd', 'placement'))
+    return [
+        etcd_server(data, [asked.bind], asked.etcd_port, etcd),
+        *placement(data, asked.bind, asked.placement_port, behind),
+    ]
 
 
 def _written(asked: Endpoints) -> float:
