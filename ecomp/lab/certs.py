@@ -223,7 +223,6 @@ def _certificate(
         say(f'{place}: no more for {", ".join(lost)}')
 
 
-
 def _names(path: Path) -> tuple[str, ...]:
     """The names and addresses in a certificate; none where it is none of ours, or not there."""
     try:
@@ -269,7 +268,6 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return '%' not in name
-
 
 
 def _configuration(path: Path, cluster: Cluster, more: str = '') -> None:

@@ -211,11 +211,9 @@ def answers(url: str, headers: Mapping[str, str] | None = None, certs: Path | No
     return False
 
 
-
 def bracketed(address: str) -> str:
     """An address or name as it is written before a colon and a port: IPv6 in brackets."""
     return f'[{address}]' if ':' in address else address
-
 
 
 def _ask(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:

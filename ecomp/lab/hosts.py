@@ -236,7 +236,6 @@ class LabHost:
     def _virsh(self, *words: str, seconds: float = START_SECONDS) -> str:
         return machine.run(self.command(['virsh', '-q', '-c', 'qemu:///system', *words]), seconds=seconds)
 
-
     def share_with_more(self) -> bool:
         """Where its compute.yaml gives it more than its share of the machine is now, write that and end its ecompute.
 

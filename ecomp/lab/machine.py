@@ -105,7 +105,6 @@ def end(processes: Iterable[Process], patience: float = 5.0) -> None:
 ONCE_TOLD = 'read -r _ && exec "$@" </dev/null'
 
 
-
 def start(
     what: str,
     command: Sequence[str],

@@ -103,7 +103,6 @@ def known(application: Application, token_file: Path) -> Application:
     return asked
 
 
-
 def check_schemas_once() -> None:
     """Have jsonschema check each of placement's schemas at its first use alone, not at every request.
 

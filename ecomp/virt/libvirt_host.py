@@ -63,8 +63,6 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
         )
 
 
-
-
 def _has_bridge(connection: Connection, attachment: Attachment) -> bool:
     try:
         return attachment.kind == 'network' and Networks(connection).own_bridge(attachment.name) is not None
@@ -147,7 +145,6 @@ class Libvirt:
             if unmade or (unaddressed and number == 0):
                 raise UsageError(unmade or unaddressed)
         self._volumes.check()
-
 
     def prepare(self) -> None:
         self.check()

@@ -353,7 +353,6 @@ def _parsed(address: str | None) -> Iterator[IPv4Address]:
             yield IPv4Address(address)
 
 
-
 def _words(definition: Dhcp) -> str:
     ranges = ' and '.join(f'{first} to {last}' for first, last in definition.ranges)
     return f'{ranges} are all leased or reserved. Fix: virsh net-edit; its restart cuts guests off for a second'

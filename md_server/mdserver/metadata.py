@@ -112,7 +112,6 @@ guest's log of each kind of key that is not there. A script is not in the way of
 Tree = Mapping[str, 'bytes | Tree']
 
 
-
 def versions() -> bytes:
     """The body of `/`, the same for every client, so that each can see that a metadata server answers."""
     return '\n'.join(VERSIONS).encode()

@@ -222,7 +222,6 @@ def _become(name: str, ids: Ids) -> None:
         raise OSError(f'--user {name}: cannot become that user: {error.strerror}: {advice}') from error
 
 
-
 def _user(name: str) -> Ids:
     """The numbers of the user that --user names. Raises ConfError."""
     try:
