@@ -79,8 +79,7 @@ class LabServer:
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
         command = [*prefix, *self.command]
-        directory = self.log.parent
-        return machine.start(self.what, command, self.log, directory, self.env, remember=remember, umask=0o077)
+        return machine.start(self.what, command, self.log, self.env, remember=remember, umask=0o077)
 
     def wait(self, process: Process, stopped: threading.Event | None = None) -> None:
         """Wait until the server is ready or `stopped` is set. EcompError if it ends or START_SECONDS are over."""

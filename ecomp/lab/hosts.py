@@ -143,7 +143,7 @@ class LabHost:
                 # Where the package puts it; its own default is on another file system, and shared.
                 command = self.command([daemon, '--pid-file', f'/run/libvirt/{daemon}.pid'])
                 log = self.directory / f'{daemon}.log'
-                machine.start(what, command, log, self.directory, remember=self.lab.remember)
+                machine.start(what, command, log, remember=self.lab.remember)
 
     def wait_libvirt(self) -> None:
         """Wait until libvirtd answers, then define and start its network `default`."""
@@ -184,7 +184,7 @@ class LabHost:
             self._older = self._presence()
             config = str(self.directory / 'compute.yaml')
             command = self.command([sys.executable, '-m', 'ecomp.compute', '--config', config])
-            machine.start(what, command, self.log, self.directory, remember=self.lab.remember)
+            machine.start(what, command, self.log, remember=self.lab.remember)
 
     def wait_ecompute(self) -> None:
         """Wait until ecompute has put its presence in etcd."""

@@ -109,7 +109,6 @@ def start(
     what: str,
     command: Sequence[str],
     log: Path,
-    cwd: Path,
     env: Mapping[str, str] | None = None,
     *,
     remember: Remember | None = None,
@@ -117,8 +116,8 @@ def start(
 ) -> Process:
     """Start a server in a session of its own, its output appended to `log`; it runs once `remember` has returned.
 
-    So none runs that nobody has written down, whenever this process is killed; None for one that ends with it. `umask`
-    -1 is its own. EcompError.
+    So none runs that nobody has written down, whenever this process is killed; None for one that ends with it. It runs
+    in the directory of `log`. `umask` -1 is its own. EcompError.
     """
     words = ['sh', '-c', ONCE_TOLD, 'sh', *command]
     with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
@@ -128,7 +127,7 @@ def start(
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                cwd=cwd,
+                cwd=log.parent,
                 env={**os.environ, 'PATH': search_path(), 'PYTHONPATH': python_path(), **(env or {})},
                 start_new_session=True,
                 umask=umask,

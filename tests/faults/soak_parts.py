@@ -132,5 +132,5 @@ class HostPart(Compute):
         config = str(self.host.directory / 'compute.yaml')
         command = self.host.command([sys.executable, '-m', 'ecomp.compute', '--config', config])
         self.host.lab.remember(
-            self.name, machine.start(self.name, command, self.log, self.host.directory, self.armed)
+            self.name, machine.start(self.name, command, self.log, self.armed)
         )

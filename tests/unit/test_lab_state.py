@@ -18,7 +18,7 @@ from tests.unit.lab_root import make_lab
 
 def ended(directory: Path, script: str) -> Process:
     """A server that a shell script stood for."""
-    process = machine.start('server', ['sh', '-c', script], directory / 'log', directory)
+    process = machine.start('server', ['sh', '-c', script], directory / 'log')
     while machine.alive(process):
         pass
     return process
@@ -75,7 +75,7 @@ def test_a_process_that_only_waits_to_be_reaped_has_ended() -> None:
 
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     script = 'trap "" TERM; echo ready; while :; do sleep 0.1; done'
-    process = machine.start('stubborn', ['sh', '-c', script], tmp_path / 'log', tmp_path)
+    process = machine.start('stubborn', ['sh', '-c', script], tmp_path / 'log')
     machine.wait_for('stubborn', lambda: 'ready' in machine.last_line(tmp_path / 'log'), process, tmp_path / 'log', 10)
 
     machine.end([process], patience=0.1)
@@ -85,7 +85,7 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 def test_a_server_that_ends_while_starting_is_reported_with_its_last_word(tmp_path: Path) -> None:
     log = tmp_path / 'log'
-    process = machine.start('server', ['sh', '-c', 'echo no such port >&2; sleep 0.1'], log, tmp_path)
+    process = machine.start('server', ['sh', '-c', 'echo no such port >&2; sleep 0.1'], log)
 
     with pytest.raises(EcompError, match='server ended while starting: no such port'):
         machine.wait_for('server', lambda: False, process, log, 10)
@@ -107,7 +107,7 @@ def test_no_server_runs_that_nobody_has_written_down(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        machine.start('server', ['touch', 'file'], tmp_path / 'log', tmp_path, remember=interrupted)
+        machine.start('server', ['touch', 'file'], tmp_path / 'log', remember=interrupted)
     while machine.alive(told[0]):
         pass
     assert not (tmp_path / 'file').exists()
