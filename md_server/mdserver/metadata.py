@@ -121,8 +121,6 @@ def answer(path: str, guest: Guest) -> bytes | None:
     """The body for this guest at this path, None where there is nothing (404)."""
     # Empty steps are dropped: a trailing slash means nothing, and the clients of 2019 ask for `public-keys//0`.
     match [step for step in path.split('/') if step]:
-        case []:
-            return versions()
         case [version, *steps] if version in VERSIONS:
             return _look_up(_ec2(guest), steps)
         # Its own seed only; no other uuid is said to exist.
