@@ -206,8 +206,21 @@ class FakeHypervisor:
             self._seeds = seeds
 
     def _write(self, which: str, content: object, stage: str | None) -> None:
-        if self._state is not None:
-            _write(self._state / f'fake{which}.json', content, stage)
+        """Write a file whole or not at all: but for a power cut, which no pretended guest outlives.
+
+        On a full disk BuildFailed in this `stage` of a build, None for EcompError.
+        """
+        if self._state is None:
+            return
+        path = self._state / f'fake{which}.json'
+        new = path.with_suffix('.new')
+        try:
+            new.write_text(json.dumps(content))
+            new.rename(path)
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            reason = f'{path}: {error.strerror}'
+            raise BuildFailed(stage, reason) if stage else EcompError(reason) from error
 
     def _changed(self, reason: str) -> None:
         if self._notify is not None:
@@ -222,21 +235,6 @@ def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
         return None
     except (AttributeError, ValueError, TypeError) as error:
         raise EcompError(f'{path} is not what this ecompute writes ({error}): remove it') from error
-
-
-def _write(path: Path, content: object, stage: str | None) -> None:
-    """Write a file whole or not at all: but for a power cut, which no pretended guest outlives.
-
-    On a full disk BuildFailed in this `stage` of a build, None for EcompError.
-    """
-    new = path.with_suffix('.new')
-    try:
-        new.write_text(json.dumps(content))
-        new.rename(path)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        reason = f'{path}: {error.strerror}'
-        raise BuildFailed(stage, reason) if stage else EcompError(reason) from error
 
 
 def _nothing(instance: str) -> Guest:
