@@ -17,7 +17,6 @@ from ecomp.errors import BuildFailed
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.guest import BaseImage, GuestSpec
 
-TAKEN = 'qcow2 and raw are taken'
 QCOW2_MAGIC = b'QFI\xfb'
 PACKED = {b'\xfd7zXZ\0': 'xz', b'\x1f\x8b': 'gzip', b'(\xb5/\xfd': 'zstd', b'BZh': 'bzip2', b'PK\3\4': 'zip'}
 """How a file begins that was packed, and what it was packed with."""
@@ -119,7 +118,7 @@ def _backing(path: Path) -> str | None:
 
 
 def _refused(what: str) -> BuildFailed:
-    return BuildFailed('image', f'the image {what}; {TAKEN}')
+    return BuildFailed('image', f'the image {what}; qcow2 and raw are taken')
 
 
 def _check_features(path: Path) -> None:
