@@ -78,14 +78,12 @@ class App(bottle.Bottle):  # type: ignore[misc]
 
     def wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         def logged(status: str, *rest: Any) -> Any:
-            if not self.may_say(environ['REMOTE_ADDR']):
-                return start_response(status, *rest)
-            # Quoted: a path is the client's own words and must stay within its line.
-            asked = f'{quote(environ["REQUEST_METHOD"])[:10]} {quote(environ["PATH_INFO"], "/=:")[:200]}'
-            log.debug(
-                '%s %s client=%s instance=%s%s',
-                asked, status[:3], environ['REMOTE_ADDR'], environ.get(INSTANCE, '-'), environ.get(WHY, ''),
-            )
+            client = environ['REMOTE_ADDR']
+            if self.may_say(client):
+                # Quoted: a path is the client's own words and must stay within its line.
+                asked = f'{quote(environ["REQUEST_METHOD"])[:10]} {quote(environ["PATH_INFO"], "/=:")[:200]}'
+                guest = f'instance={environ.get(INSTANCE, "-")}{environ.get(WHY, "")}'
+                log.debug('%s %s client=%s %s', asked, status[:3], client, guest)
             return start_response(status, *rest)
 
         return super().wsgi(environ, logged)  # type: ignore[no-any-return]
