@@ -18,22 +18,37 @@ from ecomp.model.guest import GuestSpec
 from ecomp.virt import image, xml
 from ecomp.virt.connection import Connection, Ignored, is_broken, libvirt, reason
 
-SEED_SUFFIX = '.iso'
 LABEL = 'cidata'
 
 
-class Seeds:
-    """The NoCloud disks in `directory`."""
+class _Files:
+    """A directory with a file for each instance that has one, `<instance><suffix>`."""
+
+    suffix = ''
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def path(self, instance: str) -> Path:
-        return self.directory / (instance + SEED_SUFFIX)
+        return self.directory / (instance + self.suffix)
 
     def present(self) -> Set[str]:
-        """The instances that have a NoCloud disk. Unreachable if the directory cannot be read."""
-        return instances_in(self.directory, SEED_SUFFIX)
+        """The instances that have one.
+
+        Unreachable if the directory cannot be read: nothing may be taken for gone because of that.
+        """
+        try:
+            names = os.listdir(self.directory)
+        except OSError as error:
+            raise Unreachable(f'{self.directory}: {error.strerror}: is its file system mounted?') from error
+        stems = (name.removesuffix(self.suffix) for name in names if name.endswith(self.suffix))
+        return {stem for stem in stems if keys.is_uuid(stem)}
+
+
+class Seeds(_Files):
+    """The NoCloud disks in `directory`."""
+
+    suffix = '.iso'
 
     def create(self, instance: str, files: Mapping[str, bytes]) -> None:
         """Write the instance's NoCloud disk anew. No domain may be running on it. BuildFailed('disk', reason)."""
@@ -47,19 +62,6 @@ class Seeds:
         """Remove the instance's NoCloud disk, if it has one."""
         for path in (part_of(self.path(instance)), self.path(instance)):
             path.unlink(missing_ok=True)
-
-
-def instances_in(directory: Path, suffix: str) -> Set[str]:
-    """The uuids that with this suffix are names of files in the directory.
-
-    Unreachable if it cannot be read: nothing may be taken for gone because of that.
-    """
-    try:
-        names = os.listdir(directory)
-    except OSError as error:
-        raise Unreachable(f'{directory}: {error.strerror}: is its file system mounted?') from error
-    stems = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
-    return {stem for stem in stems if keys.is_uuid(stem)}
 
 
 def iso(files: Mapping[str, bytes]) -> bytes:
@@ -78,7 +80,6 @@ def iso(files: Mapping[str, bytes]) -> bytes:
 
 
 POOL = 'ecompute'
-SUFFIX = '.qcow2'
 REFRESH_DEADLINE = 20.0
 """Seconds libvirt may refuse to refresh the pool; then its error is raised."""
 PUT_UP_DEADLINE = 2.0
@@ -87,12 +88,17 @@ PUT_UP_DEADLINE = 2.0
 BEING_PUT_UP = libvirt.VIR_ERR_OPERATION_INVALID, libvirt.VIR_ERR_OPERATION_FAILED
 
 
-class Volumes:
-    """The overlays in `directory`. Errors: Conflict, Unreachable, EcompError; BuildFailed from create."""
+class Volumes(_Files):
+    """The overlays in `directory`. Errors: Conflict, Unreachable, EcompError; BuildFailed from create.
+
+    Those present are not asked of libvirt: its list of a pool is a cache, and to refresh it opens every volume.
+    """
+
+    suffix = '.qcow2'
 
     def __init__(self, connection: Connection, directory: Path) -> None:
+        super().__init__(directory)
         self._connection = connection
-        self.directory = directory
 
     def check(self) -> None:
         """Conflict if the pool is over another directory than ours."""
@@ -131,13 +137,6 @@ class Volumes:
             )
         return pool
 
-    def present(self) -> Set[str]:
-        """The instances that have an overlay. Unreachable if the directory cannot be read.
-
-        Not asked of libvirt: its list of a pool is a cache, and to refresh it opens every volume.
-        """
-        return instances_in(self.directory, SUFFIX)
-
     def without_base(self) -> Mapping[str, str]:
         """{instance: path of its base volume} where no file is at that path."""
         bases = {instance: image.backing(self.path(instance)) for instance in self.present()}
@@ -150,15 +149,13 @@ class Volumes:
             return -(-image.inspected(self.path(instance)).virtual_size // GIB)
         return 0
 
-    def path(self, instance: str) -> Path:
-        return self.directory / (instance + SUFFIX)
-
     def create(self, spec: GuestSpec) -> None:
         """Make the instance's overlay anew. No domain may be running on the one that is there."""
-        description = xml.volume_xml(spec.instance + SUFFIX, image.capacity(spec), spec.base.path, spec.base.format)
-        if not os.path.exists(spec.base.path):
-            raise BuildFailed('disk', f'the base volume {spec.base.path} is gone')
-        if self.path(spec.instance).exists():
+        path, base = self.path(spec.instance), spec.base
+        description = xml.volume_xml(path.name, image.capacity(spec), base.path, base.format)
+        if not os.path.exists(base.path):
+            raise BuildFailed('disk', f'the base volume {base.path} is gone')
+        if path.exists():
             self.delete(spec.instance)
         with self._connection.use(f'creating the disk of {spec.instance}') as connection:
             try:
