@@ -413,9 +413,8 @@ def read_dhcp(xml: str) -> Dhcp:
     root = ET.fromstring(xml)
     forward = root.find('forward')
     ranges, seconds, own, reservations = [], [], set(), []
-    for element in root.iterfind('ip'):
-        if element.get('family', 'ipv4') != 'ipv4':
-            continue
+    of_ipv4 = [each for each in root.iterfind('ip') if each.get('family', 'ipv4') == 'ipv4']
+    for element in of_ipv4:
         mask = element.get('prefix') or element.get('netmask') or '32'
         network = IPv4Network((element.get('address', '0.0.0.0'), mask), strict=False)
         own |= {IPv4Address(element.get('address', '0.0.0.0')), network.network_address, network.broadcast_address}
@@ -432,11 +431,11 @@ def read_dhcp(xml: str) -> Dhcp:
     known_only = 'dhcp-ignore=tag:!known' in options
     served = mode not in NOT_SERVED
     ipv6 = not served or root.get('ipv6') == 'yes' or root.find("ip[@family='ipv6']") is not None
-    unfit = _explain_unfit(root, served, not ranges)
+    unfit = _explain_unfit(root, served, of_ipv4, not ranges)
     return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds), ipv6, unfit)
 
 
-def _explain_unfit(root: ET.Element, served: bool, rangeless: bool) -> tuple[str, str]:
+def _explain_unfit(root: ET.Element, served: bool, of_ipv4: list[ET.Element], rangeless: bool) -> tuple[str, str]:
     name, unfilterable, unaddressed = f'network {root.findtext("name")}', '', ''
     ports = [*root.iterfind('virtualport[@type]'), *root.iterfind("portgroup[@default='yes']/virtualport[@type]")]
     # virDomainActualNetDefValidate() in libvirt's src/conf/domain_conf.c takes a filter for a tap on a Linux bridge.
@@ -444,7 +443,6 @@ def _explain_unfit(root: ET.Element, served: bool, rangeless: bool) -> tuple[str
         kind = f'a port of {ports[0].get("type")}' if ports else 'the network card itself (macvtap or hostdev)'
         cure = 'name a Linux bridge in its place under `networks:` (docs/howto/bridge.md), as in `{bridge: br0}`'
         unfilterable = f'{name} is {kind}, where libvirt cannot filter guests, so none is made. Fix: {cure}'
-    of_ipv4 = [each for each in root.iterfind('ip') if each.get('family', 'ipv4') == 'ipv4']
     if served and rangeless and any(each.find('dhcp') is not None for each in of_ipv4):
         cure = f'virsh net-update {root.findtext("name")} add ip-dhcp-range "<range start=\'FIRST\' end=\'LAST\'/>"'
         unaddressed = f'{name} has DHCP without a <range>: guests wait for ever. Fix: {cure} --live --config'
