@@ -15,7 +15,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,10 +64,9 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
 
 
 def _has_bridge(connection: Connection, attachment: Attachment) -> bool:
-    try:
+    with suppress(EcompError):  # one without a bridge
         return attachment.kind == 'network' and Networks(connection).own_bridge(attachment.name) is not None
-    except EcompError:
-        return False  # one without a bridge
+    return False
 
 
 def _others_pool(connection: Connection, directory: Path) -> str:

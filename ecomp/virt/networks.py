@@ -376,19 +376,17 @@ def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: Dh
 def _given(lease: Mapping[str, Any], network: Dhcp) -> str:
     """When a lease was given, or given again, by when it expires; '' where that is no time."""
     lasts = network.lasts(IPv4Address(lease['ipaddr']))
-    try:
+    with suppress(ValueError, OverflowError, OSError):  # libvirt takes a lease of a million years, too
         return timestamp(datetime.fromtimestamp(int(lease['expirytime']) - lasts, UTC)) if lasts else ''
-    except (ValueError, OverflowError, OSError):
-        return ''  # libvirt takes a lease of a million years, too
+    return ''
 
 
 def leased(path: Path) -> frozenset[tuple[str, ...]] | None:
     """The (MAC, address, expiry) of each lease in a file of the helper's; None if it cannot be read."""
     parts = 'mac-address', 'ip-address', 'expiry-time'
-    try:
+    with suppress(OSError, ValueError, TypeError, KeyError):
         return frozenset(tuple(str(each[part]) for part in parts) for each in json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    return None
 
 
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
