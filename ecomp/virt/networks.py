@@ -290,14 +290,8 @@ def _is_ours(reservation: Reservation) -> bool:
 
 def _networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:
     for network in connection.listAllNetworks():
-        try:
-            definitions = _definitions(network)
-        except libvirt.libvirtError as error:
-            # Gone between the list and the question.
-            if error.get_error_code() != libvirt.VIR_ERR_NO_NETWORK:
-                raise
-        else:
-            yield network, definitions
+        with Ignored(libvirt.VIR_ERR_NO_NETWORK):  # gone between the list and the question
+            yield network, _definitions(network)
 
 
 def _definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
