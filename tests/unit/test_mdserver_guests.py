@@ -158,7 +158,7 @@ def test_found_though_another_status_file_is_broken(host: Host) -> None:
 ])
 def test_neighbours_that_do_not_contradict(host: Host, text: str) -> None:
     host.arp.write_text(text)
-    assert host.find() == GuestFile(UUID, 'web1', None, None)
+    assert host.find() == Guest(UUID, 'web1', None, None)
 
 
 def test_who_has_its_address_elsewhere_is_not_asked(host: Host) -> None:
