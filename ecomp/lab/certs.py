@@ -40,8 +40,7 @@ from ecomp.conf import load_schedule
 from ecomp.errors import Conflict, Denied, EcompError, UnknownOutcome, UsageError
 from ecomp.files import write_durably
 from ecomp.lab import state
-from ecomp.lab.control import bracketed
-from ecomp.lab.network import backends_yaml
+from ecomp.lab.network import backends_yaml, bracketed
 from ecomp.model import cluster as cluster_model
 from ecomp.model import keys, roles
 from ecomp.model.record import timestamp

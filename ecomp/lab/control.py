@@ -32,7 +32,7 @@ from ecomp import systemd
 from ecomp.errors import EcompError, UsageError
 from ecomp.lab import machine
 from ecomp.lab.machine import Process, Remember
-from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT, Layout
+from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT, Layout, bracketed
 from ecomp.systemd import Service
 
 START_SECONDS = 60.0  # that a server has until it can be used; then EcompError
@@ -208,11 +208,6 @@ def answers(url: str, headers: Mapping[str, str] | None = None, certs: Path | No
         _ask(url, headers, certs)
         return True
     return False
-
-
-def bracketed(address: str) -> str:
-    """An address or name as it is written before a colon and a port: IPv6 in brackets."""
-    return f'[{address}]' if ':' in address else address
 
 
 def _ask(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:

@@ -24,7 +24,7 @@ from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.lab import control, guest, machine, state
 from ecomp.lab.hosts import LabHost
-from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, check_name
+from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, bracketed, check_name
 from ecomp.lab.state import Lab
 
 RCFILE = """\
@@ -382,7 +382,7 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _control(options: argparse.Namespace) -> int:
-    host = 'localhost' if options.bind == control.LOCALHOST else control.bracketed(options.bind)
+    host = 'localhost' if options.bind == control.LOCALHOST else bracketed(options.bind)
 
     def ready(scheme: str) -> None:
         where = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'

@@ -208,3 +208,8 @@ def with_less(compute_yaml: str, part: Mapping[str, int]) -> str:
         lambda found: f'{found[1]}{found[2]}{found[3]}{min(int(found[4]), part.get(found[2], int(found[4])))}',
         compute_yaml,
     )
+
+
+def bracketed(address: str) -> str:
+    """An address or name as it is written before a colon and a port: IPv6 in brackets."""
+    return f'[{address}]' if ':' in address else address

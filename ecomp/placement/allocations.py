@@ -22,10 +22,11 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.model.allocation import Allocations, Room, compute_of, difference, parse_allocations, to_wire
+from ecomp.model.allocation import Allocations, compute_of, difference, parse_allocations, to_wire
 from ecomp.model.choose import Offer
 from ecomp.model.query import enabled_only, named
 from ecomp.placement.client import WRONG, Placement, text, whole
+from ecomp.placement.providers import rooms, unknown_names
 
 CONSUMER_TYPE = 'INSTANCE'
 
@@ -52,8 +53,6 @@ def candidates(placement: Placement, query: str) -> Offer:
     try:
         data = placement.get('/allocation_candidates?' + enabled_only(query).replace('#', '%23'))
     except PlacementRefusal as error:
-        from ecomp.placement.providers import unknown_names
-
         strange = '; '.join(filter(None, unknown_names(placement, named(query))))
         raise PlacementRefusal(strange or str(error)) from error
     try:
@@ -62,11 +61,6 @@ def candidates(placement: Placement, query: str) -> Offer:
         return Offer(found, {provider: rooms(summary['resources']) for provider, summary in summaries}, asked)
     except WRONG as error:
         raise placement.foreign() from error
-
-
-def rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
-    """What a provider's summary says of each class. One of WRONG if it is none."""
-    return {name: Room(whole(each['capacity']), whole(each['used'])) for name, each in resources.items()}
 
 
 def consumer(placement: Placement, instance: str) -> Consumer:

@@ -22,7 +22,6 @@ from ecomp.model.explain import Provider
 from ecomp.model.json_object import is_text
 from ecomp.model.query import Amount, Constraint, Has, Named, unknown_words, words
 from ecomp.model.status import CUSTOM
-from ecomp.placement.allocations import rooms
 from ecomp.placement.client import WRONG, Placement, number, text, whole
 
 TRIES = 60
@@ -32,6 +31,11 @@ PAUSE = 0.05
 """Seconds at most between two of them. Two that write without a pause can meet each time, and one always loses."""
 
 Each = TypeVar('Each')
+
+
+def rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
+    """What a provider's summary says of each class. One of WRONG if it is none."""
+    return {name: Room(whole(each['capacity']), whole(each['used'])) for name, each in resources.items()}
 
 
 def ensure(placement: Placement, provider: str) -> bool:
