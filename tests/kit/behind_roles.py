@@ -34,7 +34,6 @@ class BehindRoles:
         self.stores = {user: self.store(user) for user in USERS}
 
     def store(self, user: str) -> Store:
-        """A connection with this user's certificate."""
         store = Store(etcd_of(self.certs, user))
         self._at_exit.callback(store.close)
         return store

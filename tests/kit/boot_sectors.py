@@ -17,5 +17,4 @@ POWER_BUTTON = bytes.fromhex(
 
 
 def boot_disk(sector: bytes) -> bytes:
-    """A raw disk that boots this code."""
     return sector.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)

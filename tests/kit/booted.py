@@ -112,7 +112,6 @@ class Booted:
 
     @property
     def log(self) -> Path:
-        """What its console showed."""
         return self.directory / 'console.log'
 
     @property
@@ -145,7 +144,6 @@ class Booted:
         return done.stdout
 
     def boot_id(self) -> str:
-        """Which boot this is."""
         return self.run('cat', '/proc/sys/kernel/random/boot_id').strip()
 
     def wait_booted(self) -> None:
@@ -160,7 +158,6 @@ class Booted:
         until(is_up, BOOT_SECONDS, f'{self.name} has booted')
 
     def start(self) -> None:
-        """Have it boot, and wait until it has."""
         with self.log.open('ab') as log:
             tied = ['setpriv', '--pdeathsig', 'KILL', '--']
             self._nspawn = subprocess.Popen([*tied, *self.command], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -172,7 +169,6 @@ class Booted:
         self.start()
 
     def power_off(self) -> None:
-        """Shut it down in good order."""
         assert self._shut_down('poweroff') == 0
 
     def _shut_down(self, how: str) -> int:

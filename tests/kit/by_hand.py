@@ -12,13 +12,11 @@ ROOM = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 
 
 def request(compute: str, instance: str, **room: int) -> dict[str, Any]:
-    """A request as a foreign client would write it."""
     allocations = {compute: {'resources': {**ROOM, **room}}}
     return {'allocations': allocations, 'instance': instance, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p'}
 
 
 def claim(control: Control, instance: str, *computes: str, room: Mapping[str, int] = ROOM) -> None:
-    """A claim for it on these computes."""
     body = {
         'allocations': {compute: {'resources': room} for compute in computes},
         'user_id': 'u',

@@ -51,7 +51,6 @@ class Ecompute(Server):
         JOURNAL.runs(self)
 
     def command(self) -> list[str]:
-        """python -m ecomp.compute."""
         fake = ['--fake', self.inventory] if self.inventory is not None else []
         return [sys.executable, '-m', 'ecomp.compute', '--config', str(self.config), *fake, *self.options]
 
@@ -98,17 +97,14 @@ class Command:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended."""
         return self._process.poll() is not None
 
     @property
     def stdout(self) -> str:
-        """What it has printed so far."""
         return _read(self._stdout)
 
     @property
     def stderr(self) -> str:
-        """What it has said so far."""
         return _read(self._stderr)
 
     def end(self, seconds: float = 90.0) -> Result:
@@ -120,7 +116,6 @@ class Command:
         self._process.send_signal(number)
 
     def go_on(self) -> None:
-        """Let a frozen one go on."""
         self.send(signal.SIGCONT)
 
 
@@ -130,7 +125,6 @@ def _read(file: int) -> str:
 
 
 def eschedule(config: Path, *words: str, timeout: float = 120.0) -> Result:
-    """Run `python -m ecomp.schedule --config …` to its end."""
     command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config), *words]
     with Command(command, config.parent) as under_way:
         return under_way.end(timeout)
@@ -226,7 +220,6 @@ class Control:
         JOURNAL.made(self.watched)
 
     def eschedule(self, *words: str, timeout: float = 120.0) -> Result:
-        """eschedule with our schedule.yaml."""
         return (eschedule if self.mortal else asked)(self.schedule_yaml, *words, timeout=timeout)
 
     def ecompute(self, inventory: str | None = 'VCPU:4,DISK_GB:10,MEMORY_MB:512', **settings: Any) -> Ecompute:

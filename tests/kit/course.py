@@ -76,7 +76,6 @@ class Course:
         return self._etcd
 
     def record(self, instance: str) -> dict[str, Any] | None:
-        """Its record as it is at the end of what was run."""
         return self._records.get(instance)
 
     def waits(self, instance: str) -> bool:

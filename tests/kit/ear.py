@@ -53,7 +53,6 @@ class Ear:
                 return said
 
     def forget(self) -> None:
-        """Forget what was said until now."""
         self._socket.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -61,5 +60,4 @@ class Ear:
         self._socket.setblocking(True)
 
     def is_silent(self, seconds: float) -> bool:
-        """Whether nothing is said for so long."""
         return not select.select([self._socket], [], [], seconds)[0]

@@ -36,7 +36,6 @@ class Member(Etcd):
         self.endpoint = f'{host}:{self.port}'
 
     def command(self) -> list[str]:
-        """etcd with its peers."""
         tls = self._tls
         secure = [f'--cert-file={tls.certificate}', f'--key-file={tls.key}'] if tls else []
         secure += [f'--trusted-ca-file={tls.authority}', '--client-cert-auth'] if tls else []

@@ -16,9 +16,7 @@ class GrpcProxy(Server):
         self.endpoint = f'127.0.0.1:{free_port()}'
 
     def command(self) -> list[str]:
-        """The proxy that comes with etcd."""
         return ['etcd', 'grpc-proxy', 'start', f'--endpoints={self._etcd}', f'--listen-addr={self.endpoint}']
 
     def is_ready(self) -> bool:
-        """It hands a request on."""
         return is_healthy(f'http://{self.endpoint}')

@@ -65,7 +65,6 @@ class FaultyPlacement:
             self.cut()  # kept connections would be answered as before only by luck: none is kept
 
     def heal(self) -> None:
-        """Pass on again."""
         self._kind = ''
         if self._server is None:
             self._server = self._listen(self.port)
@@ -138,7 +137,6 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = 'HTTP/1.1'
 
     def handle_any(self) -> None:
-        """Fail it, or pass it on."""
         body = self.rfile.read(int(self.headers.get('content-length', 0)))
         kind = self.faulty.fails(self.command, self.path)
         if kind == 'slow':

@@ -11,7 +11,6 @@ LOOKS = (*map(Look, FORMS), *(Look(width=width) for width in (10, 80)))
 
 
 def text(what: Listing | Details, form: str = TABLE, width: int | None = None) -> str:
-    """What is printed of it."""
     look = Look(form, width=width)
     return rendered(what, look) if isinstance(what, Listing) else rendered_details([what], look, several=False)
 
@@ -23,5 +22,4 @@ def texts(what: Listing | Details) -> Iterator[str]:
 
 
 def documents(value: object) -> Iterator[str]:
-    """What is printed of a value that is no table."""
     return (document(value, form) for form in FORMS if form not in (TABLE, CSV, VALUE))

@@ -65,11 +65,9 @@ class GrpcReply:
         self.close()
 
     def read(self) -> bytes:
-        """The answer."""
         return json.dumps(_as_json(self._reply)).encode()
 
     def readline(self) -> bytes:
-        """The next message of a watch."""
         assert self._replies is not None
         try:
             return json.dumps({'result': _as_json(next(self._replies))}).encode()

@@ -42,7 +42,6 @@ class Fired:
 
     @property
     def names(self) -> list[str]:
-        """The failpoints that fired, in order."""
         return [line.split()[0] for line in self._path.read_text().splitlines()] if self._path.exists() else []
 
 
@@ -55,14 +54,11 @@ class Eschedule(Command):
         super().__init__(command, control.directory, self._fired.environment(failpoint))
 
     def killed_at(self, failpoint: str) -> None:
-        """Wait until it has killed itself there."""
         result = self.end()
         assert result.code == -signal.SIGKILL, result
         assert self._fired.names[-1:] == [failpoint], (self._fired.names, result)
 
     def stopped_at(self, failpoint: str) -> None:
-        """Wait until it has frozen itself there."""
-
         def stopped() -> bool:
             assert not self.has_ended, (failpoint, self.end())
             return self._fired.names[-1:] == [failpoint] and is_stopped(self.pid)
@@ -82,8 +78,6 @@ class Armed(Ecompute):
         return {**super().environment(), **self._fired.environment(self.failpoint)}
 
     def stopped_at(self, failpoint: str) -> None:
-        """Wait until it has frozen itself there."""
-
         def stopped() -> bool:
             assert self.is_running, f'{failpoint} was not reached:\n{self.last_words()}'
             return self._fired.names[-1:] == [failpoint] and is_stopped(self.pid)
@@ -92,7 +86,6 @@ class Armed(Ecompute):
 
 
 def killed_at(compute: Armed, step: str, seconds: float = 30.0) -> None:
-    """Wait until it has killed itself there."""
     until(lambda: not compute.is_running, seconds, f'it is killed at {step}; fired: {compute._fired.names}')
     assert compute._process is not None
     assert compute._process.returncode == -signal.SIGKILL, compute.last_words()
@@ -120,7 +113,6 @@ def some(steps: Sequence[str], *quick: str) -> list[Any]:
 
 
 def settled(control: Control, *computes: Ecompute) -> None:
-    """What every row ends with: the invariants hold, and the audit finds nothing."""
     check(control, *computes)
     audit_clean(control)
 
@@ -180,7 +172,6 @@ def idle(pid: int, share: float = 0.05) -> Iterator[None]:
 
 
 def guests(compute: Ecompute) -> dict[str, dict[str, Any]]:
-    """A fake's guests, as its state directory has them."""
     path = compute.directory / 'state' / 'fake.json'
     found = json.loads(path.read_text()) if path.exists() else []
     return {each['instance']: each for each in found}

@@ -55,7 +55,6 @@ class Ask(NamedTuple):
         return (is_query or self.named('--flavor') is not None) and not {'plan', 'flavor', 'doctor'} & set(self.words)
 
     def named(self, option: str) -> str | None:
-        """The value of an option, None where it is not given."""
         for word, after in zip(self.words, (*self.words[1:], ''), strict=True):
             if word == option:
                 return after

@@ -14,7 +14,6 @@ FULL = 4
 
 @contextmanager
 def hole(port: int, *addresses: str) -> Iterator[None]:
-    """Let nobody be there at this port of these addresses."""
     with ExitStack() as stack:
         for address in addresses:
             listener = stack.enter_context(socket.socket())

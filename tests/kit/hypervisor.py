@@ -81,8 +81,6 @@ class Hypervisor:
         host.lab.remember(self._ecompute, machine.Process(self._ecompute, pid, machine.started_at(pid) or 0))
 
     def wait_ready(self) -> None:
-        """Return when ecompute says that it is ready."""
-
         def ready() -> bool:
             assert self.is_running, f'ecompute of {self.name} ended while starting:\n{self.said()[-2000:]}'
             return f' {self.pid} ready: ' in self.said()
@@ -90,7 +88,6 @@ class Hypervisor:
         until(ready, SOON, f'ecompute of {self.name} is ready')
 
     def restart(self, failpoint: str = '', numbers: Mapping[str, float] | None = None) -> None:
-        """Start ecompute anew, after a kill if it runs."""
         self.kill()
         self.launch(failpoint, numbers=numbers)
         self.wait_ready()
@@ -102,13 +99,11 @@ class Hypervisor:
             self.restart()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send ecompute a signal and wait until it has ended."""
         if self.is_running:
             os.kill(self.pid, number)
             self.ended()
 
     def ended(self) -> None:
-        """Wait until ecompute has ended."""
         until(lambda: not self.is_running, SOON, f'ecompute of {self.name} ends')
 
     @property
@@ -150,7 +145,6 @@ class Hypervisor:
 
     @property
     def fired(self) -> list[str]:
-        """The failpoints that fired since the last start, in order."""
         return [name for name, _ in self._firings()]
 
     def frozen_at(self, failpoint: str) -> int:
@@ -171,7 +165,6 @@ class Hypervisor:
     # Its workers
 
     def workers(self) -> list[int]:
-        """The pids of ecompute's worker processes."""
         with contextlib.suppress(OSError):
             children = Path(f'/proc/{self.pid}/task/{self.pid}/children').read_text().split()
             return [int(each) for each in children if b'spawn_main' in Path(f'/proc/{each}/cmdline').read_bytes()]
@@ -191,8 +184,6 @@ class Hypervisor:
         return until(found, SOON, f'a worker of {self.name} is downloading')
 
     def is_free(self, instance: str) -> bool:
-        """Whether no process holds the instance's lock."""
-
         def taken() -> None:
             raise BlockingIOError
 
@@ -205,7 +196,6 @@ class Hypervisor:
     # libvirt and QEMU
 
     def qemu(self, instance: str) -> int:
-        """The pid of an instance's QEMU; 0 if none runs."""
         with contextlib.suppress(OSError, ValueError):
             pid = int((self.directory / f'run/qemu/{instance}.pid').read_text())
             if instance.encode() in Path(f'/proc/{pid}/cmdline').read_bytes() and running(pid):
@@ -225,17 +215,14 @@ class Hypervisor:
 
     @property
     def libvirtd(self) -> int:
-        """libvirtd's pid, as it was last started."""
         return self._host().lab.processes[f'{self.name} libvirtd'].pid
 
     def end_libvirtd(self, number: int = signal.SIGKILL) -> None:
-        """Send libvirtd a signal and wait until it has ended."""
         pid = self.libvirtd
         os.kill(pid, number)
         until(lambda: not running(pid), SOON, f'libvirtd of {self.name} ends')
 
     def start_libvirtd(self) -> None:
-        """Start libvirtd again, and return when it answers."""
         host = self._host()
         host.start_libvirt()
         host.wait_libvirt()
@@ -263,7 +250,6 @@ class Hypervisor:
 
     @property
     def query(self) -> str:
-        """A small guest, here."""
         return f'{SMALL}&in_tree={self.compute}'
 
     def place(self, image: str = 'idle.raw', *words: str) -> str:
@@ -277,18 +263,15 @@ class Hypervisor:
         return found[2]
 
     def running(self) -> str:
-        """An instance that is active."""
         instance = self.place()
         self.reached(instance, 'active')
         return instance
 
     def record(self, instance: str) -> dict[str, Any]:
-        """The instance's record; {} if there is none."""
         value = self.lab.record(instance)
         return dict(json.loads(value)) if value else {}
 
     def reached(self, instance: str, state: str, seconds: float = SOON, **fields: Any) -> dict[str, Any]:
-        """The record once it is in `state`, and has these fields."""
         wanted = {'state': state, **fields}
         seen: dict[str, Any] = {}
 
@@ -304,22 +287,18 @@ class Hypervisor:
         return seen
 
     def ask_destroy(self, *instances: str) -> None:
-        """Ask for destroys, and do not wait."""
         done = self.lab.eschedule('destroy', *instances)
         assert done.code == 0, done
 
     def ask(self, action: str, instance: str) -> None:
-        """Ask for a stop, a start or a reboot, and do not wait."""
         done = self.lab.eschedule(action, instance)
         assert done.code == 0, done
 
     def held(self, instance: str) -> dict[str, int]:
-        """What the instance holds of this host, as placement says."""
         allocations = self.lab.placement(f'/allocations/{instance}')['allocations']
         return dict(allocations.get(self.compute, {}).get('resources', {}))
 
     def disk(self, instance: str) -> Path:
-        """The instance's overlay."""
         return self.state / 'images' / f'{instance}.qcow2'
 
     def nothing_of(self, instance: str) -> None:
@@ -382,6 +361,5 @@ def _failed(value: bytes) -> bool:
 
 
 def put_image(host: Hypervisor, name: str, sector: bytes) -> str:
-    """An image of the lab that boots this code; its name."""
     (host.lab.directory / 'images' / name).write_bytes(boot_disk(sector))
     return name

@@ -16,7 +16,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: Web
 
     def do_GET(self) -> None:
-        """Answer as the path says."""
         assert '#' not in self.path, self.path
         path = self.path.partition('?')[0].strip('/')
         self.server.asked.append(path)
@@ -45,7 +44,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def redirect(self, where: str, status: int = 302) -> None:
-        """To somewhere else."""
         self.say(b'', status=status, location=where)
 
     def answer_missing(self) -> None:
@@ -97,7 +95,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(self.server.image)
 
     def answer_slowly(self) -> None:
-        """Only when the test says so."""
         self.server.may_go_on.wait(20)
         self.say(self.server.image)
 
@@ -273,7 +270,6 @@ class Web(http.server.ThreadingHTTPServer):
 
 @contextmanager
 def serving(image: bytes) -> Iterator[Web]:
-    """The server with this image, answering inside."""
     server = Web(image)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

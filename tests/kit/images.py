@@ -47,7 +47,6 @@ def get(
 
 
 def kept(directory: Path) -> list[str]:
-    """What is in the cache, locks left out."""
     return (
         sorted(path.name for path in directory.iterdir() if not path.name.startswith('.')) if directory.exists() else []
     )

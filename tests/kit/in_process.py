@@ -42,7 +42,6 @@ class InProcess(Placement):
 
 @cache
 def start() -> InProcess:
-    """The one of this process."""
     from oslo_config import cfg
     from placement import conf, db_api, deploy
     from sqlalchemy import event
@@ -78,6 +77,5 @@ def empty(client: Placement) -> None:
 
 
 def put(client: Placement, path: str, **what: object) -> None:
-    """Write one part of a provider."""
     generation = client.get('/'.join(path.split('/')[:3]))['generation']
     client.write('PUT', path, {'resource_provider_generation': generation, **what})

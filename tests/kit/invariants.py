@@ -45,7 +45,6 @@ def without_room(life: bytes) -> bytes:
 
 
 def allocations(control: Control) -> dict[str, dict[str, dict[str, int]]]:
-    """All of placement's allocations: {consumer: {provider: {class: amount}}}."""
     return control.placement.database.allocations()
 
 

@@ -43,12 +43,10 @@ class Journal:
         self.end()
 
     def begin(self) -> None:
-        """A test begins."""
         self.end()
         self._open = True
 
     def end(self) -> None:
-        """Nothing is written down until the next one."""
         self._open = False
         self.asks: list[Ask] = []
         self.by_hand: set[str] = set()
@@ -70,12 +68,10 @@ class Journal:
         return there
 
     def runs(self, compute: Runs) -> None:
-        """The test has a compute."""
         if self._open:
             self.computes.append(compute)
 
     def ended(self, words: Sequence[str], code: int | None, said: tuple[str, str], began: float, pid: int) -> None:
-        """An eschedule has ended; words and what it said, stdout and stderr."""
         if self._open:
             given = tuple(words[2:] if words[:1] == ['--config'] else words)
             self.asks.append(Ask(given, code, *said, began, time.monotonic(), pid))

@@ -69,7 +69,6 @@ class Lab:
         self.watched = Watched(self.ask, PlacementDatabase(self.directory / CONTROL / 'placement.sqlite'), self.works)
 
     def close(self) -> None:
-        """Remove it."""
         with contextlib.suppress(EcompError):  # it was not mounted yet
             machine.run(['umount', '-l', str(self._memory)])
         self.elab('down')
@@ -87,19 +86,15 @@ class Lab:
         return machine.run(LabHost(state.load(self.name), host).command(list(command)))
 
     def virsh(self, host: str, *words: str) -> str:
-        """virsh on a host."""
         return self.inside(host, 'virsh', '-q', '-c', 'qemu:///system', *words)
 
     def eschedule(self, *words: str, timeout: float = 300.0) -> Result:
-        """eschedule with the lab's schedule.yaml."""
         return asked(self.directory / 'schedule.yaml', *words, timeout=timeout)
 
     def url(self, name: str) -> str:
-        """The URL of a file in the lab's images directory."""
         return str(self.facts['images']) + name
 
     def place(self, query: str, *words: str) -> tuple[str, str]:
-        """Place an instance: (host, uuid)."""
         done = self.eschedule(query, *words)
         found = NOTIFIED.match(done.stdout)
         assert done.code == 0, done
@@ -107,23 +102,18 @@ class Lab:
         return self.host_of(found[1]), found[2]
 
     def compute(self, host: str) -> str:
-        """A host's compute uuid."""
         return (self.state(host) / 'uuid').read_text().strip()
 
     def host_of(self, compute: str) -> str:
-        """The host of a compute uuid."""
         return next(host for host in self.hosts if self.compute(host) == compute)
 
     def state(self, host: str) -> Path:
-        """A host's state directory."""
         return self.directory / host / 'state'
 
     def log(self, host: str) -> str:
-        """What a host's ecompute has logged."""
         return (self.directory / host / 'ecompute.log').read_text()
 
     def console(self, host: str, instance: str) -> str:
-        """What a guest has printed on its serial console; '' before it has one."""
         log = self.state(host) / 'console' / f'{instance}.log'
         return log.read_text(errors='replace') if log.exists() else ''
 
@@ -157,7 +147,6 @@ class Lab:
         return {name: words.get(state, str(state)) for name, state in states.items()}
 
     def domain(self, host: str, instance: str) -> ET.Element:
-        """A domain's definition."""
         with self._libvirt(host) as connection:
             return ET.fromstring(connection.lookupByName(instance).XMLDesc())
 
@@ -173,16 +162,13 @@ class Lab:
             connection.close()
 
     def disks(self, host: str) -> set[str]:
-        """The overlays on a host, by instance."""
         found = (self.state(host) / 'images').glob('*.qcow2')
         return {path.stem for path in found if not path.name.startswith('base-')}
 
     def seeds(self, host: str) -> set[str]:
-        """The NoCloud disks on a host, by instance."""
         return {path.stem for path in (self.state(host) / 'seeds').glob('*.iso')}
 
     def placement(self, path: str) -> dict[str, Any]:
-        """GET from placement."""
         return get_json(self.facts['placement'] + path, self.operator)
 
     def put_claim(self, instance: str, body: Mapping[str, Any]) -> None:
@@ -205,7 +191,6 @@ class Lab:
         return None if host is None else process_works(self.ecompute_pid(host))
 
     def etcd(self, prefix: str) -> dict[str, bytes]:
-        """All keys under a prefix, with their values."""
         start = prefix.encode()
         end = start[:-1] + bytes([start[-1] + 1])
         body = {'key': base64.b64encode(start).decode(), 'range_end': base64.b64encode(end).decode()}
@@ -214,23 +199,19 @@ class Lab:
         return {base64.b64decode(kv['key']).decode(): base64.b64decode(kv.get('value', '')) for kv in found}
 
     def record(self, instance: str) -> bytes | None:
-        """An instance's record, below whichever compute; None if there is none."""
         found = [value for key, value in self.etcd('/instances/').items() if key.endswith(f'/{instance}')]
         return found[0] if found else None
 
     def put(self, key: str, value: str) -> None:
-        """Write an etcd key, as another client would."""
         body = {'key': base64.b64encode(key.encode()).decode(), 'value': base64.b64encode(value.encode()).decode()}
         JOURNAL.wrote('kv/put', body)
         self.ask('kv/put', body).close()
 
     def ecompute_pid(self, host: str) -> int:
-        """The pid of a host's ecompute, as elab wrote it down last."""
         facts = json.loads((self.directory / 'lab.json').read_text())
         return int(facts['processes'][f'{host} ecompute']['pid'])
 
     def stop_ecompute(self, host: str, number: int = signal.SIGINT) -> None:
-        """Send a host's ecompute a signal and wait until it has ended."""
         pid = self.ecompute_pid(host)
         os.kill(pid, number)
         until(lambda: not running(pid), 60, f'the ecompute of {host} ends')
@@ -312,7 +293,6 @@ class Lab:
         audit_clean(self)
 
     def destroy(self, *instances: str) -> None:
-        """Destroy and wait until they are gone."""
         if instances:
             done = self.eschedule('destroy', '--wait', *instances)
             assert done.code == 0, done

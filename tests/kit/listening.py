@@ -22,7 +22,6 @@ class Listening:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Take nobody any more."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

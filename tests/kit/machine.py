@@ -82,7 +82,6 @@ class Machine:
         return ['nsenter', '-t', str(self.pid), '-n', '-m', '-p', '--', 'env', '-C', str(cwd), *command]
 
     def run(self, command: Sequence[str], cwd: Path = Path('/')) -> subprocess.CompletedProcess[str]:
-        """Run a command there to its end."""
         inside = self.inside(command, cwd)
         return subprocess.run(inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 

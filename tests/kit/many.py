@@ -36,10 +36,8 @@ class Many(Server):
         return {**super().environment(), 'TMPDIR': str(self.directory)}
 
     def is_ready(self) -> bool:
-        """This very process says so, of all."""
         return f' {self.pid} {self.count} computes are ready' in self.last_words()
 
     @property
     def computes(self) -> set[str]:
-        """Their uuids, as etcd has them."""
         return {key.rsplit('/', 1)[1] for key in self._etcd.keys('/computes/')}

@@ -41,7 +41,6 @@ class Guest:
         return mac_address(self.instance, 0)
 
     def run(self, script: str) -> str:
-        """What the script says that it is sent to run."""
         asked = urllib.request.Request(f'http://{self.address}/cgi-bin/run', script.encode())
         with urllib.request.urlopen(asked, timeout=60) as answer:
             said: bytes = answer.read()

@@ -52,7 +52,6 @@ class PlacementDatabase:
             _SCHEMA.append(self.path.read_bytes())
 
     def empty(self) -> None:
-        """Take all providers, consumers and what they hold out."""
         with self._opened() as database:
             named = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
             for table in {name for (name,) in named} - KEPT_TABLES:

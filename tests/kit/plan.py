@@ -30,7 +30,6 @@ LAST_RUN = Path(__file__).parents[1] / 'last_run'
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What tests/run says."""
     group = parser.getgroup('ecomp')
     group.addoption('--nothing-skipped', action='store_true', help='a test that is skipped has failed')
     group.addoption('--note-last-run', action='store_true', help=f'write down in {LAST_RUN.name} which slow tests pass')
@@ -135,11 +134,9 @@ class LastRuns:
         return min((f'{date} {name}' for name, date in self.dates.items()), default='')
 
     def never(self, names: Iterable[str]) -> list[str]:
-        """Those of these that no run of is noted."""
         return sorted(set(names) - self.dates.keys())
 
     def write(self, passed: list[str], today: str) -> None:
-        """These passed today."""
         self.dates.update(dict.fromkeys(passed, today))
         self._path.write_text(''.join(f'{date} {name}\n' for name, date in sorted(self.dates.items())))
 

@@ -70,7 +70,6 @@ class Proxy:
             _cut(each)
 
     def come_back(self) -> None:
-        """Pass connections on again."""
         self._away = False
 
     def _accept(self) -> None:

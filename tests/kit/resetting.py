@@ -50,20 +50,16 @@ class Resetting(Listening):
         self._channel.close()
 
     def reset(self, pattern: bytes, code: ErrorCodes, sends_answer: bool = False) -> None:
-        """Reset the stream of the next call that holds `pattern`: see Reset."""
         self._resets.append(Reset(pattern, code, sends_answer))
 
     def count(self, pattern: bytes) -> int:
-        """Return how many calls held `pattern`."""
         return sum(pattern in message for _, message in self.heard)
 
     @property
     def has_reset(self) -> bool:
-        """Whether all streams were reset that were to be."""
         return not self._resets
 
     def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
-        """See Listening."""
         http = H2Connection(H2Configuration(client_side=False, header_encoding='utf-8'))
         http.initiate_connection()
         paths: dict[int, str] = {}

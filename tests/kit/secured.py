@@ -25,7 +25,6 @@ class Secured(Etcd):
         self._health = f'http://127.0.0.1:{free_port()}'
 
     def command(self) -> list[str]:
-        """Its clients speak TLS."""
         words = [each.replace(f'http://{self.endpoint}', f'https://{self.endpoint}') for each in super().command()]
         return [*words, *self.asks, f'--listen-metrics-urls={self._health}']
 
@@ -46,7 +45,6 @@ def certify(
 
 
 def etcd_of(directory: Path, user: str) -> EtcdConfig:
-    """How the bearer of this certificate asks etcd."""
     if user.startswith('compute-'):
         return load_compute(directory / user / 'compute.yaml').etcd
     return load_schedule(directory / user / 'schedule.yaml').etcd

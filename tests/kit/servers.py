@@ -104,15 +104,12 @@ class Server:
         self._process: Process | None = None
 
     def command(self) -> list[str]:
-        """What is run."""
         raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
-        """What it is run with."""
         return environment()
 
     def is_ready(self) -> bool:
-        """Asks the server itself."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -127,13 +124,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The process's id, while it runs."""
         assert self._process is not None, f'{self.name} is not running'
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not ended yet."""
         return self._process is not None and self._process.poll() is None
 
     def launch(self) -> Self:
@@ -144,14 +139,11 @@ class Server:
         return self
 
     def start(self) -> Self:
-        """Start it, and return when it is ready."""
         self.launch()
         self.wait_ready()
         return self
 
     def wait_ready(self) -> None:
-        """Return when it is ready; AssertionError with its last words when it ends instead."""
-
         def ready() -> bool:
             assert self.is_running, f'{self.name} ended while starting:\n{self.last_words()}'
             return self.is_ready()
@@ -171,7 +163,6 @@ class Server:
             raise AssertionError(f'{self.name} did not end within {PATIENCE} x {patience:g} s:\n{said}') from None
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
         assert self._process is not None, f'{self.name} is not running'
         self._signal(signal.SIGKILL)
         self._process.wait()
@@ -182,11 +173,9 @@ class Server:
         until(lambda: is_stopped(self.pid), 30, f'{self.name} is frozen')
 
     def resume(self) -> None:
-        """Let a frozen one go on."""
         self._signal(signal.SIGCONT)
 
     def restart(self) -> None:
-        """Stop and start, with the same data at the same port."""
         self.stop()
         self.start()
 
@@ -198,7 +187,6 @@ class Server:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def last_words(self, lines: int = 20) -> str:
-        """The end of its log."""
         try:
             return '\n'.join(self.log.read_text(errors='replace').splitlines()[-lines:])
         except FileNotFoundError:
@@ -236,7 +224,6 @@ class Etcd(Server):
         return {**environment(), 'GOGC': '400'}
 
     def command(self) -> list[str]:
-        """etcd with everything in our directory."""
         client = f'http://{self.endpoint}'
         return [
             'etcd',
@@ -251,7 +238,6 @@ class Etcd(Server):
         ]
 
     def is_ready(self) -> bool:
-        """It has a leader."""
         return is_healthy(f'http://{self.endpoint}')
 
     def ask(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> HTTPResponse:
@@ -267,7 +253,6 @@ class Etcd(Server):
             return dict(json.load(answer))
 
     def get(self, key: str) -> bytes | None:
-        """A key's value, None if it is not there."""
         found = self.call('kv/range', {'key': b64(key)}).get('kvs')
         return base64.b64decode(found[0].get('value', '')) if found else None
 
@@ -277,7 +262,6 @@ class Etcd(Server):
         return int(self.call('kv/put', body)['header']['revision'])
 
     def grant(self, seconds: int = 600) -> int:
-        """A new lease."""
         return int(self.call('lease/grant', {'TTL': seconds})['ID'])
 
     def record_key(self, instance: str) -> str:
@@ -287,7 +271,6 @@ class Etcd(Server):
         return (asked or found or [f'/instances/{instance}'])[0]
 
     def record(self, instance: str) -> bytes | None:
-        """An instance's record, below whichever compute it is."""
         return self.get(self.record_key(instance))
 
     def put_record(self, value: str) -> int:
@@ -296,7 +279,6 @@ class Etcd(Server):
         return self.put(f'/instances/{told["compute"] or "none"}/{told["instance"]}', value)
 
     def delete(self, key: str) -> None:
-        """Remove a key."""
         self.call('kv/deleterange', {'key': b64(key)})
 
     def keys(self, prefix: str) -> list[str]:
@@ -306,7 +288,6 @@ class Etcd(Server):
         return [base64.b64decode(each['key']).decode(errors='replace') for each in found]
 
     def compact(self) -> None:
-        """Forget all history up to now."""
         revision = self.call('kv/range', {'key': b64('x')})['header']['revision']
         self.call('kv/compaction', {'revision': revision, 'physical': True})
 
@@ -325,11 +306,9 @@ class PlacementServer(Server):
         self.database = PlacementDatabase(self.directory / 'placement.sqlite')
 
     def command(self) -> list[str]:
-        """The lab's own server."""
         return [sys.executable, '-m', 'ecomp.lab.placement_server', '127.0.0.1', str(self.port)]
 
     def environment(self) -> dict[str, str]:
-        """All of placement's configuration."""
         return {
             **environment(),
             'OS_PLACEMENT_CONFIG_DIR': str(self.directory),
@@ -339,7 +318,6 @@ class PlacementServer(Server):
         }
 
     def start(self) -> Self:
-        """Start it, and return when it is ready."""
         with self.database.beginning():
             return super().start()
 
@@ -361,7 +339,6 @@ class PlacementServer(Server):
             return dict(json.loads(answer.read() or b'{}'))
 
     def allocations(self, consumer: str) -> dict[str, dict[str, int]]:
-        """What a consumer holds: {provider: {class: amount}}."""
         return self.database.allocations_of(consumer)
 
     def consumers(self, provider: str) -> dict[str, dict[str, int]]:
@@ -369,7 +346,6 @@ class PlacementServer(Server):
         return self.database.consumers(provider)
 
     def inventory(self, provider: str) -> dict[str, dict[str, Any]]:
-        """A provider's inventory, {} if there is no such provider."""
         return self.database.inventory(provider)
 
     def make_provider(self, **totals: int) -> str:

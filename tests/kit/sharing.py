@@ -32,20 +32,17 @@ def all_notified(stdout: str) -> list[tuple[str, str]]:
 
 
 def members(cluster: Control, name: str) -> dict[str, str]:
-    """Who is in the group, and on which compute, as etcd has it."""
     value = cluster.etcd.get(f'/groups/{name}')
     return {} if value is None else dict(json.loads(value)['members'])
 
 
 def used(cluster: Control, project: str) -> dict[str, int]:
-    """What the project's quota says it has."""
     value = cluster.etcd.get(f'/quotas/{project}')
     assert value is not None
     return dict(json.loads(value)['used'])
 
 
 def hosts(control: Control) -> dict[str, dict[str, Any]]:
-    """What `eschedule hosts -f json` says, by compute."""
     result = control.eschedule('hosts', '-f', 'json')
     assert (result.code, result.stderr) == (0, ''), result
     return {each['compute']: each for each in json.loads(result.stdout)}

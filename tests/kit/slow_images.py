@@ -22,8 +22,6 @@ CHUNK = 2**20
 
 
 def serve(address: str, port: int, directory: Path, go: Path) -> None:
-    """Until it is killed."""
-
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = directory / Path(self.path.partition('?')[0]).name
@@ -49,7 +47,6 @@ def serve(address: str, port: int, directory: Path, go: Path) -> None:
                 print(f'sent {self.client_address[0]} {self.path.strip("/")}', flush=True)
 
         def copy(self, file: BinaryIO, size: int) -> None:
-            """So much of the file, or what is left."""
             while size and (chunk := file.read(min(size, CHUNK))):
                 self.wfile.write(chunk)
                 size -= len(chunk)
@@ -78,15 +75,12 @@ class SlowImages(Server):
         return [*self._prefix, *program]
 
     def is_ready(self) -> bool:
-        """It says so."""
         return 'ready' in self.last_words()
 
     def url(self, name: str) -> str:
-        """Where it has an image."""
         return f'http://{":".join(self._where)}/{name}'
 
     def go_on(self) -> None:
-        """From now on images come whole."""
         self._go.touch()
 
     def sent(self) -> list[str]:

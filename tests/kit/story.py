@@ -43,7 +43,6 @@ def boot_all(control: Control, count: int) -> list[str]:
 
 
 def called(control: Control, *words: str) -> Result:
-    """eschedule in this process: see commands.called."""
     return commands.called(control.schedule_yaml, *words)
 
 
@@ -62,7 +61,6 @@ def at_once(control: Control, commands: Sequence[Sequence[str]], width: int = 6)
 
 
 def record(control: Control, instance: str) -> dict[str, Any] | None:
-    """The instance's record, None if there is none."""
     value = control.etcd.record(instance)
     return None if value is None else dict(json.loads(value))
 
@@ -75,8 +73,6 @@ def known(control: Control, instance: str) -> dict[str, Any]:
 
 
 def reached(control: Control, instance: str, state: str) -> dict[str, Any]:
-    """The record once it is in `state`."""
-
     def there() -> dict[str, Any] | None:
         found = record(control, instance)
         return found if found is not None and found['state'] == state else None
@@ -87,7 +83,6 @@ def reached(control: Control, instance: str, state: str) -> dict[str, Any]:
 
 
 def addressed(control: Control, instance: str) -> str:
-    """The instance's address, once it is known."""
     value = until(lambda: control.etcd.get(f'/booted/{instance}'), SOON, f'{instance} has an address')
     assert value is not None
     return value.decode()
@@ -114,7 +109,6 @@ def log_of(compute: Ecompute) -> list[str]:
 
 
 def logged(compute: Ecompute, *words: str) -> list[str]:
-    """The lines of an ecompute's log that have all of these words."""
     return [line for line in log_of(compute) if all(word in line for word in words)]
 
 
@@ -132,5 +126,4 @@ def logs(compute: Ecompute, *words: str, number: int = 1) -> list[str]:
 
 
 def reserved(control: Control, compute: str) -> int:
-    """How much VCPU of a compute is reserved."""
     return int(control.placement.inventory(compute)['VCPU']['reserved'])

@@ -47,14 +47,12 @@ class Tuned(Armed):
     prefix: Sequence[str]
 
     def command(self) -> list[str]:
-        """The same, from the inside of Python where a number is another."""
         python, *words = super().command()
         if self.numbers:
             words = ['-c', patched(self.numbers), *words[2:]]
         return [*self.prefix, python, *words]
 
     def environment(self) -> dict[str, str]:
-        """With what is added."""
         return {**super().environment(), **self.extra}
 
 

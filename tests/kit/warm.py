@@ -76,16 +76,13 @@ class Warm:
 
     @property
     def returncode(self) -> int | None:
-        """As Popen's: None while it runs; a signal's number is negative."""
         with _LOCK:
             return self._process.exitcode
 
     def poll(self) -> int | None:
-        """As Popen's."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As Popen's: subprocess.TimeoutExpired if it does not end in time."""
         if not multiprocessing.connection.wait([self._process.sentinel], timeout):
             raise subprocess.TimeoutExpired(f'process {self.pid}', timeout or 0.0)
         code = self.returncode
@@ -93,12 +90,10 @@ class Warm:
         return code
 
     def send_signal(self, number: int) -> None:
-        """As Popen's: nothing happens once it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """As Popen's."""
         self.send_signal(signal.SIGKILL)
 
 

@@ -79,11 +79,9 @@ class Watched:
         self._database, self._works, self._servers = database, works, servers
 
     def begin(self) -> None:
-        """The history begins now."""
         self._revisions.begin()
 
     def read_on(self) -> None:
-        """Read what changed so far. Compacted, OSError."""
         self._revisions.read_on()
 
     def mend(self) -> None:
@@ -133,7 +131,6 @@ def started_here(compute: str) -> bool | None:
 
 
 def process_works(pid: int) -> bool:
-    """Whether a process is there, and not frozen."""
     return os.path.exists(f'/proc/{pid}') and not is_stopped(pid)
 
 

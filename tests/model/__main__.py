@@ -41,7 +41,6 @@ class Total:
 
 
 def main(words: list[str]) -> int:
-    """Do what is asked; the exit code."""
     parser = argparse.ArgumentParser('python -m tests.model', description=(__doc__ or '').split('\n')[0])
     length = parser.add_mutually_exclusive_group()
     length.add_argument('--hours', type=float, help='how long in all')

@@ -106,7 +106,6 @@ class Actor:
 
     @property
     def is_at_it(self) -> bool:
-        """Whether it may go on some time."""
         return not self.done and not self.dead
 
     @property
@@ -125,7 +124,6 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What a replay calls it."""
         return f'{self.who}/{self.fate}' if self.fate and not self.is_event else self.who
 
 

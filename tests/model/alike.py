@@ -12,12 +12,10 @@ Ask = Callable[[Any], object]
 
 
 def fresh() -> str:
-    """A uuid of nobody's."""
     return str(uuid.uuid4())
 
 
 def answer(ask: Ask, of: object) -> object:
-    """What it says, or which error."""
     try:
         return ask(of)
     except EcompError as error:
@@ -25,5 +23,4 @@ def answer(ask: Ask, of: object) -> object:
 
 
 def differ(calls: Sequence[str], real: object, model: object) -> str:
-    """The sequence, and where it ends differently."""
     return '\n'.join([*calls, f'really: {real}', f'model:  {model}'])

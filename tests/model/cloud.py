@@ -110,7 +110,6 @@ class Cloud:
     # What is there
 
     def host(self, uuid: str, room: int = 4) -> Compute:
-        """One more compute."""
         each = {'reserved': 0, 'min_unit': 1, 'max_unit': 99, 'step_size': 1, 'allocation_ratio': 1.0}
         sizes = {'VCPU': room, 'MEMORY_MB': 9, 'DISK_GB': 9}
         inventories = {name: {'total': total, **each} for name, total in sizes.items()}
@@ -126,11 +125,9 @@ class Cloud:
         presence.keep()
 
     def claimed(self, instance: str, compute: str) -> None:
-        """A claim."""
         allocations.claim_once(self.placement, instance, {compute: SIZE}, 'u', 'p')
 
     def limited(self, instances: int) -> None:
-        """The project has a quota."""
         self.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': instances}, {})))])
 
     def delivered(self, instance: str, compute: str, name: str | None = None, group: Membership | None = None) -> None:
@@ -161,7 +158,6 @@ class Cloud:
         self.store.commit([], puts)
 
     def flavor(self) -> int:
-        """The flavor that is waited for; its revision."""
         written = self.store.commit([], [Put(keys.flavor(FLAVOR), flavor_json(parse_flavor(FLAVOR, QUERY)))])
         assert written
         return written
@@ -178,7 +174,6 @@ class Cloud:
     def to_wait(
         self, instance: str, name: str | None = None, group: Membership | None = None, project: str = 'p'
     ) -> QueueEntry:
-        """Such a request."""
         flavor = parse_flavor(FLAVOR, QUERY)
         return QueueEntry(
             instance,
@@ -194,11 +189,9 @@ class Cloud:
     # Who acts
 
     def act(self, name: str, work: Callable[[], object], mortal: bool = True, **what: Any) -> Actor:
-        """Anybody."""
         return self.world.act(name, work, mortal, **what)
 
     def works(self, compute: str, doing: str, work: Callable[[], object]) -> Actor:
-        """A thread of a compute."""
         name = f'{NAMES[compute]}, {doing}' if doing else NAMES[compute]
         return self.act(name, work, process=self.computes[compute].process)
 
@@ -232,8 +225,6 @@ class Cloud:
         return self.act(name, lambda: abandon(ModelStore(self.etcd), self.placement, [instance], request, -1))
 
     def destroys(self, name: str, instance: str) -> Actor:
-        """`eschedule destroy`."""
-
         def claimed_on(instance: str) -> str:
             return compute_of(allocations.consumer(self.placement, instance).allocations)
 
@@ -243,13 +234,11 @@ class Cloud:
         return self.act(name, work, command='destroy', about=(instance,))
 
     def powers(self, name: str, instance: str, action: str) -> Actor:
-        """`eschedule stop`, `start` or `reboot`."""
         wanted = Power(action, name_uuid(77 + len(self.world.actors)))
         work = partial(power, ModelStore(self.etcd), instance, wanted)
         return self.act(name, work, command='power', about=(instance,), power=wanted.id)
 
     def enqueues(self, name: str, instance: str, resume: bool = False) -> Actor:
-        """`eschedule --queue`."""
         flavor, waiting = self.flavor(), self.to_wait(instance)
         work = partial(enqueue, ModelStore(self.etcd), waiting, flavor, None, WHO, resume)
         return self.act(name, work, command='queue', about=(instance,))
@@ -319,7 +308,6 @@ class Asked:
             self._asker = cloud.act(name, lambda: allocations.candidates(cloud.placement, query), mortal=False)
 
     def result(self) -> tuple[Placement, Offer]:
-        """Placement, and what it offers."""
         asker = self._asker
         if asker is None:
             return self._cloud.placement, allocations.candidates(self._cloud.placement, self._query)

@@ -58,7 +58,6 @@ class Guests(FakeHypervisor):
         return self._guests
 
     def create_disk(self, spec: GuestSpec) -> None:
-        """See FakeHypervisor, as the next three."""
         self._before('makes the disk', spec.instance)
         if spec.instance in self._ran:
             self.remade.add(spec.instance)
@@ -79,13 +78,11 @@ class Guests(FakeHypervisor):
         self._ran.discard(instance)
 
     def addresses(self, instance: str) -> Mapping[str, Address]:
-        """See FakeHypervisor."""
         if instance in self.unheard:
             raise EcompError(f'libvirt: no addresses of {instance}')
         return super().addresses(instance)
 
     def lose_power(self, compute: str) -> None:
-        """All are off, and nobody is told."""
         for each in self.guests():
             self.switch_off(each, compute)
 
@@ -177,7 +174,6 @@ class Compute:
         self.process = object()
 
     def restart(self) -> None:
-        """Its process was killed, or ends; the next one begins."""
         self.etcd.end(self.presence.lease)
         self.start(self.republishes)
 
@@ -205,15 +201,12 @@ class Compute:
         return len(works)
 
     def keep_claims(self) -> None:
-        """The minute's look."""
         self.keeper.look(self.hypervisor.guests(), self.world.read_clock())
 
     def hear_hosts(self) -> bool:
-        """What is asked of it, for what takes from the queues."""
         return self.puller.on_hosts(self.store.snapshot(keys.request_prefix(self.uuid)).entries)
 
     def hear_queues(self) -> bool:
-        """What waits."""
         before = self.offers.backlog
         self.offers.on_queues(self.store.snapshot(keys.QUEUES).entries)
         backlog = self.offers.backlog
@@ -221,14 +214,12 @@ class Compute:
         return before is None or backlog.has_more or self.uuid in backlog.marks
 
     def hear_computes(self) -> None:
-        """Who is alive."""
         state = self.store.snapshot(keys.COMPUTES).entries
         self.offers.on_computes(state)
         self.presence.on_computes(state)
 
     @property
     def knows_of_waiting(self) -> bool:
-        """Whether something waits, by what it heard last."""
         return self.offers.backlog is not None and bool(self.offers.backlog.places)
 
     def pull(self) -> None:
@@ -245,7 +236,6 @@ class Compute:
             raise
 
     def digest(self) -> Digest:
-        """What it would tell an audit."""
         reserved = {mac: f'{each.instance} {each.address}' for mac, each in self.hypervisor.reservations().items()}
         isos = dict.fromkeys(self.hypervisor.seeds(), '')
         return Digest(self.hypervisor.guests(), {}, self.guest_data.all(), isos, reserved)
@@ -270,5 +260,4 @@ class Compute:
         return go
 
     def remembered(self) -> Mapping[str, object]:
-        """What its state directory says lives here."""
         return self.memory.all()

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 def answer_audits(etcd: Etcd, computes: Mapping[str, Compute]) -> None:
-    """From now on they do."""
-
     def answer(operations: Sequence[Put | Delete]) -> None:
         for asked in operations:
             audit = asked.key.removeprefix(keys.AUDIT)

@@ -21,7 +21,6 @@ class Disk:
         world.prints.append(lambda: tuple(self.files.items()))
 
     def at(self, path: str) -> VirtualPath:
-        """A path on it."""
         return VirtualPath(self, path)
 
 
@@ -31,7 +30,6 @@ class VirtualPath(PurePosixPath):
     disk: Disk
 
     def __new__(cls, disk: Disk, path: str) -> VirtualPath:
-        """On this disk."""
         made = super().__new__(cls, path)
         made.disk = disk
         return made
@@ -43,22 +41,18 @@ class VirtualPath(PurePosixPath):
         """There are no directories, only names."""
 
     def glob(self, pattern: str) -> Iterator[VirtualPath]:
-        """Those in this directory."""
         there = [VirtualPath(self.disk, each) for each in sorted(self.disk.files)]
         return (each for each in there if str(each.parent) == str(self) and fnmatch(each.name, pattern))
 
     def read_text(self) -> str:
-        """FileNotFoundError."""
         if str(self) not in self.disk.files:
             raise FileNotFoundError(2, 'No such file or directory', str(self))
         return self.disk.files[str(self)]
 
     def read_bytes(self) -> bytes:
-        """FileNotFoundError."""
         return self.read_text().encode()
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """FileNotFoundError, unless that is fine."""
         if not missing_ok:
             self.read_text()
         self.disk.files.pop(str(self), None)

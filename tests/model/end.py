@@ -53,11 +53,9 @@ class End:
         return None
 
     def is_requested(self, instance: str) -> bool:
-        """Whether a compute is asked to have it."""
         return bool((self.request(instance) or {}).get('allocations'))
 
     def waits(self, instance: str) -> bool:
-        """Whether it waits in a queue."""
         return any(key.startswith(keys.QUEUES) and keys.last(key) == instance for key in self.entries)
 
     def has_entry(self, instance: str) -> bool:
@@ -73,7 +71,6 @@ class End:
         return any(each.get('instance') == instance and each.get('state') in ENDED for each in records)
 
     def is_domain(self, instance: str) -> bool:
-        """Whether any host has a domain of it."""
         guests = (each.hypervisor.guests().get(instance) for each in self.cloud.machines)
         return any(each is not None and each.defined for each in guests)
 
@@ -86,7 +83,6 @@ class End:
         ]
 
     def were_given(self, *commands: str) -> bool:
-        """Whether any command of these kinds was given."""
         return any(each.command in commands for each in self.commands)
 
     def may_be_another_s(self, actor: Actor, instance: str) -> bool:
@@ -95,7 +91,6 @@ class End:
         return instance in self.before or any(not each.done or _may_have_placed(each.outcome) for each in others)
 
     def has_trait(self, compute: str, trait: str) -> bool:
-        """Whether the compute's provider has a trait."""
         provider = self.cloud.model.providers.get(compute)
         return provider is not None and trait in provider.traits
 

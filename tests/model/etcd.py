@@ -50,13 +50,11 @@ class Etcd:
         world.prints.append(lambda: (self._print, self.order, tuple(sorted(self.leases))))
 
     def grant(self, seconds: int, owner: str, lease: int) -> int:
-        """A new lease."""
         self._has_room()
         self.leases[lease] = Lease(owner, seconds)
         return lease
 
     def end(self, lease: int) -> None:
-        """The lease ends, and all that is on it."""
         if self.leases.pop(lease, None) is not None:
             gone = [key for key, entry in self.entries.items() if entry.lease == lease]
             if gone:
@@ -84,7 +82,6 @@ class Etcd:
             raise NoSpace('etcd is full', 'etcd')
 
     def holds(self, condition: Unchanged | Exists) -> bool:
-        """Whether a condition does."""
         entry = self.entries.get(condition.key)
         if isinstance(condition, Exists):
             return entry is not None
@@ -132,14 +129,11 @@ class ModelStore(Store):
         self._world = etcd.world
 
     def get(self, key: str) -> Entry | None:
-        """See Store."""
         return self._world.call(Call('etcd', ('get', key)), lambda: self._etcd.entries.get(key), self._etcd.shape)
 
     def snapshot(
         self, prefix: str, keys_only: bool = False, keep: Callable[[Entry], Entry | None] = lambda entry: entry
     ) -> Snapshot:
-        """See Store."""
-
         def read() -> Snapshot:
             there = self._etcd.entries
             found = {key: there[key] for key in sorted(there) if key.startswith(prefix)}
@@ -151,8 +145,6 @@ class ModelStore(Store):
         return self._world.call(Call('etcd', ('list', prefix)), read, self._etcd.shape)
 
     def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
-        """See Store."""
-
         def look() -> dict[str, Entry]:
             return {key: self._etcd.entries[key] for key in wanted if key in self._etcd.entries}
 
@@ -162,8 +154,6 @@ class ModelStore(Store):
         return self._world.call(Call('etcd', ('read', tuple(wanted))), look, shape)
 
     def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
-        """See Store."""
-
         def look() -> tuple[list[Entry], int]:
             there = sorted(key for key in self._etcd.entries if key.startswith(prefix))
             order = sorted(there, key=lambda key: key < start)
@@ -175,14 +165,12 @@ class ModelStore(Store):
         return self._world.call(Call('etcd', ('around', prefix, start, limit)), look, shape)
 
     def count(self, prefix: str) -> int:
-        """See Store."""
         there = self._etcd.entries
         return self._world.call(Call('etcd', ('count', prefix)), lambda: sum(key.startswith(prefix) for key in there))
 
     def commit(
         self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
     ) -> int | None:
-        """See Store."""
         while True:
             fence = self.fence if fenced else None
             held = fence.of(operations) if fence else None
@@ -208,7 +196,6 @@ class ModelStore(Store):
                 raise Unreachable(f'{held.key} is not as we put it: nothing is written before it is')
 
     def grant(self, seconds: int) -> int:
-        """See Store."""
         actor, name = self._world.now, 'the scene'
         if actor is not None:
             actor.leases += 1
@@ -221,8 +208,6 @@ class ModelStore(Store):
         return self._world.call(Call('etcd', ('grant', seconds)), lambda: self._etcd.grant(seconds, name, lease))
 
     def keep_alive(self, lease: int) -> int:
-        """See Store."""
-
         def keep() -> int:
             return self._etcd.leases[lease].seconds if lease in self._etcd.leases else 0
 

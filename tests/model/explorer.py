@@ -39,12 +39,10 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """What it is asked for by."""
         return self.scene.__name__
 
     @property
     def title(self) -> str:
-        """What it is about."""
         return ' '.join((self.scene.__doc__ or '').split())
 
 
@@ -56,7 +54,6 @@ class Finding(NamedTuple):
     choices: tuple[str, ...]
 
     def replay(self, scenario: Scenario) -> str:
-        """What `--replay` takes."""
         return encode(scenario.name, self.choices)
 
 
@@ -78,7 +75,6 @@ class Explored:
             self.findings.append(Finding(tuple(wrong), tell(world), choices))
 
     def add(self, other: Explored) -> None:
-        """Both."""
         self.schedules += other.schedules
         self.pruned += other.pruned
         self.states += other.states
@@ -95,7 +91,6 @@ class Choice(NamedTuple):
 
     @property
     def made(self) -> Option:
-        """The one that was."""
         return self.options[self.pick]
 
 
@@ -130,7 +125,6 @@ class Follow:
         self.trail: list[Choice] = []
 
     def known(self) -> Option | None:
-        """See Chooser."""
         if len(self.trail) >= len(self._before):
             return None
         choice = self._before[len(self.trail)]
@@ -138,7 +132,6 @@ class Follow:
         return choice.made
 
     def choose(self, world: World, options: list[Option]) -> Option:
-        """See Chooser."""
         if self._seen is not None and not self._seen.add(world.state(), tuple(world.left)):
             raise Pruned
         self.trail.append(Choice(options, 0 if self._rng is None else self._pick(self._rng, options)))
@@ -151,7 +144,6 @@ class Follow:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """What was chosen, as a replay calls it."""
         return tuple(each.made.name for each in self.trail)
 
 
@@ -303,7 +295,6 @@ def encode(name: str, choices: Sequence[str]) -> str:
 
 
 def decode(text: str) -> tuple[str, list[str]]:
-    """The scenario's name, and the choices."""
     name, _, rest = text.partition(': ')
     choices: list[str] = []
     for run in filter(None, rest.split('; ')):

@@ -45,7 +45,6 @@ class Invariants:
         cloud.etcd.listeners.append(self._hear)
 
     def check(self) -> Iterator[str]:
-        """Yield what does not hold after a step."""
         cloud = self._cloud
         machines = [each for each in cloud.machines if not each.is_dead]
         guests = [each.hypervisor.snapshot() for each in machines]

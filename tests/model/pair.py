@@ -44,7 +44,6 @@ class Pair:
             self.read(f'/resource_providers/{each}/usages')
 
     def paths(self) -> list[str]:
-        """What may be read."""
         of_one = [
             f'/resource_providers/{each}{part}'
             for each in self.providers
@@ -88,7 +87,6 @@ class Pair:
         self.write('PUT', f'/allocations/{consumer}', body)
 
     def claim_set(self) -> None:
-        """Two or three at once."""
         bodies = {}
         for consumer in self.rng.sample(self.consumers, self.rng.randint(2, 3)):
             bodies[consumer] = self.body()
@@ -97,7 +95,6 @@ class Pair:
         self.write('POST', '/allocations', bodies)
 
     def release(self) -> None:
-        """What one holds."""
         consumer = self.rng.choice(self.consumers)
         generation = self.generation(consumer)
         if generation is not None:
@@ -131,7 +128,6 @@ class Pair:
         return {**self.known(provider), 'inventories': inventories}
 
     def named(self, provider: str, part: str, of: list[str]) -> dict[str, Any]:
-        """Some traits or aggregates."""
         return {**self.known(provider), part: [each for each in of if self.rng.random() < 0.4]}
 
     def known(self, provider: str) -> dict[str, int]:
@@ -141,17 +137,14 @@ class Pair:
         return {'resource_provider_generation': generation + (self.rng.random() < 0.1)}
 
     def generation(self, consumer: str) -> int | None:
-        """The consumer's, as placement tells it."""
         return self.real.get(f'/allocations/{consumer}').get('consumer_generation')
 
     def read(self, path: str) -> None:
-        """The same answer."""
         self.calls.append(f'GET {path}')
         real, model = (plain(answer(lambda each: each.get(path), of)) for of in (self.real, self.model))
         assert real == model, differ(self.calls, real, model)
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
-        """The same outcome."""
         self.calls.append(f'{method} {path} {body}')
         real, model = (answer(lambda each: each.write(method, path, body), of) for of in (self.real, self.model))
         assert real == model, differ(self.calls, real, model)

@@ -83,7 +83,6 @@ class PlacementModel:
         return sum(held.get(provider, {}).get(name, 0) for held in self.held.values())
 
     def capacity(self, provider: str, name: str) -> int:
-        """How much of it there is."""
         each = self.providers[provider].inventories.get(name)
         return 0 if each is None else int((each['total'] - each['reserved']) * each['allocation_ratio'])
 
@@ -331,7 +330,6 @@ class PlacementModel:
         return trait in self.custom or trait in _KNOWN
 
     def shape(self) -> int:
-        """What tells two states apart."""
         if self._print[0] != self.writes:
             rows = sorted((name, each.generation, each.user, each.project) for name, each in self.rows.items())
             self._print = self.writes, hash(repr((rows, sorted(self.held.items()), sorted(self.providers.items()))))

@@ -20,11 +20,9 @@ class ModelPlacement(Placement):
         self._model, self._world = model, world
 
     def get(self, path: str) -> Json:
-        """See Placement."""
         return self._world.call(Call('placement', ('GET', path)), lambda: self._answered(lambda: self._model.ask(path)))
 
     def write(self, method: str, path: str, body: Json | None) -> None:
-        """See Placement."""
         what = (method, path, json.dumps(body))
         model = self._model
         if not path.startswith('/allocations'):
@@ -59,5 +57,4 @@ class _Answer:
 
     @property
     def content(self) -> bytes:
-        """The body."""
         return json.dumps(self._body).encode()

@@ -43,12 +43,10 @@ class Facts:
         }
 
     def called(self, instance: str) -> str:
-        """Its name in the story."""
         return self.cloud.world.names.get(instance, instance)
 
 
 def violations(cloud: Cloud) -> list[str]:
-    """What does not hold."""
     facts = Facts(cloud)
     return [wrong for rule in RULES for wrong in rule(facts)]
 
@@ -196,7 +194,6 @@ def waits(facts: Facts) -> Iterator[str]:
 
 
 def audited(facts: Facts) -> Iterator[str]:
-    """The product's own audit finds nothing."""
     try:
         report = audit(facts.cloud.store, facts.cloud.placement)
     except EcompError as error:

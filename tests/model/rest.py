@@ -144,7 +144,6 @@ def to_be_repeated(cloud: Cloud) -> list[Callable[[], object]]:
 
 
 def destroy_all(cloud: Cloud) -> None:
-    """Whatever lives, or waits."""
     asked = [keys.last(key) for key in cloud.etcd.entries if key.startswith(keys.HOSTS)]
     waiting = [key for key in cloud.etcd.entries if key.startswith(keys.QUEUES) and not key.endswith(keys.TAKER)]
     for instance in [*asked, *map(keys.last, waiting)]:
@@ -155,7 +154,6 @@ def destroy_all(cloud: Cloud) -> None:
 
 
 def nothing_left(cloud: Cloud) -> list[str]:
-    """What is there though all is destroyed."""
     dead = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
     kept = (keys.COMPUTES, keys.INSTANCES, keys.FLAVORS, keys.QUOTAS)
     # Of what was on a compute that is dead nobody has taken anything away yet.
@@ -176,7 +174,6 @@ def nothing_left(cloud: Cloud) -> list[str]:
 
 
 def restart_all(cloud: Cloud) -> None:
-    """A new process on each host."""
     for compute in cloud.computes.values():
         if not compute.is_dead:
             compute.restart()

@@ -22,7 +22,6 @@ FATES = {
 
 
 def tell(world: World) -> str:
-    """The whole of it, a numbered line each."""
     lines = []
     for number, step in enumerate(world.steps, 1):
         lines.append(f'{number:4}. {_line(step)}')

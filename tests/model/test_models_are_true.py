@@ -37,7 +37,6 @@ def world() -> World:
 
 
 def run_etcd(etcd: Etcd, world: World, steps: int, seed: int) -> None:
-    """So many calls."""
     store = Store(EtcdConfig((etcd.endpoint,)))
     try:
         for number in range(steps // LENGTH):
@@ -80,7 +79,6 @@ def test_a_fence_holds_in_both(etcd: Etcd, world: World) -> None:
 
 
 def run_placement(client: Placement, world: World, steps: int, seed: int) -> None:
-    """So many calls."""
     calls = number = 0
     while calls < steps:
         number += 1

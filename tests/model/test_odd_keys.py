@@ -65,7 +65,6 @@ def is_silent(cloud: Cloud) -> None:
 
 
 def forgotten(cloud: Cloud) -> list[str]:
-    """What `host forget` says that it has removed."""
     said: list[str] = []
     forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, said.append, fenced=True)
     return said

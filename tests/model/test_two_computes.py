@@ -55,7 +55,6 @@ def asked_of(cloud: Cloud, compute: str, instance: str, shared: Membership | Non
 
 
 def recorded(cloud: Cloud, instance: str, state: str) -> None:
-    """A's record of it."""
     record = Record(instance, A, state, resources=SIZE, user_id='u', project_id='p', stages={'requested': NOW})
     cloud.store.commit([], [Put(keys.record(A, instance), record_json(record))])
 

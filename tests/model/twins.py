@@ -30,7 +30,6 @@ class Twins:
         return self.prefix + self.rng.choice(['a', 'a/1', 'ab', 'b', 'c'])
 
     def step(self) -> None:
-        """One call to both."""
         reads = [self.read, self.list_, self.list_, self.count, self.around]
         ask = self.rng.choice([*reads, *[self.commit] * 4, self.grant, self.end])
         ask()
@@ -58,12 +57,10 @@ class Twins:
         return 'a number' if isinstance(found, int) else found
 
     def read(self) -> None:
-        """One key."""
         key = self.key()
         self.same(f'get {key}', lambda store: store.get(key), lambda store: store.get(key))
 
     def list_(self) -> None:
-        """A prefix."""
         prefix, keys_only = self.rng.choice([self.prefix, self.prefix + 'a']), self.rng.random() < 0.3
 
         def ask(store: Store) -> Snapshot:
@@ -82,7 +79,6 @@ class Twins:
         self.same(f'around {start}, {limit}', ask, ask)
 
     def count(self) -> None:
-        """How many there are."""
         self.calls.append('count')
         real, model = self.real.count(self.prefix), self.model.count(self.prefix)
         assert real == model, differ(self.calls, real, model)
@@ -120,7 +116,6 @@ class Twins:
         return Put(key, value, real), Put(key, value, model)
 
     def grant(self) -> None:
-        """A lease."""
         self.leases.append((self.real.grant(600), self.model.grant(600)))
         self.calls.append(f'grant: {self.leases[-1]}')
 

@@ -28,7 +28,6 @@ class Inside:
 
     @classmethod
     def here(cls) -> World | None:
-        """The world, for those who are in it."""
         return cls.world if cls.world is not None and threading.get_ident() == cls.thread else None
 
 
@@ -45,11 +44,9 @@ class Threads:
         pass
 
     def map(self, work: Callable[..., Any], *each: Iterable[Any]) -> Iterator[Any]:
-        """In order."""
         return map(work, *each)
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> None:
-        """Done at once."""
         work(*arguments)
 
     def shutdown(self) -> None:
@@ -61,7 +58,6 @@ class Moment(datetime):
 
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> Moment:
-        """Always the same."""
         return cls(2030, 1, 1, tzinfo=tz or UTC)
 
 

@@ -138,7 +138,6 @@ class World:
         return answer  # type: ignore[return-value]
 
     def sleep(self, seconds: float) -> None:
-        """Let others go on."""
         if self.over:
             raise Killed
         if self.now is None:
@@ -153,7 +152,6 @@ class World:
         actor.history = hash((actor.history, 'sleeps', self.clock))
 
     def wait(self, what: str, ready: Callable[[], bool]) -> None:
-        """Wait for something in this world."""
         actor = self.now
         assert actor is not None, what
         actor.ready = ready
@@ -162,7 +160,6 @@ class World:
         actor.history = hash((actor.history, 'waited', what))
 
     def read_clock(self) -> float:
-        """Seconds."""
         if self.now is not None:
             self.now.history = hash((self.now.history, self.clock))
         return self.clock

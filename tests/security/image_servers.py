@@ -27,12 +27,10 @@ def web() -> Iterator[Web]:
 
 
 def everywhere(directory: Path, reach: Reach) -> ImageCache:
-    """An image cache that may fetch from there."""
     return ImageCache(directory / 'images', inspect, None, LIMITS, reach)
 
 
 def refusal(cache: ImageCache, url: str) -> str:
-    """Why an image cannot be had."""
     with pytest.raises(BuildFailed) as refused:
         get(cache, url)
     assert refused.value.stage == 'image'
@@ -56,7 +54,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
 
 
 def port_of(url: str) -> int:
-    """The port of a test's server."""
     found = urlsplit(url).port
     assert found is not None
     return found

@@ -43,7 +43,6 @@ NASTY: list[Any] = [
 
 
 def mutant(good: Any, rng: random.Random) -> bytes:
-    """A value made of a good one."""
     value = json.loads(json.dumps(good))
     for _ in range(rng.choice((1, 1, 1, 2, 3, 5))):
         value = _changed(value, rng)

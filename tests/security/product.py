@@ -54,7 +54,6 @@ class Product:
         return self.cloud.stores[OPERATOR]
 
     def compute(self, user: str) -> Held:
-        """A started one, ended with this."""
         self._started.append(Held(self.cloud, user, self.placement, BIG))
         return self._at_exit.enter_context(self._started[-1])
 
@@ -67,7 +66,6 @@ class Product:
         return self.compute(f'compute-{name}')
 
     def asks(self, *words: str, user: str = SCHEDULER) -> Result:
-        """eschedule with the certificate of a user."""
         return eschedule(self.cloud.configured(user, self.placement.url), *words)
 
     def does(self, *words: str, user: str = SCHEDULER) -> str:
@@ -84,12 +82,10 @@ class Product:
         return placed
 
     def record(self, instance: str) -> dict[str, Any]:
-        """Its record; without one, a record that says nothing."""
         found = [each.value for key, each in self.entries('/instances/').items() if key.endswith(f'/{instance}')]
         return dict(json.loads(found[0])) if found else {'state': '', 'stages': {}}
 
     def entries(self, prefix: str = '/') -> Mapping[str, Entry]:
-        """All that is in etcd under a prefix."""
         return self.operator.snapshot(prefix).entries
 
     def kept(self) -> Mapping[str, bytes]:
@@ -98,7 +94,6 @@ class Product:
         return {key: without_room(value) if key.startswith('/computes/') else value for key, value in values.items()}
 
     def reached(self, instance: str, state: str) -> None:
-        """Return once its record says so."""
         until(lambda: self.record(instance)['state'] == state, SOON, f'{instance} is {state}')
 
     def audit(self, user: str = SCHEDULER) -> list[tuple[str, str]]:

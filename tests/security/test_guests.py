@@ -26,7 +26,6 @@ pytestmark = [
 
 @pytest.fixture
 def lab(guest_image: Path) -> Iterator[Lab]:
-    """One host."""
     made = Lab(lab_name('guests'), 1)
     try:
         (made.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
@@ -49,7 +48,6 @@ class Page(BaseHTTPRequestHandler):
 
 @contextmanager
 def listening(address: str) -> Iterator[int]:
-    """A web server of the machine's own; its port."""
     with ThreadingHTTPServer((address, 0), Page) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -61,7 +59,6 @@ def listening(address: str) -> Iterator[int]:
 
 
 def reaches(guest: Guest, url: str) -> str:
-    """What the guest is told there."""
     return guest.run(f'timeout 5 wget -q -O - {url} </dev/null 2>&1 || echo nothing')
 
 

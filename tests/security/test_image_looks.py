@@ -97,7 +97,6 @@ def test_tables_on_top_of_each_other_cost_no_more_than_the_file_is_long(tmp_path
 
 
 def made(path: Path, *options: str) -> Path:
-    """A qcow2 as qemu-img makes it."""
     subprocess.run(['qemu-img', 'create', '-q', '-f', 'qcow2', *options, str(path), '128G'], check=True)
     return path
 

@@ -25,7 +25,6 @@ from tests.kit.servers import free_port
 
 
 def first_bytes(**settings: Path) -> bytes:
-    """What whoever answers at the endpoint hears first."""
     heard: list[bytes] = []
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))

@@ -13,13 +13,11 @@ Answer = Callable[[], Iterable[bytes]]
 
 
 def whole(body: bytes, status: str = '200 OK', *heads: str) -> bytes:
-    """A well-formed answer."""
     lines = [f'HTTP/1.1 {status}', 'content-type: application/json', f'content-length: {len(body)}', *heads]
     return '\r\n'.join(lines).encode() + b'\r\n\r\n' + body
 
 
 def said(value: object) -> bytes:
-    """A well-formed answer of this JSON."""
     return whole(json.dumps(value).encode())
 
 
@@ -36,7 +34,6 @@ class Wire:
         self._thread.start()
 
     def close(self) -> None:
-        """End."""
         self._open = False
         with suppress(OSError):  # accept() ends by it
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -64,7 +61,6 @@ class Wire:
                         time.sleep(0.05)
 
     def _read(self, connection: socket.socket) -> bool:
-        """One request; False if there is no further one."""
         got = b''
         while b'\r\n\r\n' not in got:
             more = connection.recv(65536)
@@ -81,7 +77,6 @@ class Wire:
 
 @contextmanager
 def wire(answer: Answer) -> Iterator[Wire]:
-    """One, ended with the block."""
     server = Wire(answer)
     try:
         yield server
