@@ -46,6 +46,11 @@ class Scenario:
         return ' '.join((self.scene.__doc__ or '').split())
 
 
+def within(bounds: Bounds, *scenes: Scene) -> list[Scenario]:
+    """The scenarios of these scenes, all explored as far."""
+    return [Scenario(scene, bounds) for scene in scenes]
+
+
 class Finding(NamedTuple):
     """What is wrong, the story of how it came to be, and the choices that lead there again."""
 

@@ -9,7 +9,7 @@ from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import LARGER, A, B, Cloud, S, U, V
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 
 
 def orphan_consumer(cloud: Cloud) -> Check:
@@ -236,26 +236,20 @@ def _release(cloud: Cloud) -> int:
 
 LOST = Bounds(2, 1, requests=1, answers=1)
 SCENARIOS = [
-    Scenario(orphan_consumer, Bounds(1, 2, halves=1, kills=1)),
-    Scenario(orphan_consumer_taken_over, Bounds(2, 1, halves=1)),
-    Scenario(late_release, Bounds(2, 0)),
-    Scenario(late_release_ample, LOST),
-    Scenario(release_beside_resume, Bounds(2, 0)),
-    Scenario(late_releases, Bounds(2, 0)),
-    Scenario(late_releases_of_the_last, Bounds(2, 0)),
-    Scenario(lost_delivery, Bounds(2, 2, answers=1, expiries=1)),
-    Scenario(late_delivery, Bounds(2, 1, late=1)),
-    Scenario(unconfirmed, SHAKY),
-    Scenario(claim_keeper, Bounds(2, 0)),
-    Scenario(one_uuid_twice, SHAKY),
-    Scenario(one_uuid_of_two_sizes, Bounds(2, 0)),
-    Scenario(set_twice, Bounds(2, 1, answers=1)),
-    Scenario(set_against_single, SHAKY),
-    Scenario(last_place, SHAKY),
-    Scenario(one_place_twice, Bounds(2, 0)),
-    Scenario(killed_and_again, Bounds(2, 2, kills=1, expiries=1, minutes=1)),
-    Scenario(interrupted, Bounds(2, 1, interrupts=1)),
-    Scenario(foreign_claim, Bounds(2, 2, minutes=2)),
-    Scenario(claim_of_the_dead, Bounds(3, 0)),
-    Scenario(claim_of_a_removed_request, Bounds(3, 0)),
+    *within(Bounds(1, 2, halves=1, kills=1), orphan_consumer),
+    *within(Bounds(2, 1, halves=1), orphan_consumer_taken_over),
+    *within(
+        Bounds(2, 0),
+        *(late_release, release_beside_resume, late_releases, late_releases_of_the_last, claim_keeper),
+        *(one_uuid_of_two_sizes, one_place_twice),
+    ),
+    *within(LOST, late_release_ample),
+    *within(Bounds(2, 2, answers=1, expiries=1), lost_delivery),
+    *within(Bounds(2, 1, late=1), late_delivery),
+    *within(SHAKY, unconfirmed, one_uuid_twice, set_against_single, last_place),
+    *within(Bounds(2, 1, answers=1), set_twice),
+    *within(Bounds(2, 2, kills=1, expiries=1, minutes=1), killed_and_again),
+    *within(Bounds(2, 1, interrupts=1), interrupted),
+    *within(Bounds(2, 2, minutes=2), foreign_claim),
+    *within(Bounds(3, 0), claim_of_the_dead, claim_of_a_removed_request),
 ]

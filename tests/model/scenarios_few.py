@@ -7,7 +7,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.operating.decommission import disable
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, C, Cloud, S, U, V
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 
 EMPTY = {'VCPU': [4, 100], 'MEMORY_MB': [9, 100], 'DISK_GB': [9, 100]}
 HALF = {'VCPU': [4, 50], 'MEMORY_MB': [9, 50], 'DISK_GB': [9, 50]}
@@ -120,11 +120,7 @@ def _is_placed_on(cloud: Cloud, outcome: object, compute: str) -> list[str]:
 
 
 SCENARIOS = [
-    Scenario(few_against_all, SHAKY),
-    Scenario(few_by_stale_hints, SHAKY),
-    Scenario(few_by_rubbish, SHAKY),
-    Scenario(few_and_the_dead, Bounds(2, 2, kills=1, expiries=1)),
-    Scenario(few_and_disable, SHAKY),
-    Scenario(few_beside_a_set, SHAKY),
-    Scenario(few_while_hints_are_put, Bounds(2, 1, answers=1)),
+    *within(SHAKY, few_against_all, few_by_stale_hints, few_by_rubbish, few_and_disable, few_beside_a_set),
+    *within(Bounds(2, 2, kills=1, expiries=1), few_and_the_dead),
+    *within(Bounds(2, 1, answers=1), few_while_hints_are_put),
 ]

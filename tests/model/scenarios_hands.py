@@ -8,7 +8,7 @@ from tests.model.acting import SHAKY
 from tests.model.cloud import A, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Scenario
+from tests.model.explorer import within
 
 
 def _active(cloud: Cloud) -> Compute:
@@ -91,10 +91,10 @@ def guest_removed(cloud: Cloud) -> None:
 
 
 SCENARIOS = [
-    Scenario(record_removed, SHAKY),
-    Scenario(record_removed_of_half_a_guest, SHAKY),
-    Scenario(record_removed_of_active, SHAKY),
-    Scenario(record_and_guest_removed, SHAKY),
-    Scenario(record_spoilt, SHAKY),
-    Scenario(guest_removed, SHAKY._replace(minutes=1)),
+    *within(
+        SHAKY,
+        *(record_removed, record_removed_of_half_a_guest, record_removed_of_active, record_and_guest_removed),
+        record_spoilt,
+    ),
+    *within(SHAKY._replace(minutes=1), guest_removed),
 ]

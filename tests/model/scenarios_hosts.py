@@ -11,7 +11,7 @@ from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY
 from tests.model.cloud import A, Cloud, U, V
 from tests.model.compute import Compute
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 
 APART = Membership('g', 'anti-affinity', True)
 NEXT_DAY, LATER = '2030-01-02T01:00:00Z', '2030-01-01T00:00:01Z'
@@ -121,10 +121,5 @@ def _plans(host: Compute) -> None:
 
 
 SCENARIOS = [
-    Scenario(used_again_and_rebooted, SHAKY),
-    Scenario(refused, SHAKY),
-    Scenario(no_thread, SHAKY),
-    Scenario(unheard, SHAKY),
-    Scenario(cloned, SHAKY),
-    Scenario(full, SHAKY),
+    *within(SHAKY, used_again_and_rebooted, refused, no_thread, unheard, cloned, full),
 ]

@@ -9,7 +9,7 @@ from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, U, V
 from tests.model.compute import Compute
-from tests.model.explorer import Scenario
+from tests.model.explorer import within
 
 TOGETHER = Membership('g', 'affinity', True)
 
@@ -114,13 +114,11 @@ def published_again(cloud: Cloud) -> None:
 
 
 SCENARIOS = [
-    Scenario(built_and_destroyed, SHAKY),
-    Scenario(destroyed_twice, SHAKY),
-    Scenario(stopped_and_destroyed, SHAKY),
-    Scenario(rebooted, SHAKY),
-    Scenario(foreign_records, SHAKY),
-    Scenario(killed_twice, Bounds(2, 2, kills=2)),
-    Scenario(resumed_and_built, Bounds(2, 1, kills=1)),
-    Scenario(destroyed_and_asked_again, SHAKY),
-    Scenario(published_again, SHAKY),
+    *within(
+        SHAKY,
+        *(built_and_destroyed, destroyed_twice, stopped_and_destroyed, rebooted, foreign_records),
+        *(destroyed_and_asked_again, published_again),
+    ),
+    *within(Bounds(2, 2, kills=2), killed_twice),
+    *within(Bounds(2, 1, kills=1), resumed_and_built),
 ]

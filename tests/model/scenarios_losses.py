@@ -12,7 +12,7 @@ from ecomp.store.client import Delete, Entry, Put
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, U
 from tests.model.compute import Compute
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 
 KILLED = Bounds(2, 1, kills=1)
 
@@ -203,12 +203,11 @@ def _runs_and_waits(cloud: Cloud, marked: bool) -> Check:
 
 
 SCENARIOS = [
-    Scenario(off_before_it_was_active, KILLED),
-    Scenario(power_fails_in_a_build, KILLED),
-    Scenario(power_fails_without_a_record, KILLED),
-    Scenario(older_state_directory, KILLED),
-    Scenario(state_directory_behind, KILLED),
-    Scenario(destroyed_and_waiting_again, SHAKY),
-    Scenario(runs_and_waits_again, Bounds(2, 0)),
-    Scenario(runs_and_waits_marked, Bounds(2, 0)),
+    *within(
+        KILLED,
+        *(off_before_it_was_active, power_fails_in_a_build, power_fails_without_a_record, older_state_directory),
+        state_directory_behind,
+    ),
+    *within(SHAKY, destroyed_and_waiting_again),
+    *within(Bounds(2, 0), runs_and_waits_again, runs_and_waits_marked),
 ]

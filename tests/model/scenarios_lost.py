@@ -6,7 +6,7 @@ from ecomp.model.group import Membership
 from tests.model.acting import Bounds
 from tests.model.cloud import A, B, Cloud, S, U, V
 from tests.model.compute import Compute
-from tests.model.explorer import Scenario
+from tests.model.explorer import within
 from tests.model.scenarios_operators import drains, fix_and_create, forget_what_is_destroyed
 from tests.model.scenarios_pairs import active, sets
 
@@ -109,16 +109,10 @@ def keeper_with_losses(cloud: Cloud) -> None:
 
 LOSSY = Bounds(1, 3, requests=1, answers=2, expiries=1, reads=2)
 SCENARIOS = [
-    Scenario(create_with_losses, LOSSY),
-    Scenario(resume_with_losses, LOSSY),
-    Scenario(set_with_losses, LOSSY),
-    Scenario(queue_with_losses, LOSSY),
-    Scenario(destroy_with_losses, LOSSY),
-    Scenario(destroy_of_waiting_with_losses, LOSSY),
-    Scenario(stop_with_losses, LOSSY),
-    Scenario(forget_with_losses, LOSSY),
-    Scenario(fix_with_losses, LOSSY),
-    Scenario(drain_with_losses, LOSSY),
-    Scenario(quota_with_losses, LOSSY),
-    Scenario(keeper_with_losses, LOSSY),
+    *within(
+        LOSSY,
+        *(create_with_losses, resume_with_losses, set_with_losses, queue_with_losses, destroy_with_losses),
+        *(destroy_of_waiting_with_losses, stop_with_losses, forget_with_losses, fix_with_losses, drain_with_losses),
+        *(quota_with_losses, keeper_with_losses),
+    ),
 ]

@@ -15,7 +15,7 @@ from ecomp.store.client import Put
 from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import A, B, Cloud, U, V, W
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 from tests.model.virtual import NOW
 
 
@@ -178,14 +178,7 @@ def disable_and_enable(cloud: Cloud) -> Check:
 
 
 SCENARIOS = [
-    Scenario(drain_and_create, Bounds(2, 0)),
-    Scenario(forget_and_create, Bounds(2, 0)),
-    Scenario(forget_with_another, Bounds(2, 0)),
-    Scenario(forget_what_is_destroyed, SHAKY),
-    Scenario(fix_and_create, Bounds(2, 0)),
-    Scenario(fix_drift, SHAKY),
-    Scenario(first_quota_twice, Bounds(2, 0)),
-    Scenario(first_quota, SHAKY),
-    Scenario(quota_and_destroy, Bounds(2, 1, answers=1)),
-    Scenario(disable_and_enable, SHAKY),
+    *within(Bounds(2, 0), drain_and_create, forget_and_create, forget_with_another, fix_and_create, first_quota_twice),
+    *within(SHAKY, forget_what_is_destroyed, fix_drift, first_quota, disable_and_enable),
+    *within(Bounds(2, 1, answers=1), quota_and_destroy),
 ]

@@ -17,7 +17,7 @@ from tests.model.acting import SHAKY, Actor, Bounds, Call
 from tests.model.cloud import LARGER, A, B, Cloud, S, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 from tests.model.invariants import CLAIM, NAME
 from tests.model.scenarios_operators import ends, forgets
 from tests.model.virtual import NOW
@@ -339,23 +339,17 @@ def set_and_its_member_in_a_queue(cloud: Cloud) -> None:
 
 
 SCENARIOS = [
-    Scenario(set_and_its_member, Bounds(2, 0)),
-    Scenario(set_and_its_member_in_a_queue, Bounds(2, 0)),
-    Scenario(set_and_its_member_built, Bounds(2, 0)),
-    Scenario(cleared_and_used_again, SHAKY),
-    Scenario(frozen_forget_and_used_again, Bounds(2, 0)),
-    Scenario(cleared_and_asked_for_more, Bounds(1, 0)),
-    Scenario(cleared_beside_queue, SHAKY),
-    Scenario(fix_beside_a_life, Bounds(2, 0)),
-    Scenario(fix_beside_a_queue, Bounds(2, 0)),
-    Scenario(claim_removed_by_hand, Bounds(2, 0)),
-    Scenario(claim_removed_in_a_build, SHAKY),
-    Scenario(names_removed_by_hand, Bounds(2, 0)),
-    Scenario(request_removed_by_hand, SHAKY),
-    Scenario(quota_goes_and_comes, SHAKY),
-    Scenario(quota_lowered_beside_a_set, SHAKY),
-    Scenario(flavor_commands, SHAKY),
-    Scenario(queue_forget_and_destroy, SHAKY),
-    Scenario(queue_and_direct_name, SHAKY),
-    Scenario(queues_off, Bounds(1, 1, kills=1)),
+    *within(
+        Bounds(2, 0),
+        *(set_and_its_member, set_and_its_member_in_a_queue, set_and_its_member_built, frozen_forget_and_used_again),
+        *(fix_beside_a_life, fix_beside_a_queue, claim_removed_by_hand, names_removed_by_hand),
+    ),
+    *within(
+        SHAKY,
+        *(cleared_and_used_again, cleared_beside_queue, claim_removed_in_a_build, request_removed_by_hand),
+        *(quota_goes_and_comes, quota_lowered_beside_a_set, flavor_commands, queue_forget_and_destroy),
+        queue_and_direct_name,
+    ),
+    *within(Bounds(1, 0), cleared_and_asked_for_more),
+    *within(Bounds(1, 1, kills=1), queues_off),
 ]

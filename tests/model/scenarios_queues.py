@@ -12,7 +12,7 @@ from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, C, Cloud, U, V, name_uuid
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 
 APART = Membership('g', 'anti-affinity', True)
 
@@ -266,22 +266,19 @@ def chosen_gone_stale(cloud: Cloud) -> Check:
 
 
 SCENARIOS = [
-    Scenario(two_takers, Bounds(2, 2, kills=1, requests=1, answers=1, expiries=1)),
-    Scenario(taken_and_destroyed, SHAKY),
-    Scenario(queued_and_direct, SHAKY),
-    Scenario(overtaken_by_a_queue, SHAKY),
-    Scenario(queue_orphan_consumer, Bounds(1, 2, halves=1, kills=1)),
-    Scenario(restarted_taker, Bounds(2, 0)),
-    Scenario(apart_and_cancelled, Bounds(2, 0)),
-    Scenario(taker_killed, SHAKY),
-    Scenario(frozen_taker, Bounds(2, 2, expiries=1, answers=1)),
-    Scenario(dead_taker, Bounds(1, 1, kills=1)),
-    Scenario(late_move, Bounds(2, 1, late=1)),
-    Scenario(refused_by_placement, SHAKY),
-    Scenario(late_let_go, Bounds(2, 1, requests=1)),
-    Scenario(three_takers, Bounds(1, 2, requests=2)),
-    Scenario(flavor_removed, SHAKY),
-    Scenario(chosen_are_dead, Bounds(0, 2)),
-    Scenario(two_circles, Bounds(2, 1, kills=1, expiries=1)),
-    Scenario(chosen_gone_stale, Bounds(1, 1, kills=1)),
+    *within(Bounds(2, 2, kills=1, requests=1, answers=1, expiries=1), two_takers),
+    *within(
+        SHAKY,
+        *(taken_and_destroyed, queued_and_direct, overtaken_by_a_queue, taker_killed, refused_by_placement),
+        flavor_removed,
+    ),
+    *within(Bounds(1, 2, halves=1, kills=1), queue_orphan_consumer),
+    *within(Bounds(2, 0), restarted_taker, apart_and_cancelled),
+    *within(Bounds(2, 2, expiries=1, answers=1), frozen_taker),
+    *within(Bounds(1, 1, kills=1), dead_taker, chosen_gone_stale),
+    *within(Bounds(2, 1, late=1), late_move),
+    *within(Bounds(2, 1, requests=1), late_let_go),
+    *within(Bounds(1, 2, requests=2), three_takers),
+    *within(Bounds(0, 2), chosen_are_dead),
+    *within(Bounds(2, 1, kills=1, expiries=1), two_circles),
 ]

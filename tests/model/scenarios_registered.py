@@ -13,7 +13,7 @@ from tests.model.acting import SHAKY, Bounds, Call
 from tests.model.cloud import A, B, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 from tests.model.virtual import NOW
 
 if TYPE_CHECKING:
@@ -188,9 +188,6 @@ def forgotten_as_it_starts(cloud: Cloud) -> Check:
 
 
 SCENARIOS = [
-    Scenario(closed_while_it_is_kept, Bounds(2, 0)),
-    Scenario(started_and_disabled, Bounds(2, 0)),
-    Scenario(started_and_enabled, Bounds(2, 0)),
-    Scenario(started_beside_a_create, SHAKY),
-    Scenario(forgotten_as_it_starts, Bounds(2, 0)),
+    *within(Bounds(2, 0), closed_while_it_is_kept, started_and_disabled, started_and_enabled, forgotten_as_it_starts),
+    *within(SHAKY, started_beside_a_create),
 ]

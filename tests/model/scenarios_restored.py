@@ -10,7 +10,7 @@ from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, U
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 from tests.model.invariants import CLAIM
 from tests.model.scenarios_losses import restore
 from tests.model.scenarios_returning import take
@@ -179,16 +179,13 @@ def _accept_after(cloud: Cloud, host: Compute) -> None:
 
 
 SCENARIOS = [
-    Scenario(new_compute_after_a_restore, SHAKY),
-    Scenario(new_compute_beside_a_living_one, SHAKY),
-    Scenario(new_compute_after_restoring_both, SHAKY),
-    Scenario(new_compute_beside_a_restored_key, SHAKY),
-    Scenario(forgotten_after_a_restore, SHAKY),
-    Scenario(queued_after_a_restore, SHAKY),
-    Scenario(refused_after_a_restore, SHAKY),
-    Scenario(state_directory_lost_after_a_restore, SHAKY),
-    Scenario(resumed_as_it_is_published, Bounds(2, 0)),
-    Scenario(resumed_after_a_restore, SHAKY),
-    Scenario(interrupted_after_a_restore, Bounds(2, 1, interrupts=1)),
-    Scenario(destroyed_in_a_restored_queue, SHAKY),
+    *within(
+        SHAKY,
+        *(new_compute_after_a_restore, new_compute_beside_a_living_one, new_compute_after_restoring_both),
+        *(new_compute_beside_a_restored_key, forgotten_after_a_restore, queued_after_a_restore),
+        *(refused_after_a_restore, state_directory_lost_after_a_restore, resumed_after_a_restore),
+        destroyed_in_a_restored_queue,
+    ),
+    *within(Bounds(2, 0), resumed_as_it_is_published),
+    *within(Bounds(2, 1, interrupts=1), interrupted_after_a_restore),
 ]

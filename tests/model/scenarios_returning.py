@@ -14,7 +14,7 @@ from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import A, B, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 from tests.model.scenarios_losses import restore
 from tests.model.scenarios_operators import drains, ends, forgets
 from tests.model.scenarios_pairs import active
@@ -304,21 +304,14 @@ def _publishes_after(cloud: Cloud, host: Compute, first: Actor, saved: dict[str,
 
 
 SCENARIOS = [
-    Scenario(drain_and_slow_create, SHAKY._replace(minutes=1)),
-    Scenario(drain_beside_a_frozen_create, SHAKY),
-    Scenario(drain_beside_a_frozen_claim, SHAKY),
-    Scenario(drain_beside_orphans, Bounds(2, 2, minutes=2)),
-    Scenario(drain_beside_a_taker, Bounds(2, 1, minutes=1)),
-    Scenario(drain_beside_a_frozen_taker, SHAKY._replace(minutes=1)),
-    Scenario(forget_and_slow_create, Bounds(2, 1, minutes=1)),
-    Scenario(forget_and_slow_taker, Bounds(2, 1, minutes=1)),
-    Scenario(forgotten_as_it_takes, Bounds(2, 0)),
-    Scenario(forgotten_and_back, SHAKY),
-    Scenario(new_compute_takes, SHAKY),
-    Scenario(new_compute_behind_acceptance, SHAKY),
-    Scenario(refused_and_room_again, Bounds(2, 0)),
-    Scenario(queued_in_a_quota, SHAKY),
-    Scenario(destroyed_twice_beside_another, Bounds(2, 0)),
-    Scenario(destroyed_half_and_restored, Bounds(1, 1, kills=1)),
-    Scenario(destroyed_half_in_a_restored_queue, Bounds(1, 1, kills=1)),
+    *within(SHAKY._replace(minutes=1), drain_and_slow_create, drain_beside_a_frozen_taker),
+    *within(
+        SHAKY,
+        *(drain_beside_a_frozen_create, drain_beside_a_frozen_claim, forgotten_and_back, new_compute_takes),
+        *(new_compute_behind_acceptance, queued_in_a_quota),
+    ),
+    *within(Bounds(2, 2, minutes=2), drain_beside_orphans),
+    *within(Bounds(2, 1, minutes=1), drain_beside_a_taker, forget_and_slow_create, forget_and_slow_taker),
+    *within(Bounds(2, 0), forgotten_as_it_takes, refused_and_room_again, destroyed_twice_beside_another),
+    *within(Bounds(1, 1, kills=1), destroyed_half_and_restored, destroyed_half_in_a_restored_queue),
 ]

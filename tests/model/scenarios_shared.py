@@ -5,7 +5,7 @@ from __future__ import annotations
 from ecomp.model.group import Membership
 from tests.model.acting import SHAKY
 from tests.model.cloud import A, B, Cloud, S, U, V
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 
 APART = Membership('g', 'anti-affinity', True)
 TOGETHER = Membership('g', 'affinity', True)
@@ -73,10 +73,5 @@ def name_of_destroyed(cloud: Cloud) -> None:
 
 
 SCENARIOS = [
-    Scenario(apart, SHAKY),
-    Scenario(together, SHAKY),
-    Scenario(quota_of_one, SHAKY),
-    Scenario(one_name, SHAKY),
-    Scenario(set_in_group, SHAKY),
-    Scenario(name_of_destroyed, SHAKY),
+    *within(SHAKY, apart, together, quota_of_one, one_name, set_in_group, name_of_destroyed),
 ]

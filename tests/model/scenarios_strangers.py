@@ -17,7 +17,7 @@ from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import IMAGE, SIZE, A, B, Cloud, U, V, name_uuid
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 from tests.model.scenarios_losses import fails, restore
 from tests.model.scenarios_pairs import active, fixes_all, sets
 
@@ -298,19 +298,11 @@ def accepted_and_switched(cloud: Cloud) -> None:
 
 
 SCENARIOS = [
-    Scenario(switched_by_many, SHAKY),
-    Scenario(stopped_and_power_fails, SHAKY),
-    Scenario(destroyed_and_power_fails, SHAKY),
-    Scenario(asked_as_in_2019, SHAKY),
-    Scenario(destroyed_as_in_2019, SHAKY),
-    Scenario(presence_removed, SHAKY),
-    Scenario(mark_removed, SHAKY),
-    Scenario(waiting_removed, Bounds(2, 0)),
-    Scenario(attempt_removed, SHAKY),
-    Scenario(group_turned, SHAKY),
-    Scenario(quota_spoilt, SHAKY),
-    Scenario(accepted_and_destroyed, SHAKY),
-    Scenario(accepted_by_two, SHAKY),
-    Scenario(accepted_beside_operators, SHAKY),
-    Scenario(accepted_and_switched, SHAKY),
+    *within(
+        SHAKY,
+        *(switched_by_many, stopped_and_power_fails, destroyed_and_power_fails, asked_as_in_2019),
+        *(destroyed_as_in_2019, presence_removed, mark_removed, attempt_removed, group_turned, quota_spoilt),
+        *(accepted_and_destroyed, accepted_by_two, accepted_beside_operators, accepted_and_switched),
+    ),
+    *within(Bounds(2, 0), waiting_removed),
 ]

@@ -21,7 +21,7 @@ from tests.model.acting import SHAKY, Bounds, Call
 from tests.model.cloud import NAMES, A, B, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Check, Scenario
+from tests.model.explorer import Check, within
 from tests.model.invariants import CLAIM
 from tests.model.scenarios_operators import forgets
 from tests.model.scenarios_pairs import active, clears, fixes_all
@@ -285,14 +285,9 @@ def everybody(cloud: Cloud) -> None:
 
 
 SCENARIOS = [
-    Scenario(built_in_threads, SHAKY),
-    Scenario(ended_in_threads, SHAKY),
-    Scenario(request_removed_in_threads, SHAKY),
-    Scenario(request_spoilt_and_mended, SHAKY),
-    Scenario(keeper_with_generations, Bounds(2, 0)),
-    Scenario(placement_restored, Bounds(2, 0)),
-    Scenario(frozen_taker_forgotten, Bounds(2, 0)),
-    Scenario(asked_of_two, Bounds(2, 0)),
-    Scenario(looked_at, Bounds(2, 0)),
-    Scenario(everybody, SHAKY),
+    *within(
+        SHAKY,
+        built_in_threads, ended_in_threads, request_removed_in_threads, request_spoilt_and_mended, everybody,
+    ),
+    *within(Bounds(2, 0), keeper_with_generations, placement_restored, frozen_taker_forgotten, asked_of_two, looked_at),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ecomp.model.group import Membership
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, U, V, W
-from tests.model.explorer import Scenario
+from tests.model.explorer import within
 from tests.model.scenarios_operators import drains, ends, fixes, forgets, limits
 
 APART = Membership('g', 'anti-affinity', True)
@@ -119,13 +119,11 @@ def late_release_keeper_and_resume(cloud: Cloud) -> None:
 
 
 SCENARIOS = [
-    Scenario(keeper_drain_and_create, Bounds(2, 0)),
-    Scenario(keeper_drain_and_create_anew, Bounds(2, 2, minutes=2)),
-    Scenario(fix_destroy_and_resume, SHAKY),
-    Scenario(fix_taking_and_destroy, SHAKY),
-    Scenario(quota_two_creates_and_destroy, Bounds(2, 1, answers=1)),
-    Scenario(group_forget_and_drain, Bounds(2, 0)),
-    Scenario(policy_of_two, Bounds(2, 0)),
-    Scenario(forget_and_taker, SHAKY),
-    Scenario(late_release_keeper_and_resume, Bounds(2, 0)),
+    *within(
+        Bounds(2, 0),
+        keeper_drain_and_create, group_forget_and_drain, policy_of_two, late_release_keeper_and_resume,
+    ),
+    *within(Bounds(2, 2, minutes=2), keeper_drain_and_create_anew),
+    *within(SHAKY, fix_destroy_and_resume, fix_taking_and_destroy, forget_and_taker),
+    *within(Bounds(2, 1, answers=1), quota_two_creates_and_destroy),
 ]
