@@ -118,6 +118,9 @@ class Cloud:
         self.machines.append(made)
         return made
 
+    def hosts(self, *uuids: str, room: int = 4) -> list[Compute]:
+        return [self.host(each, room) for each in uuids]
+
     def hints(self, compute: str, room: object) -> None:
         """A compute says what room it has left, true or not, as its presence puts it."""
         presence = self.computes[compute].presence
@@ -205,6 +208,11 @@ class Cloud:
         self.commands.append(Command(actor, wanted, resume))
         return actor
 
+    def creates_twice(self, instance: str) -> None:
+        """Two eschedules at one uuid, both with --uuid."""
+        for number in (1, 2):
+            self.creates(f'eschedule {number}', instance, resume=True, seed=number)
+
     def create(
         self, wanted: SetOrder, resume: bool, seed: int = 1, asks_first: bool = False, large: int | None = None
     ) -> dict[str, DeliveryOutcome]:
@@ -278,6 +286,11 @@ class Cloud:
             if compute.presence.lease == lease:
                 return f'compute {NAMES[compute.uuid]}'
         return f'{self.etcd.leases[lease].owner} ({lease})'
+
+    @property
+    def is_unharmed(self) -> bool:
+        """Whether no message was lost, and nobody killed."""
+        return not any(step.fate for step in self.world.steps)
 
     def unknown(self) -> list[Command]:
         """The commands after which the user is told to give them again, with --uuid: killed, or with exit 7."""

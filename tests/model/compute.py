@@ -184,8 +184,11 @@ class Compute:
     def _is_somebody_else_s(self, _: str) -> None:
         self.is_read_only = True
 
-    def plan(self) -> int:
-        """List, plan and carry out; how many tasks."""
+    def plan(self, times: int = 1) -> int:
+        """List, plan and carry out, so many times; how many tasks."""
+        return sum(self._plan() for _ in range(times))
+
+    def _plan(self) -> int:
         if self.is_read_only:
             return 0
         state = self.store.snapshot(keys.request_prefix(self.uuid)).entries
@@ -234,6 +237,11 @@ class Compute:
         except EcompError:
             self.puller.failed()
             raise
+
+    def take(self, times: int = 1) -> None:
+        """Hear of what waits, take what fits, and build it."""
+        for _ in range(times):
+            self.do(self.hear_queues, self.hear_hosts, self.pull, self.plan)
 
     def digest(self) -> Digest:
         reserved = {mac: f'{each.instance} {each.address}' for mac, each in self.hypervisor.reservations().items()}

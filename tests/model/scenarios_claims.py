@@ -6,7 +6,7 @@ from ecomp.errors import Conflict
 from ecomp.model import keys
 from ecomp.placement import allocations
 from ecomp.store.client import Delete
-from tests.model.acting import SHAKY, Bounds
+from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import LARGER, A, B, Cloud, S, U, V
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
@@ -27,24 +27,25 @@ def orphan_consumer(cloud: Cloud) -> Check:
 def orphan_consumer_taken_over(cloud: Cloud) -> None:
     """Two eschedules at one uuid, of which one's claim is in its first half when the other one comes."""
     cloud.host(A)
-    cloud.creates('eschedule 1', U, resume=True, seed=1)
-    cloud.creates('eschedule 2', U, resume=True, seed=2)
+    cloud.creates_twice(U)
 
 
 def late_release(cloud: Cloud) -> None:
     """An eschedule that could not deliver undoes its claim while the same --uuid is asked again; room for one alone."""
-    cloud.host(A, room=1)
+    _late_releases(cloud, 1, room=1)
+
+
+def _late_releases(cloud: Cloud, number: int, room: int) -> None:
+    cloud.host(A, room=room)
     cloud.claimed(U, A)
-    cloud.abandons('eschedule 1', U, U)
-    cloud.creates('eschedule 2', U, resume=True)
+    for each in range(1, number + 1):
+        cloud.abandons(f'eschedule {each}', U, U)
+    cloud.creates(f'eschedule {number + 1}', U, resume=True)
 
 
 def late_release_ample(cloud: Cloud) -> None:
     """The same with room for more, and a message that may be lost."""
-    cloud.host(A)
-    cloud.claimed(U, A)
-    cloud.abandons('eschedule 1', U, U)
-    cloud.creates('eschedule 2', U, resume=True)
+    _late_releases(cloud, 1, room=4)
 
 
 def release_beside_resume(cloud: Cloud) -> None:
@@ -54,27 +55,18 @@ def release_beside_resume(cloud: Cloud) -> None:
 
 def late_releases(cloud: Cloud) -> None:
     """Two late releases of one claim, so that placement may count from 1 again between them; the same --uuid."""
-    cloud.host(A)
-    cloud.claimed(U, A)
-    for number in (1, 2):
-        cloud.abandons(f'eschedule {number}', U, U)
-    cloud.creates('eschedule 3', U, resume=True)
+    _late_releases(cloud, 2, room=4)
 
 
 def late_releases_of_the_last(cloud: Cloud) -> None:
     """The same with room for one alone."""
-    cloud.host(A, room=1)
-    cloud.claimed(U, A)
-    for number in (1, 2):
-        cloud.abandons(f'eschedule {number}', U, U)
-    cloud.creates('eschedule 3', U, resume=True)
+    _late_releases(cloud, 2, room=1)
 
 
 def lost_delivery(cloud: Cloud) -> None:
     """An eschedule's delivery may have no answer, and it may be asked again beside it."""
     cloud.host(A)
-    cloud.creates('eschedule 1', U, resume=True, seed=1)
-    cloud.creates('eschedule 2', U, resume=True, seed=2)
+    cloud.creates_twice(U)
 
 
 def late_delivery(cloud: Cloud) -> Check:
@@ -116,10 +108,8 @@ def claim_keeper(cloud: Cloud) -> None:
 
 def one_uuid_twice(cloud: Cloud) -> None:
     """Two eschedules at one uuid, with room for many; either may die, and a message may be lost."""
-    cloud.host(A)
-    cloud.host(B)
-    cloud.creates('eschedule 1', U, resume=True, seed=1)
-    cloud.creates('eschedule 2', U, resume=True, seed=2)
+    cloud.hosts(A, B)
+    cloud.creates_twice(U)
 
 
 def one_uuid_of_two_sizes(cloud: Cloud) -> None:
@@ -131,8 +121,7 @@ def one_uuid_of_two_sizes(cloud: Cloud) -> None:
 
 def set_twice(cloud: Cloud) -> None:
     """Two eschedules at the uuid of a set of two, with room for one on each of two computes."""
-    cloud.host(A, room=1)
-    cloud.host(B, room=1)
+    cloud.hosts(A, B, room=1)
     cloud.is_ample = False  # while the other one holds it
     for number in (1, 2):
         cloud.creates(f'eschedule {number}', S, resume=True, seed=number, count=2, minimum=2)
@@ -140,8 +129,7 @@ def set_twice(cloud: Cloud) -> None:
 
 def set_against_single(cloud: Cloud) -> None:
     """A set of two, of which one will do, against a single one that takes the room of one of them; a quota of two."""
-    cloud.host(A, room=1)
-    cloud.host(B, room=1)
+    cloud.hosts(A, B, room=1)
     cloud.limited(2)
     cloud.is_ample = False
     cloud.creates('the set', S, seed=1, count=2, minimum=1)
@@ -152,37 +140,34 @@ def last_place(cloud: Cloud) -> Check:
     """Two requests for the last place: one of them has it."""
     cloud.host(A, room=1)
     cloud.is_ample = False
-    one, two = cloud.creates('eschedule 1', U, seed=1), cloud.creates('eschedule 2', V, seed=2)
+    both = cloud.creates('eschedule 1', U, seed=1), cloud.creates('eschedule 2', V, seed=2)
+    return lambda: has_last_place(cloud, *both)
 
-    def check() -> list[str]:
-        unharmed = not any(step.fate for step in cloud.world.steps)
-        nobody = not isinstance(one.outcome, dict) and not isinstance(two.outcome, dict)
-        return ['neither has the last place, and nothing failed'] if unharmed and nobody else []
 
-    return check
+def has_last_place(cloud: Cloud, *commands: Actor) -> list[str]:
+    """Whether one of them has it, where nothing was lost."""
+    nobody = not any(isinstance(each.outcome, dict) for each in commands)
+    return ['neither has the last place, and nothing failed'] if cloud.is_unharmed and nobody else []
 
 
 def killed_and_again(cloud: Cloud) -> None:
     """An eschedule may be killed; the same --uuid is asked again at any time, and once more, beside the keeper."""
     host = cloud.host(A, room=1)
     cloud.is_ample = False  # while the other one holds it
-    cloud.creates('eschedule 1', U, resume=True, seed=1)
-    cloud.creates('eschedule 2', U, resume=True, seed=2)
+    cloud.creates_twice(U)
     cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims))
 
 
 def one_place_twice(cloud: Cloud) -> None:
     """Two eschedules at one uuid, and room for it alone: neither is told that there is none."""
     cloud.host(A, room=1)
-    cloud.creates('eschedule 1', U, resume=True, seed=1)
-    cloud.creates('eschedule 2', U, resume=True, seed=2)
+    cloud.creates_twice(U)
 
 
 def interrupted(cloud: Cloud) -> None:
     """Ctrl-C at any moment of a create, beside another one at the same uuid."""
     cloud.host(A, room=1)
-    cloud.creates('eschedule 1', U, resume=True, seed=1)
-    cloud.creates('eschedule 2', U, resume=True, seed=2)
+    cloud.creates_twice(U)
 
 
 def foreign_claim(cloud: Cloud) -> Check:

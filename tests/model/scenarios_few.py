@@ -8,6 +8,7 @@ from ecomp.scheduler.operating.decommission import disable
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, C, Cloud, S, U, V
 from tests.model.explorer import Check, within
+from tests.model.scenarios_claims import has_last_place
 
 EMPTY = {'VCPU': [4, 100], 'MEMORY_MB': [9, 100], 'DISK_GB': [9, 100]}
 HALF = {'VCPU': [4, 50], 'MEMORY_MB': [9, 50], 'DISK_GB': [9, 50]}
@@ -19,21 +20,13 @@ def few_against_all(cloud: Cloud) -> Check:
     cloud.host(A, room=1)
     cloud.hints(A, EMPTY)
     cloud.is_ample = False
-    one = cloud.creates('eschedule 1', U, seed=1, large=0)
-    two = cloud.creates('eschedule 2', V, seed=2)
-
-    def check() -> list[str]:
-        unharmed = not any(step.fate for step in cloud.world.steps)
-        nobody = not isinstance(one.outcome, dict) and not isinstance(two.outcome, dict)
-        return ['neither has the last place, and nothing failed'] if unharmed and nobody else []
-
-    return check
+    both = cloud.creates('eschedule 1', U, seed=1, large=0), cloud.creates('eschedule 2', V, seed=2)
+    return lambda: has_last_place(cloud, *both)
 
 
 def few_by_stale_hints(cloud: Cloud) -> Check:
     """The one that says it is empty is full, and the other way round: there is room, and it is found."""
-    cloud.host(A, room=1)
-    cloud.host(B, room=1)
+    cloud.hosts(A, B, room=1)
     cloud.delivered(V, A)
     cloud.hints(A, EMPTY)
     cloud.hints(B, FULL)
@@ -43,8 +36,7 @@ def few_by_stale_hints(cloud: Cloud) -> Check:
 
 def few_by_rubbish(cloud: Cloud) -> None:
     """Of three computes one says what makes no sense, one says nothing, and one is half full."""
-    cloud.host(A)
-    cloud.host(B)
+    cloud.hosts(A, B)
     cloud.host(C)
     cloud.hints(A, {'VCPU': 'much'})
     cloud.hints(B, HALF)
@@ -63,8 +55,7 @@ def few_and_the_dead(cloud: Cloud) -> None:
 
 def few_and_disable(cloud: Cloud) -> Check:
     """The best by its hint is disabled: what is asked about it after that is not placed there."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.hints(A, EMPTY)
     cloud.hints(B, HALF)
     placement: Placement = cloud.placement
@@ -92,8 +83,7 @@ def few_while_hints_are_put(cloud: Cloud) -> Check:
     def look() -> None:
         entry = cloud.etcd.entries.get(keys.compute(A))
         held = host.store.fence.condition.revision if host.store.fence else 0
-        lost = any(step.fate for step in cloud.world.steps)
-        if not lost and (entry is None or entry.revision != held):
+        if cloud.is_unharmed and (entry is None or entry.revision != held):
             wrong.add('its fence is not as it put it')
 
     def say(room: object) -> None:
@@ -113,7 +103,7 @@ def few_while_hints_are_put(cloud: Cloud) -> Check:
 
 
 def _is_placed_on(cloud: Cloud, outcome: object, compute: str) -> list[str]:
-    if any(step.fate for step in cloud.world.steps):
+    if not cloud.is_unharmed:
         return []
     placed = isinstance(outcome, dict) and outcome[U].compute == compute
     return [] if placed else [f'it is not placed where there is room: {outcome}']

@@ -14,8 +14,7 @@ from tests.model.explorer import within
 def _active(cloud: Cloud) -> Compute:
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
-    for _ in range(3):
-        host.plan()
+    host.plan(3)
     return host
 
 

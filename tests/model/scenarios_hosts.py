@@ -21,13 +21,13 @@ def used_again_and_rebooted(cloud: Cloud) -> Check:
     """A uuid is used again; a day later another instance ends, and the host goes down: what ran is started again."""
     host = cloud.host(A)
     cloud.delivered(U, A)
-    _plans(host)
+    host.plan(4)
     destroy(cloud.store, U)
-    _plans(host)
+    host.plan(4)
     cloud.store.commit([], [Delete(keys.record(A, U))])  # its record's day is over
     for each in (U, V):
         cloud.delivered(each, A)
-    _plans(host)
+    host.plan(4)
     host.now = NEXT_DAY
     cloud.destroys('destroy', V)
     before = cloud.works(A, '', host.rounds(2, host.plan))
@@ -37,7 +37,7 @@ def used_again_and_rebooted(cloud: Cloud) -> Check:
         host.hypervisor.lose_power(A)
         host.disk.files['boot_id'] = 'second'
         host.restart()
-        _plans(host)
+        host.plan(4)
 
     cloud.act('the host', comes_back, mortal=False)
     return lambda: [] if host.hypervisor.guests()[U].running else ['U ran when the power failed, and is off']
@@ -100,24 +100,18 @@ def full(cloud: Cloud) -> Check:
     """etcd is full, and the compute's lease has ended: a destroy that was accepted is carried out, which makes room."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
-    _plans(host)
+    host.plan(4)
     destroy(cloud.store, U)
     cloud.etcd.is_full = True
     cloud.etcd.end(host.presence.lease)
     cloud.works(A, '', host.rounds(3, host.look_after_presence, host.plan))
 
     def check() -> list[str]:
-        unharmed = not any(step.fate for step in cloud.world.steps)
         waits = keys.request(A, U) in cloud.etcd.entries
         cloud.etcd.is_full = False
-        return ['a destroy waits for the room that it would make'] if waits and unharmed else []
+        return ['a destroy waits for the room that it would make'] if waits and cloud.is_unharmed else []
 
     return check
-
-
-def _plans(host: Compute) -> None:
-    for _ in range(4):
-        host.plan()
 
 
 SCENARIOS = [

@@ -23,8 +23,7 @@ def _delivered(cloud: Cloud) -> Compute:
 
 def _active(cloud: Cloud) -> Compute:
     host = _delivered(cloud)
-    for _ in range(3):
-        host.plan()
+    host.plan(3)
     return host
 
 
@@ -90,8 +89,7 @@ def killed_twice(cloud: Cloud) -> None:
 def resumed_and_built(cloud: Cloud) -> None:
     """The same --uuid again, while what the first one delivered is built and the keeper looks."""
     host = cloud.host(A)
-    cloud.creates('eschedule 1', U, resume=True, seed=1)
-    cloud.creates('eschedule 2', U, resume=True, seed=2)
+    cloud.creates_twice(U)
     cloud.works(A, '', host.rounds(2, host.plan, host.keep_claims))
 
 

@@ -92,9 +92,7 @@ def power_fails_without_a_record(cloud: Cloud) -> Check:
     cloud.delivered(U, A, 'web')
     _plans(host)
     cloud.store.commit([], [Delete(keys.record(A, U))])
-    host.hypervisor.lose_power(A)
-    host.disk.files['boot_id'] = 'second'
-    host.restart()
+    fails(host)
     cloud.works(A, '', lambda: _plans(host))
     return _is_on(host)
 

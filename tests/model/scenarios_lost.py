@@ -5,17 +5,12 @@ from __future__ import annotations
 from ecomp.model.group import Membership
 from tests.model.acting import Bounds
 from tests.model.cloud import A, B, Cloud, S, U, V
-from tests.model.compute import Compute
 from tests.model.explorer import within
 from tests.model.scenarios_operators import drains, fix_and_create, forget_what_is_destroyed
 from tests.model.scenarios_pairs import active, sets
 
 APART = Membership('g', 'anti-affinity', True)
 TOGETHER = Membership('g', 'affinity', True)
-
-
-def _take(host: Compute) -> None:
-    host.do(host.hear_queues, host.hear_hosts, host.pull, host.plan)
 
 
 def create_with_losses(cloud: Cloud) -> None:
@@ -36,8 +31,7 @@ def resume_with_losses(cloud: Cloud) -> None:
 
 def set_with_losses(cloud: Cloud) -> None:
     """A set of two is created."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.limited(5)
     cloud.creates('the set', S, count=2, minimum=2)
 
@@ -47,7 +41,7 @@ def queue_with_losses(cloud: Cloud) -> None:
     host = cloud.host(A)
     cloud.limited(5)
     cloud.enqueues('eschedule --queue', U)
-    cloud.works(A, 'taking', host.rounds(2, lambda: _take(host)))
+    cloud.works(A, 'taking', host.rounds(2, host.take))
 
 
 def destroy_with_losses(cloud: Cloud) -> None:
@@ -64,7 +58,7 @@ def destroy_of_waiting_with_losses(cloud: Cloud) -> None:
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
     cloud.destroys('destroy', U)
-    cloud.works(A, 'taking', host.rounds(2, lambda: _take(host)))
+    cloud.works(A, 'taking', host.rounds(2, host.take))
 
 
 def stop_with_losses(cloud: Cloud) -> None:

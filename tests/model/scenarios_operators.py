@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
@@ -19,11 +21,16 @@ from tests.model.explorer import Check, within
 from tests.model.virtual import NOW
 
 
+def forgetting(cloud: Cloud, compute: str, fenced: bool = True) -> Callable[[], None]:
+    """`host forget`, to be given at any time."""
+    return lambda: forget(
+        ModelStore(cloud.etcd), cloud.placement, compute, compute, lambda: NOW, lambda _: None, fenced
+    )
+
+
 def forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
     """`host forget`, given once its compute is silent."""
-
-    def go() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, compute, compute, lambda: NOW, lambda _: None, True)
+    go = forgetting(cloud, compute)
 
     def work() -> None:
         cloud.world.wait('the compute to be silent', lambda: not after.is_at_it)
@@ -94,8 +101,7 @@ def forget_and_create(cloud: Cloud) -> None:
 
 def forget_with_another(cloud: Cloud) -> None:
     """The same where another compute has room: the request goes there, or was delivered before."""
-    cloud.host(A)
-    cloud.host(B)
+    cloud.hosts(A, B)
     cloud.creates('eschedule', U, weigh='first')
     forgets(cloud, A, ends(cloud, A))
 
@@ -125,8 +131,7 @@ def fix_drift(cloud: Cloud) -> None:
     cloud.limited(5)
     together = Membership('g', 'affinity', True)
     cloud.delivered(U, A, 'web', together)
-    host.plan()
-    host.plan()
+    host.plan(2)
     astray = Group('g', 'affinity', True, {U: A, W: A})
     cloud.store.commit([], [Put(keys.name('old'), name_to_json(W)), Put(keys.group('g'), group_json(astray))])
     fixes(cloud)
@@ -153,8 +158,7 @@ def quota_and_destroy(cloud: Cloud) -> None:
     """A project's first quota is set while its instance is destroyed, and its compute carries that out."""
     host = cloud.host(A)
     cloud.delivered(U, A)
-    host.plan()
-    host.plan()
+    host.plan(2)
     cloud.destroys('destroy', U)
     cloud.works(A, '', host.rounds(2, host.plan))
     limits(cloud, 'quota set')
@@ -171,8 +175,7 @@ def disable_and_enable(cloud: Cloud) -> Check:
 
     def check() -> list[str]:
         failed = [each.outcome for each in (one, two) if isinstance(each.outcome, EcompError)]
-        unharmed = not any(step.fate for step in cloud.world.steps)
-        return [f'disable or enable fails: {each}' for each in failed if unharmed]
+        return [f'disable or enable fails: {each}' for each in failed if cloud.is_unharmed]
 
     return check
 

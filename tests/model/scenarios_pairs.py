@@ -10,7 +10,6 @@ from ecomp.model import keys
 from ecomp.model.group import Membership
 from ecomp.scheduler.changing.change import Cleared, clear, destroy
 from ecomp.scheduler.operating.audit import fix
-from ecomp.scheduler.operating.decommission import forget
 from ecomp.scheduler.operating.sharing import delete_flavor, limit
 from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Actor, Bounds, Call
@@ -19,8 +18,7 @@ from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
 from tests.model.invariants import CLAIM, NAME
-from tests.model.scenarios_operators import ends, forgets
-from tests.model.virtual import NOW
+from tests.model.scenarios_operators import ends, forgets, forgetting
 
 APART = Membership('g', 'anti-affinity', True)
 TOGETHER = Membership('g', 'affinity', True)
@@ -30,8 +28,7 @@ def active(cloud: Cloud, instance: str = U, name: str | None = 'web', group: Mem
     """One that lives on A."""
     host = cloud.computes.get(A) or cloud.host(A)
     cloud.delivered(instance, A, name, group)
-    for _ in range(3):
-        host.plan()
+    host.plan(3)
     return host
 
 
@@ -83,9 +80,7 @@ def frozen_forget_and_used_again(cloud: Cloud) -> None:
     host.is_dead = True
     destroy(cloud.store, U)
 
-    def go() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None, fenced=True)
-
+    go = forgetting(cloud, A)
     cloud.act('host forget 1', go, command='forget', about=(A,))
     second = cloud.act('host forget 2', go, command='forget', about=(A,))
 
@@ -253,8 +248,7 @@ def flavor_commands(cloud: Cloud) -> None:
 
 def queue_forget_and_destroy(cloud: Cloud) -> None:
     """What waits is destroyed while the compute that claimed for it ends, and is forgotten."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.limited(5)
     place = cloud.waiting(U, 'web', TOGETHER)
     cloud.claimed(U, A)
@@ -304,8 +298,7 @@ FIRST_OF_S = str(uuid.uuid5(uuid.UUID(S), '1'))
 
 def set_and_its_member(cloud: Cloud) -> None:
     """A set, and one of its instances asked for by itself with its uuid: it is one instance, on one compute."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.limited(5)
     cloud.creates('the set', S, resume=True, seed=1, count=2, minimum=2)
     cloud.creates('its first', FIRST_OF_S, resume=True, seed=2)
@@ -329,8 +322,7 @@ def set_and_its_member_built(cloud: Cloud) -> Check:
 
 def set_and_its_member_in_a_queue(cloud: Cloud) -> None:
     """The same where that one is put into a queue, and taken."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.limited(5)
     host = cloud.computes[B]
     cloud.creates('the set', S, resume=True, seed=1, count=2, minimum=2)

@@ -19,8 +19,7 @@ APART = Membership('g', 'anti-affinity', True)
 
 def two_takers(cloud: Cloud) -> None:
     """Two computes at one waiting request; a mark's lease may end, either may die, a message may be lost."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.computes_freeze = True
     place = cloud.waiting(U)
     for each in (A, B):
@@ -91,8 +90,7 @@ def restarted_taker(cloud: Cloud) -> None:
 
 def apart_and_cancelled(cloud: Cloud) -> None:
     """Strict anti-affinity: one waits and is taken by A or B, one is placed directly; the waiting one is destroyed."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.limited(3)
     cloud.is_ample = False
     place = cloud.waiting(U, 'web', APART)
@@ -117,8 +115,7 @@ def frozen_taker(cloud: Cloud) -> None:
 
 def dead_taker(cloud: Cloud) -> Check:
     """A taker dies for good, at any moment: another one takes what waits."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     taker = cloud.takes(A, cloud.waiting(U))
 
     def check() -> list[str]:
@@ -133,8 +130,7 @@ def dead_taker(cloud: Cloud) -> Check:
 
 def late_move(cloud: Cloud) -> None:
     """Whatever a taker sends to etcd may arrive after it has given up; another one takes, too."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     place = cloud.waiting(U)
     for each in (A, B):
         cloud.takes(each, place)
@@ -151,8 +147,7 @@ def refused_by_placement(cloud: Cloud) -> None:
 
 def late_let_go(cloud: Cloud) -> None:
     """A compute releases what its dead attempt claimed, and so does, late, its process before; another one takes."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
     let_go = cloud.computes[A].taker.let_go
@@ -163,8 +158,7 @@ def late_let_go(cloud: Cloud) -> None:
 
 def three_takers(cloud: Cloud) -> None:
     """Three computes at one waiting request, of which two may lose what they send."""
-    for each in (A, B, C):
-        cloud.host(each)
+    cloud.hosts(A, B, C)
     place = cloud.waiting(U)
     for each in (A, B, C):
         cloud.takes(each, place)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, cast
 from ecomp.agent.host.provider import Registration
 from ecomp.errors import EcompError
 from ecomp.model import status
-from ecomp.scheduler.operating.decommission import disable, enable, forget
+from ecomp.scheduler.operating.decommission import disable, enable
 from tests.model.acting import SHAKY, Bounds, Call
 from tests.model.cloud import A, B, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
-from tests.model.virtual import NOW
+from tests.model.scenarios_operators import forgetting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,7 +124,6 @@ def _started(cloud: Cloud, what: str) -> Check:
     cloud.act(A, restarts, mortal=False)
     store = ModelStore(cloud.etcd)
 
-
     def changes() -> str:
         return disable(cloud.placement, A, A) if what == 'disable' else enable(store, cloud.placement, A, A)
 
@@ -144,8 +143,7 @@ def started_beside_a_create(cloud: Cloud) -> Check:
     host = cloud.host(A)
     cloud.is_ample = False
     cloud.delivered(U, A)
-    for _ in range(3):
-        host.plan()
+    host.plan(3)
     before = registration(cloud, host)
 
     def restarts() -> None:
@@ -157,10 +155,7 @@ def started_beside_a_create(cloud: Cloud) -> Check:
     cloud.works(A, '', restarts)
     cloud.creates('eschedule', V)
 
-    def check() -> list[str]:
-        return _is_as(cloud, registration(cloud, host, 2), disabled=False)
-
-    return check
+    return lambda: _is_as(cloud, registration(cloud, host, 2), disabled=False)
 
 
 def forgotten_as_it_starts(cloud: Cloud) -> Check:
@@ -172,16 +167,13 @@ def forgotten_as_it_starts(cloud: Cloud) -> Check:
     cloud.etcd.end(host.presence.lease)
     cloud.destroys('destroy', U)
 
-    def forgets() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None, fenced=True)
-
     def starts() -> None:
         mine = registration(cloud, host)
         _tries(3, mine.register)
         host.start()
         host.rounds(2, host.plan)()
 
-    cloud.act('host forget', forgets, mortal=False, command='forget', about=(A,))
+    cloud.act('host forget', forgetting(cloud, A), mortal=False, command='forget', about=(A,))
     cloud.act('A', starts, mortal=False)
     cloud.creates('eschedule', V)
     return lambda: _is_as(cloud, registration(cloud, host), disabled=False)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 
 from ecomp.model import keys
-from ecomp.scheduler.operating.decommission import forget
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, U
 from tests.model.compute import Compute
-from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
 from tests.model.invariants import CLAIM
 from tests.model.scenarios_losses import restore
-from tests.model.scenarios_returning import take
-from tests.model.virtual import NOW
+from tests.model.scenarios_operators import forgetting
 
 
 def _taken_since(cloud: Cloud, waited: bool = True, with_placement: bool = False) -> Compute:
@@ -31,7 +28,7 @@ def _taken_since(cloud: Cloud, waited: bool = True, with_placement: bool = False
     if waited:
         saved = dict(cloud.etcd.entries)
     copied = copy.deepcopy((cloud.model.rows, cloud.model.held))
-    take(host, 3)
+    host.take(3)
     restore(cloud, saved)
     if with_placement:
         cloud.model.rows, cloud.model.held = copied
@@ -41,21 +38,24 @@ def _taken_since(cloud: Cloud, waited: bool = True, with_placement: bool = False
     return host
 
 
+def _take_on_b(cloud: Cloud, host: Compute) -> None:
+    """Have B, which never knew this etcd, take from the queue; A accepts the etcd once that has ended."""
+    new = cloud.host(B)
+    cloud.works(B, 'taking', new.rounds(3, new.take))
+    _accept_after(cloud, host)
+
+
 def new_compute_after_a_restore(cloud: Cloud) -> None:
     """U runs on A, which is silent since etcd was restored; B, which never knew this etcd, takes from the queue."""
     host = _taken_since(cloud)
     cloud.etcd.end(host.presence.lease)
-    new = cloud.host(B)
-    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
-    _accept_after(cloud, host)
+    _take_on_b(cloud, host)
 
 
 def new_compute_beside_a_living_one(cloud: Cloud) -> None:
     """The same where the key of A is in the snapshot, and is back with its full lease."""
     host = _taken_since(cloud)
-    new = cloud.host(B)
-    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
-    _accept_after(cloud, host)
+    _take_on_b(cloud, host)
 
 
 def new_compute_after_restoring_both(cloud: Cloud) -> None:
@@ -63,18 +63,14 @@ def new_compute_after_restoring_both(cloud: Cloud) -> None:
     host = _taken_since(cloud, with_placement=True)
     cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
     cloud.etcd.end(host.presence.lease)
-    new = cloud.host(B)
-    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
-    _accept_after(cloud, host)
+    _take_on_b(cloud, host)
 
 
 def new_compute_beside_a_restored_key(cloud: Cloud) -> None:
     """The same where also the key of A is in the snapshot, and is back with its full lease."""
     host = _taken_since(cloud, with_placement=True)
     cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
-    new = cloud.host(B)
-    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
-    _accept_after(cloud, host)
+    _take_on_b(cloud, host)
 
 
 def forgotten_after_a_restore(cloud: Cloud) -> None:
@@ -82,12 +78,9 @@ def forgotten_after_a_restore(cloud: Cloud) -> None:
     host = _taken_since(cloud)
     cloud.etcd.end(host.presence.lease)
     new = cloud.host(B)
-
-    def go() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None)
-
+    go = forgetting(cloud, A, fenced=False)
     cloud.act('host forget', go, again=go, command='forget', about=(A,))
-    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
+    cloud.works(B, 'taking', new.rounds(3, new.take))
     _accept_after(cloud, host)
 
 
@@ -97,7 +90,7 @@ def queued_after_a_restore(cloud: Cloud) -> None:
     cloud.etcd.end(host.presence.lease)
     new = cloud.host(B)
     cloud.enqueues('eschedule --queue', U, resume=True)
-    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
+    cloud.works(B, 'taking', new.rounds(3, new.take))
     _accept_after(cloud, host)
 
 
@@ -107,7 +100,7 @@ def refused_after_a_restore(cloud: Cloud) -> Check:
     cloud.etcd.end(host.presence.lease)
     new = cloud.host(B)
     cloud.waiting(U, project='p' * 256)
-    cloud.works(B, 'taking', new.rounds(3, lambda: take(new), lambda: cloud.world.sleep(1.0)))
+    cloud.works(B, 'taking', new.rounds(3, new.take, lambda: cloud.world.sleep(1.0)))
     _accept_after(cloud, host)
     return lambda: ['B ends U in error, and A runs it'] if keys.record(B, U) in cloud.etcd.entries else []
 
@@ -134,7 +127,7 @@ def resumed_as_it_is_published(cloud: Cloud) -> None:
 
     def accept() -> None:
         host.restart()
-        take(host, 2)
+        host.take(2)
 
     cloud.act('A, accepting', accept, mortal=False)
 
@@ -173,7 +166,7 @@ def _accept_after(cloud: Cloud, host: Compute) -> None:
         host.is_read_only = False
         host.republishes = True
         host.restart()
-        take(host, 3)
+        host.take(3)
 
     cloud.act('A, accepting', accept, mortal=False)
 

@@ -7,26 +7,17 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
 from ecomp.model.queue import Place
 from ecomp.scheduler.changing.change import destroy
-from ecomp.scheduler.operating.decommission import forget
 from ecomp.scheduler.operating.sharing import limit
 from ecomp.store.client import Entry, Put
 from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import A, B, Cloud, U, V
 from tests.model.compute import Compute
-from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
 from tests.model.scenarios_losses import restore
-from tests.model.scenarios_operators import drains, ends, forgets
+from tests.model.scenarios_operators import drains, ends, forgets, forgetting
 from tests.model.scenarios_pairs import active
-from tests.model.virtual import NOW
 
 TOGETHER = Membership('g', 'affinity', True)
-
-
-def take(host: Compute, times: int = 1) -> None:
-    """Hear of what waits, take what fits, and build it."""
-    for _ in range(times):
-        host.do(host.hear_queues, host.hear_hosts, host.pull, host.plan)
 
 
 # Minutes pass
@@ -79,7 +70,7 @@ def drain_beside_a_taker(cloud: Cloud) -> None:
     host = cloud.host(A)
     cloud.is_ample = False
     cloud.waiting(U)
-    cloud.works(A, 'taking', host.rounds(2, lambda: take(host)))
+    cloud.works(A, 'taking', host.rounds(2, host.take))
     drains(cloud, A)
 
 
@@ -97,7 +88,7 @@ def drain_beside_a_frozen_taker(cloud: Cloud) -> None:
         return begin(place)
 
     host.offers.begin = begin_late  # type: ignore[method-assign]
-    cloud.works(A, 'taking', lambda: take(host))
+    cloud.works(A, 'taking', host.take)
 
 
 def forget_and_slow_create(cloud: Cloud) -> None:
@@ -110,8 +101,7 @@ def forget_and_slow_create(cloud: Cloud) -> None:
 
 def forget_and_slow_taker(cloud: Cloud) -> None:
     """A taker ends with a claim for what waits and is forgotten; another compute, which may be slow, takes it."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
     forgets(cloud, A, ends(cloud, A))
@@ -130,26 +120,23 @@ def forgotten_as_it_takes(cloud: Cloud) -> Check:
     cloud.is_ample = False
     provider = cloud.model.providers[A]
 
-    def go() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None, fenced=True)
-
     def register() -> None:
         cloud.model.providers.setdefault(A, provider)
 
     def come_back() -> None:
         register()
         host.restart()
-        take(host, 2)
+        host.take(2)
         for _ in range(2):
             register()
             cloud.world.sleep(75.0)
-            take(host)
+            host.take()
 
     def check() -> list[str]:
         register()
         return []
 
-    forgotten = cloud.act('host forget', go, command='forget', about=(A,))
+    forgotten = cloud.act('host forget', forgetting(cloud, A), command='forget', about=(A,))
     # Forget has read that A is silent, and is frozen before it releases the claim until A is back.
     releases = 'GET', f'/allocations/{U}'
     forgotten.ready = lambda: forgotten.call.what != releases or keys.compute(A) in cloud.etcd.entries
@@ -157,17 +144,14 @@ def forgotten_as_it_takes(cloud: Cloud) -> Check:
     return check
 
 
-def forgotten_and_back(cloud: Cloud) -> Check:
+def forgotten_and_back(cloud: Cloud) -> None:
     """A silent compute is forgotten; it is started again, registers, and takes what waits beside another taker."""
     host, other = cloud.host(A), cloud.host(B)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
     cloud.etcd.end(host.presence.lease)
     provider = cloud.model.providers[A]
-
-    def go() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None)
-
+    go = forgetting(cloud, A, fenced=False)
     forgotten = cloud.act('host forget', go, command='forget', about=(A,), mortal=False)
 
     def come_back() -> None:
@@ -175,11 +159,10 @@ def forgotten_and_back(cloud: Cloud) -> Check:
         cloud.model.providers.setdefault(A, provider)
         cloud.model.writes += 1
         host.restart()
-        take(host, 2)
+        host.take(2)
 
     cloud.act('A again', come_back, process=A, about=(A,))
-    cloud.works(B, 'taking', other.rounds(2, lambda: take(other)))
-    return lambda: []
+    cloud.works(B, 'taking', other.rounds(2, other.take))
 
 
 def new_compute_takes(cloud: Cloud) -> None:
@@ -189,31 +172,30 @@ def new_compute_takes(cloud: Cloud) -> None:
     cloud.waiting(U, 'web', TOGETHER)
     new = cloud.host(B)
     cloud.etcd.end(new.presence.lease)
-    cloud.works(A, 'taking', host.rounds(2, lambda: take(host)))
+    cloud.works(A, 'taking', host.rounds(2, host.take))
 
     def start() -> None:
         new.start()
-        take(new, 2)
+        new.take(2)
 
     cloud.act('B, new', start, process=B)
     cloud.destroys('destroy', U)
 
 
-def new_compute_behind_acceptance(cloud: Cloud) -> Check:
+def new_compute_behind_acceptance(cloud: Cloud) -> None:
     """U runs on A; etcd is restored to when it waited; A has published it again before a new compute starts."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
     saved = dict(cloud.etcd.entries)
-    take(host, 3)
+    host.take(3)
     restore(cloud, saved)
     cloud.is_ample = False
     host.start(republishes=True)
     new = cloud.host(B)
     cloud.works(A, '', host.rounds(2, host.plan))
-    cloud.works(B, 'taking', new.rounds(2, lambda: take(new)))
+    cloud.works(B, 'taking', new.rounds(2, new.take))
     cloud.destroys('destroy', U)
-    return lambda: []
 
 
 # Room that comes back, and a quota
@@ -224,7 +206,7 @@ def refused_and_room_again(cloud: Cloud) -> None:
     host = cloud.host(A, room=1)
     cloud.is_ample = False
     cloud.waiting(U)
-    cloud.works(A, 'taking', host.rounds(4, lambda: take(host), lambda: cloud.world.sleep(1.0)))
+    cloud.works(A, 'taking', host.rounds(4, host.take, lambda: cloud.world.sleep(1.0)))
     cloud.creates('eschedule', V)
     cloud.destroys('destroy', V)
 
@@ -236,7 +218,7 @@ def queued_in_a_quota(cloud: Cloud) -> None:
     cloud.is_ample = False
     cloud.enqueues('eschedule --queue', U)
     cloud.creates('eschedule', V)
-    cloud.works(A, 'taking', host.rounds(2, lambda: take(host)))
+    cloud.works(A, 'taking', host.rounds(2, host.take))
 
 
 def destroyed_twice_beside_another(cloud: Cloud) -> None:
@@ -276,7 +258,7 @@ def destroyed_half_in_a_restored_queue(cloud: Cloud) -> Check:
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
     saved = dict(cloud.etcd.entries)
-    take(host, 3)
+    host.take(3)
     destroy(cloud.store, U)
     first = cloud.works(A, '', host.rounds(1, host.plan))
     return _publishes_after(cloud, host, first, saved)

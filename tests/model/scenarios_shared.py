@@ -13,16 +13,14 @@ TOGETHER = Membership('g', 'affinity', True)
 
 def apart(cloud: Cloud) -> None:
     """Two of one strict anti-affinity group; a message may be lost."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.creates('eschedule 1', U, seed=1, group=APART)
     cloud.creates('eschedule 2', V, seed=1, group=APART)
 
 
 def together(cloud: Cloud) -> None:
     """Two of one strict affinity group, on two computes with room for both."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.creates('eschedule 1', U, seed=1, group=TOGETHER)
     cloud.creates('eschedule 2', V, seed=2, group=TOGETHER)
 
@@ -52,8 +50,7 @@ def one_name(cloud: Cloud) -> Check:
 
 def set_in_group(cloud: Cloud) -> None:
     """A set of two, of which one will do, and a single one in one strict anti-affinity group, with a quota of two."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.limited(2)
     cloud.is_ample = False
     cloud.creates('the set', S, seed=1, count=2, minimum=1, group=APART, name='web')
@@ -65,8 +62,7 @@ def name_of_destroyed(cloud: Cloud) -> None:
     host = cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A, 'web')
-    host.plan()
-    host.plan()
+    host.plan(2)
     cloud.destroys('destroy', U)
     cloud.works(A, '', host.rounds(2, host.plan))
     cloud.creates('eschedule', V, name='web')

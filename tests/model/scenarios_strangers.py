@@ -152,8 +152,7 @@ def presence_removed(cloud: Cloud) -> None:
 
 def mark_removed(cloud: Cloud) -> None:
     """The mark of a taker, or what it takes, is deleted by hand; another compute takes, too."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     place = cloud.waiting(U)
     by_hand(cloud, 'somebody', Delete(keys.taker(place.waiting.key)))
     for each in (A, B):
@@ -172,8 +171,7 @@ def waiting_removed(cloud: Cloud) -> None:
 
 def attempt_removed(cloud: Cloud) -> None:
     """The key of who is at a set is deleted by hand, in the middle of it; it is asked again."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.limited(4)
     by_hand(cloud, 'somebody', Delete(keys.attempt(U)))
     cloud.creates('eschedule 1', U, resume=True, name='web', group=APART)
@@ -260,8 +258,7 @@ def accepted_by_two(cloud: Cloud) -> None:
     cloud.delivered(V, B, 'db')
     cloud.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {**_two(), 'instances': 2})))])
     for each in hosts.values():
-        for _ in range(3):
-            each.plan()
+        each.plan(3)
     restore(cloud, saved)
     for name, each in hosts.items():
         each.republishes = True
@@ -289,8 +286,7 @@ def accepted_and_switched(cloud: Cloud) -> None:
     host = active(cloud)
     saved = dict(cloud.etcd.entries)
     power(cloud.store, U, Power('stop', name_uuid(78)))
-    for _ in range(3):
-        host.plan()
+    host.plan(3)
     restore(cloud, saved)
     host.republishes = True
     cloud.works(A, '', _accepts(host, 3, host.plan))

@@ -185,8 +185,7 @@ def placement_restored(cloud: Cloud) -> None:
 
 def frozen_taker_forgotten(cloud: Cloud) -> Check:
     """A taker is frozen for longer than its lease, and forgotten; another takes; the first goes on."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     host = cloud.computes[A]
     place = cloud.waiting(U, 'web')
     cloud.takes(A, place)

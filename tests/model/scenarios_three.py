@@ -57,8 +57,7 @@ def quota_two_creates_and_destroy(cloud: Cloud) -> None:
     host = cloud.host(A)
     cloud.is_ample, cloud.is_limited = False, False
     cloud.delivered(W, A)
-    for _ in range(3):
-        host.plan()
+    host.plan(3)
     limits(cloud, 'quota set')
     for number, each in enumerate((U, V), 1):
         cloud.creates(f'eschedule {number}', each, seed=number)
@@ -68,8 +67,7 @@ def quota_two_creates_and_destroy(cloud: Cloud) -> None:
 
 def group_forget_and_drain(cloud: Cloud) -> None:
     """A member's host is dead and forgotten, the other one drained, while one joins; its destroy was accepted."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.is_ample = False
     cloud.delivered(V, A, group=APART)
     silent = ends(cloud, A)
@@ -81,8 +79,7 @@ def group_forget_and_drain(cloud: Cloud) -> None:
 
 def policy_of_two(cloud: Cloud) -> None:
     """Two make one group at once, with two policies, and the one host they may be on is drained."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     cloud.is_ample = False
     cloud.creates('eschedule 1', U, seed=1, group=APART)
     cloud.creates('eschedule 2', V, seed=2, group=Membership('g', 'affinity', True))
@@ -91,8 +88,7 @@ def policy_of_two(cloud: Cloud) -> None:
 
 def forget_and_taker(cloud: Cloud) -> None:
     """A taker ends with a claim for what waits, and is forgotten; another one takes, and is started again."""
-    for each in (A, B):
-        cloud.host(each)
+    cloud.hosts(A, B)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
     forgets(cloud, A, ends(cloud, A))

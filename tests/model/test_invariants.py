@@ -70,11 +70,9 @@ BREACHES = {
 
 
 def _break_for_one_step(cloud: Cloud, breach: Breach) -> None:
-    cloud.host(A)
-    cloud.host(B)
+    cloud.hosts(A, B)
     cloud.delivered(U, A, 'web')
-    for _ in range(3):
-        cloud.computes[A].plan()
+    cloud.computes[A].plan(3)
 
     def go() -> None:
         for number, change in enumerate((breach.breaks, breach.mends)):

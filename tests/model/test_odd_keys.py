@@ -95,8 +95,7 @@ def test_how_often_what_it_ended_was_claimed_is_noted(cloud: Cloud) -> None:
     """Another `host forget` may be frozen there, and the uuid be used again."""
     host = cloud.host(A)
     cloud.delivered(U, A)
-    for _ in range(3):
-        host.plan()
+    host.plan(3)
     destroy(cloud.store, U)
     is_silent(cloud)
     forgotten(cloud)
@@ -106,8 +105,7 @@ def test_how_often_what_it_ended_was_claimed_is_noted(cloud: Cloud) -> None:
 def test_so_is_one_that_had_a_destroy_to_carry_out_and_has_no_name(cloud: Cloud) -> None:
     host = cloud.host(A)
     cloud.delivered(U, A)
-    for _ in range(3):
-        host.plan()
+    host.plan(3)
     is_silent(cloud)
     cloud.store.commit([], [Delete(keys.hostname(A))])
     assert destroy(cloud.store, U) == f'{U}: destroy accepted, {A} carries it out when it is back: it is silent now'
@@ -132,8 +130,7 @@ def test_one_that_comes_alive_is_not_forgotten(cloud: Cloud) -> None:
 def test_what_is_asked_of_such_a_compute_is_said_to_wait(cloud: Cloud) -> None:
     host = cloud.host(A)
     cloud.delivered(U, A)
-    for _ in range(4):
-        host.plan()
+    host.plan(4)
     is_silent(cloud)
     disable(cloud.placement, A, 'hv1')
     assert enable(cloud.store, cloud.placement, A, 'hv1') == 'hv1: enabled, as soon as its ecompute is started'
@@ -154,8 +151,7 @@ def test_the_name_of_such_a_compute_is_removed_where_nothing_else_is_left(cloud:
 
 
 def test_what_failed_gives_back_its_share_once_though_its_host_is_forgotten(cloud: Cloud) -> None:
-    cloud.host(A)
-    cloud.host(B)
+    cloud.hosts(A, B)
     cloud.limited(3)
     cloud.delivered(U, B)
     failed = Record(V, A, ERROR, project_id='p', resources=SIZE, error=Failure('image', '404', 'all'))
@@ -203,8 +199,7 @@ def test_a_destroy_of_2019_counts_for_what_its_record_says_until_its_compute_is_
     host = cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A)
-    for _ in range(2):
-        host.plan()
+    host.plan(2)
     who = {'user_id': 'u', 'project_id': project, 'consumer_generation': None}
     destroyed = dump({'allocations': {}, 'instance': U, 'image': None, **who})
     cloud.store.commit([], [Put(keys.request(A, U), destroyed)])
@@ -218,8 +213,7 @@ def test_a_destroy_of_2019_counts_for_what_its_record_says_until_its_compute_is_
 
 def test_it_counts_by_the_record_of_the_compute_that_is_asked(cloud: Cloud) -> None:
     """Another one, which is alive, says that it is gone there."""
-    cloud.host(A)
-    cloud.host(B)
+    cloud.hosts(A, B)
     cloud.limited(5)
     mine, other = Record(U, A, ACTIVE, project_id='p', resources=SIZE), Record(U, B, GONE)
     destroyed = Request(U, {}, user_id='u', project_id='p')
@@ -250,12 +244,10 @@ def test_a_right_quota_stays_right_where_a_request_has_ended(cloud: Cloud) -> No
     host = cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A)
-    for _ in range(2):
-        host.plan()
+    host.plan(2)
     asked = cloud.etcd.entries[keys.request(A, U)].value
     destroy(cloud.store, U)
-    for _ in range(2):
-        host.plan()
+    host.plan(2)
     is_silent(cloud)
     cloud.store.commit([], [Put(keys.request(A, U), asked.decode())])
     looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
@@ -268,8 +260,7 @@ def test_a_right_quota_stays_right_where_a_request_has_ended(cloud: Cloud) -> No
 def test_a_record_that_cannot_be_read_keeps_its_own_place_in_a_group_alone(cloud: Cloud) -> None:
     host = cloud.host(A)
     cloud.delivered(U, A, None, Membership('g', 'affinity', True))
-    for _ in range(2):
-        host.plan()
+    host.plan(2)
     astray = Group('g', 'affinity', True, {U: A, V: A, W: A})
     puts = [Put(keys.group('g'), group_json(astray)), *(Put(keys.record(A, each), '{"rubbish') for each in (U, V))]
     cloud.store.commit([], puts)
