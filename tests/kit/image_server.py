@@ -46,9 +46,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def redirect(self, where: str, status: int = 302) -> None:
         self.say(b'', status=status, location=where)
 
-    def answer_missing(self) -> None:
-        self.say(b'<html>no such page</html>', status=404)
-
     def answer_good(self) -> None:
         """The image, or that it is not modified, for whoever says which he has."""
         says = self.server.says
@@ -65,18 +62,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.say(b'no such list', status=404)
         else:
             self.say(self.server.sums)
-
-    def answer_broken_SHA256SUMS(self) -> None:
-        self.answer_error()
-
-    def answer_dripping_SHA256SUMS(self) -> None:
-        self.answer_drip()
-
-    def answer_dripping_good(self) -> None:
-        self.answer_good()
-
-    def answer_broken_good(self) -> None:
-        self.answer_good()
 
     def answer_changing(self) -> None:
         """Another image from the middle on, of the same length; from then on that is what the server has."""
@@ -98,9 +83,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.may_go_on.wait(20)
         self.say(self.server.image)
 
-    def answer_cut(self) -> None:
-        self.say(self.server.image[:-1000], length=len(self.server.image))
-
     def answer_cut_without_length(self) -> None:
         self.send_response(200)
         self.end_headers()
@@ -110,9 +92,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.say(self.server.image[:70_000], length=len(self.server.image))
         self.connection.setsockopt(1, 13, b'\1\0\0\0\0\0\0\0')  # SO_LINGER 0: the close is a reset
         self.connection.close()
-
-    def answer_too_much(self) -> None:
-        self.say(self.server.image, length=len(self.server.image) // 2)
 
     def answer_no_number(self) -> None:
         self.send_response(200)
@@ -137,33 +116,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()
         self.server.may_go_on.wait(20)
         self.wfile.write(self.server.image[half:])
-
-    def answer_silence(self) -> None:
-        self.server.may_go_on.wait(20)
-
-    def answer_no_http(self) -> None:
-        self.wfile.write(b'SSH-2.0-OpenSSH\r\n')
-
-    def answer_page(self) -> None:
-        self.say(b'<html><body>Please log in</body></html>', content_type='text/html')
-
-    def answer_nothing(self) -> None:
-        self.say(b'')
-
-    def answer_error(self) -> None:
-        self.say(b'broken', status=500)
-
-    def answer_unpacked_by_nobody(self) -> None:
-        self.say(gzip.compress(self.server.image), content_encoding='gzip')
-
-    def answer_loop(self) -> None:
-        self.redirect('/loop')
-
-    def answer_moved(self) -> None:
-        self.redirect('good', status=301)
-
-    def answer_moved_twice(self) -> None:
-        self.redirect(f'{self.server.url}moved', status=307)
 
     def answer_mirrored(self) -> None:
         """To another mirror each time."""
@@ -194,12 +146,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.server.sent.append(self.path)
             self.say(self.server.image, **self.server.says)
 
-    def answer_mirror0(self) -> None:
-        self._mirror(0)
-
-    def answer_mirror1(self) -> None:
-        self._mirror(1)
-
     def _mirror(self, number: int) -> None:
         """The image, under an ETag of this mirror's own."""
         says = {name: f'"{value} of {number}"' if name == 'etag' else value for name, value in self.server.says.items()}
@@ -223,15 +169,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             chunk = self.server.image[first : first + 65536]
             self.wfile.write(b'%x\r\n%b\r\n' % (len(chunk), chunk))
         self.wfile.write(b'0\r\n\r\n')
-
-    def answer_to_a_file(self) -> None:
-        self.redirect('file:///etc/hostname')
-
-    def answer_to_another_scheme(self) -> None:
-        self.redirect('ftp://127.0.0.1/x')
-
-    def answer_to_nowhere(self) -> None:
-        self.redirect('http://[::1/')
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""
@@ -266,6 +203,34 @@ class Web(http.server.ThreadingHTTPServer):
         """Without http.server's look for the machine's own name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = 'localhost', self.server_address[1]
+
+
+ANSWERS: dict[str, Callable[[Handler], object]] = {
+    'missing': lambda handler: handler.say(b'<html>no such page</html>', status=404),
+    'broken_SHA256SUMS': lambda handler: handler.answer_error(),
+    'dripping_SHA256SUMS': lambda handler: handler.answer_drip(),
+    'dripping_good': lambda handler: handler.answer_good(),
+    'broken_good': lambda handler: handler.answer_good(),
+    'cut': lambda handler: handler.say(handler.server.image[:-1000], length=len(handler.server.image)),
+    'too_much': lambda handler: handler.say(handler.server.image, length=len(handler.server.image) // 2),
+    'silence': lambda handler: handler.server.may_go_on.wait(20),
+    'no_http': lambda handler: handler.wfile.write(b'SSH-2.0-OpenSSH\r\n'),
+    'page': lambda handler: handler.say(b'<html><body>Please log in</body></html>', content_type='text/html'),
+    'nothing': lambda handler: handler.say(b''),
+    'error': lambda handler: handler.say(b'broken', status=500),
+    'unpacked_by_nobody': lambda handler: handler.say(gzip.compress(handler.server.image), content_encoding='gzip'),
+    'loop': lambda handler: handler.redirect('/loop'),
+    'moved': lambda handler: handler.redirect('good', status=301),
+    'moved_twice': lambda handler: handler.redirect(f'{handler.server.url}moved', status=307),
+    'mirror0': lambda handler: handler._mirror(0),
+    'mirror1': lambda handler: handler._mirror(1),
+    'to_a_file': lambda handler: handler.redirect('file:///etc/hostname'),
+    'to_another_scheme': lambda handler: handler.redirect('ftp://127.0.0.1/x'),
+    'to_nowhere': lambda handler: handler.redirect('http://[::1/'),
+}
+"""The answers of one line, by their paths."""
+for _name, _answer in ANSWERS.items():
+    setattr(Handler, f'answer_{_name}', _answer)
 
 
 @contextmanager
