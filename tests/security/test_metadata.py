@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -17,50 +16,24 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kit.servers import TOP, until
+from tests.kit.servers import until
+from tests.security.rights import ENVIRONMENT, HERE, MAC, UUID, Server, describe
 
-COMMAND = [sys.executable, '-P', '-m', 'mdserver.server']
-UUID, MAC = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '52:54:00:aa:00:01'
 ENEMY, VICTIM = '127.0.0.66', '127.0.0.9'
 
 
-class Server:
-    """One on loopback, of which each address is a client of its own; VICTIM has a lease."""
+def connect(server: Server, source: str) -> socket.socket:
+    return socket.create_connection((HERE, server.port), 20, (source, 0))
 
-    def __init__(self, directory: Path, *options: str) -> None:
-        (directory / 'metadata').mkdir()
-        lease = {'ip-address': VICTIM, 'mac-address': MAC, 'expiry-time': int(time.time()) + 3600}
-        (directory / 'virbr0.status').write_text(json.dumps([lease]))
-        guest = {'version': 1, 'instance': UUID, 'mac': MAC, 'hostname': 'web1', 'public_keys': [], 'user_data': 'x'}
-        (directory / 'metadata' / f'{MAC}.json').write_text(json.dumps(guest))
-        conf = directory / 'mdserver.conf'
-        conf.write_text('[mdserver]\nguests = metadata\nleases = *.status\n')
-        self.log = directory / 'log'
-        with self.log.open('wb') as stderr:
-            self.process = subprocess.Popen(
-                [*COMMAND, str(conf), '--listen', '127.0.0.1:0', *options],
-                cwd=directory, env={**os.environ, 'PYTHONPATH': str(TOP / 'md_server')}, stderr=stderr,
-            )
-        said = until(lambda: re.search(r'LISTENING ON http://127.0.0.1:(\d+)/', self.log.read_text()), 30, 'it listens')
-        self.port = int(said[1])
 
-    def connect(self, source: str) -> socket.socket:
-        return socket.create_connection(('127.0.0.1', self.port), 20, (source, 0))
-
-    def get(self, source: str, path: str = '/latest/meta-data/instance-id') -> tuple[int, bytes]:
-        asked = http.client.HTTPConnection('127.0.0.1', self.port, timeout=20, source_address=(source, 0))
-        with contextlib.closing(asked):
-            asked.request('GET', path)
-            answer = asked.getresponse()
-            return answer.status, answer.read()
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(20)
+def get(server: Server, source: str, path: str = '/latest/meta-data/instance-id') -> tuple[int, bytes]:
+    return server.ask(path, source=source)
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
+    """On loopback, where each address is a client of its own; VICTIM has a lease."""
+    describe(tmp_path, {VICTIM: (MAC, UUID)})
     with contextlib.closing(Server(tmp_path)) as running:
         yield running
 
@@ -78,12 +51,12 @@ def is_open(connection: socket.socket) -> bool:
 def test_one_client_s_connections_keep_nobody_else_out(server: Server) -> None:
     """ENEMY: 520 connections of one guest, and no other one hears anything"""
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(server.connect(ENEMY)) for _ in range(520)]
+        held = [stack.enter_context(connect(server, ENEMY)) for _ in range(520)]
         for each in held:
             with contextlib.suppress(OSError):
                 each.sendall(b'GET / HT')
         for _ in range(10):
-            assert server.get(VICTIM) == (200, UUID.encode())
+            assert get(server, VICTIM) == (200, UUID.encode())
         until(lambda: sum(map(is_open, held)) == 16, 20, 'the oldest are ended')
         assert all(map(is_open, held[-16:]))
     lines = [line for line in server.log.read_text().splitlines() if 'more than 16' in line]
@@ -91,7 +64,7 @@ def test_one_client_s_connections_keep_nobody_else_out(server: Server) -> None:
 
 
 def test_a_request_that_drips_is_not_waited_for(server: Server) -> None:
-    with server.connect(ENEMY) as drip:
+    with connect(server, ENEMY) as drip:
         began = time.monotonic()
         drip.sendall(b'GET / HTTP/1.1\r\n')
         while is_open(drip):
@@ -101,11 +74,11 @@ def test_a_request_that_drips_is_not_waited_for(server: Server) -> None:
             time.sleep(0.5)
             assert time.monotonic() - began < 60
         assert time.monotonic() - began > 9
-    assert server.get(VICTIM) == (200, UUID.encode())
+    assert get(server, VICTIM) == (200, UUID.encode())
 
 
 def test_who_is_asked_nothing_does_nothing(server: Server) -> None:
-    assert server.get(VICTIM) == (200, UUID.encode())
+    assert get(server, VICTIM) == (200, UUID.encode())
     before = psutil.Process(server.process.pid).cpu_times().user
     time.sleep(3)
     assert psutil.Process(server.process.pid).cpu_times().user - before < 0.3
@@ -114,12 +87,12 @@ def test_who_is_asked_nothing_does_nothing(server: Server) -> None:
 def test_a_crawl_waits_a_little_and_a_flood_costs_little(server: Server) -> None:
     """cloud-init asks some thirty things at once; who asks without an end has ten answers a second."""
     began = time.monotonic()
-    assert [server.get(VICTIM)[0] for _ in range(30)] == 30 * [200]
+    assert [get(server, VICTIM)[0] for _ in range(30)] == 30 * [200]
     assert time.monotonic() - began < 15
     before, began, answered = len(server.log.read_text()), time.monotonic(), 0
     while time.monotonic() - began < 5:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            answered += server.get(ENEMY, '/')[0] == 200
+            answered += get(server, ENEMY, '/')[0] == 200
     seconds = time.monotonic() - began
     assert 20 <= answered <= 20 + 10 * (seconds + 1)
     lines = server.log.read_text()[before:].splitlines()
@@ -128,7 +101,7 @@ def test_a_crawl_waits_a_little_and_a_flood_costs_little(server: Server) -> None
 
 def test_what_is_asked_in_advance_is_not_answered(server: Server) -> None:
     """419 pipelined requests a second cost half a core; of one connection one is heard now."""
-    with server.connect(VICTIM) as connection:
+    with connect(server, VICTIM) as connection:
         connection.sendall(200 * b'GET /latest/meta-data/instance-id HTTP/1.1\r\nHost: x\r\n\r\n')
         said = b''
         with contextlib.suppress(ConnectionResetError):
@@ -159,7 +132,7 @@ ip netns del "$1"; exec 3>&-; wait $server
     name = f'emdlan{os.getpid()}'
     done = subprocess.run(
         ['unshare', '--net', '--mount', 'bash', '-c', script, 'bash', name, sys.executable, str(tmp_path)],
-        env={**os.environ, 'PYTHONPATH': str(TOP / 'md_server')}, capture_output=True, text=True, timeout=120,
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=120,
     )
     subprocess.run(['ip', 'netns', 'del', name], capture_output=True)
     assert done.stdout == '200 000', (done, (tmp_path / 'log').read_text())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import closing
+
+from tests.kit.listening import Listening
 
 Answer = Callable[[], Iterable[bytes]]
 
@@ -21,44 +22,30 @@ def said(value: object) -> bytes:
     return whole(json.dumps(value).encode())
 
 
-class Wire:
+class Wire(Listening):
     """Answers each request with what `answer` makes then, piece by piece; an empty piece is a moment of silence."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.asked = 0
-        self._socket = socket.create_server(('127.0.0.1', 0))
         self._open = True
-        self.url = f'http://127.0.0.1:{self._socket.getsockname()[1]}'
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        super().__init__()
+        self.url = f'http://{self.address}'
 
     def close(self) -> None:
         self._open = False
-        with suppress(OSError):  # accept() ends by it
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join()
+        super().close()
 
-    def _run(self) -> None:
-        while self._open:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            while self._open and self._read(connection):
-                self.asked += 1
-                for piece in self.answer():
-                    if not self._open:
-                        return
-                    if piece:
-                        connection.sendall(piece)
-                    else:
-                        time.sleep(0.05)
+    def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
+        while self._open and self._read(connection):
+            self.asked += 1
+            for piece in self.answer():
+                if not self._open:
+                    return
+                if piece:
+                    connection.sendall(piece)
+                else:
+                    time.sleep(0.05)
 
     def _read(self, connection: socket.socket) -> bool:
         got = b''
@@ -75,10 +62,5 @@ class Wire:
         return True
 
 
-@contextmanager
-def wire(answer: Answer) -> Iterator[Wire]:
-    server = Wire(answer)
-    try:
-        yield server
-    finally:
-        server.close()
+def wire(answer: Answer) -> closing[Wire]:
+    return closing(Wire(answer))
