@@ -147,14 +147,10 @@ SHARED = {
         'ecomp.agent.instance.records:Records.end', drops('booted'), 'built_and_destroyed'
     ),
     'a quota is not compared': bug(
-        'ecomp.store.sharing:charged',
-        without('unchanged', place=-1),
-        'quota_of_one',
+        'ecomp.store.sharing:charged', without('unchanged', place=-1), 'quota_of_one'
     ),
     'a quota that is not there is not compared': bug(
-        'ecomp.store.sharing:charged',
-        without('unchanged', place=0),
-        'first_quota',
+        'ecomp.store.sharing:charged', without('unchanged', place=0), 'first_quota'
     ),
     'a group is not compared': bug('ecomp.store.sharing:joined', without('unchanged'), 'apart'),
     'a name is not compared': bug(

@@ -133,9 +133,7 @@ TOLD = {
         'ecomp.scheduler.changing.change:_out_of_queue', without('entry', 'Unchanged'), 'taken_and_destroyed'
     ),
     'a destroy does not compare the request': bug(
-        'ecomp.scheduler.changing.change:_transaction',
-        assigns('unchanged', '[]'),
-        'destroyed_twice_beside_another',
+        'ecomp.scheduler.changing.change:_transaction', assigns('unchanged', '[]'), 'destroyed_twice_beside_another'
     ),
     'an address is not written for clients of 2019': bug(
         'ecomp.agent.instance.instances:Instances.address', drops('booted'), 'built_and_destroyed'
