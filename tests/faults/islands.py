@@ -107,7 +107,7 @@ class EtcdAt(Etcd):
 
     def at(self, address: str) -> Self:
         """Stand there. Before it is started."""
-        self.endpoint = f'{address}:{self.port}'
+        self.endpoint, self.client = f'{address}:{self.port}', f'http://{address}:{self.port}'
         return self
 
 

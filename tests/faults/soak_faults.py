@@ -14,7 +14,7 @@ from tests.faults.soak_cluster import Cluster
 from tests.faults.soak_parts import Compute, Part
 from tests.faults.soak_plan import Fault
 from tests.faults.soak_planes import Watcher
-from tests.kit.gateway import ask
+from tests.kit.gateway import Reply
 
 End = Callable[[], dict[str, object]]
 """Ends a fault; what is to be said of it."""
@@ -160,7 +160,7 @@ class Faults:
     def _compact(self) -> tuple[dict[str, object], None] | None:
         try:
             revision = self._watcher.read_on()  # what is forgotten is written down
-            ask(self._cluster.direct[0], 'kv/compaction', {'revision': revision, 'physical': True}, 2.0).close()
+            Reply(self._cluster.direct[0], 'kv/compaction', {'revision': revision, 'physical': True}, 2.0).close()
         except (OSError, ValueError):
             return None
         return {'revision': revision}, None

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.faults.history import History
 from tests.faults.soak_cluster import Cluster
-from tests.kit.gateway import ask
+from tests.kit.gateway import Reply
 from tests.kit.history import Change
 from tests.kit.servers import b64
 from tests.kit.witness import Revisions
@@ -35,7 +35,7 @@ def under(where: str, prefix: str) -> list[dict[str, str]]:
     """What is under a prefix in etcd: key, value."""
     start = prefix.encode()
     end = start[:-1] + bytes([start[-1] + 1])
-    with ask(where, 'kv/range', {'key': b64(start), 'range_end': b64(end)}, LIMIT) as answer:
+    with Reply(where, 'kv/range', {'key': b64(start), 'range_end': b64(end)}, LIMIT) as answer:
         found = json.loads(answer.read())
     return [
         {
@@ -115,7 +115,7 @@ class Watcher(threading.Thread):
     def __init__(self, where: str, history: History) -> None:
         super().__init__(name='watcher', daemon=True)
         self._history = history
-        self._revisions = Revisions(lambda path, body: ask(where, path, body, LIMIT))
+        self._revisions = Revisions(lambda path, body: Reply(where, path, body, LIMIT))
         self._states: dict[str, str] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tests.kit.commands import Result
 from tests.kit.journal import JOURNAL
 from tests.kit.servers import until
+
+if TYPE_CHECKING:
+    from tests.kit.commands import Control
+    from tests.kit.lab import Lab
 
 CLEAN, FINDINGS = 0, 8
 
 
-class Cluster(Protocol):
-    """What an audit is asked of: a Control or a Lab. `audited` says that it has been clean once."""
-
-    audited: bool
-
-    def eschedule(self, *words: str) -> Result:
-        """eschedule there."""
-
-
-def findings(cluster: Cluster, foreign: Collection[str] = ()) -> list[dict[str, Any]]:
+def findings(cluster: Control | Lab, foreign: Collection[str] = ()) -> list[dict[str, Any]]:
     """What one audit finds; `foreign` are the subjects (instances, computes) that the test planted and knows of.
 
     What a test killed or froze is silent, and not compared: that is its own doing.
@@ -34,7 +28,7 @@ def findings(cluster: Cluster, foreign: Collection[str] = ()) -> list[dict[str, 
     return [each for each in found if each['subject'] not in foreign and each['code'] != 'compute-silent']
 
 
-def audit_clean(cluster: Cluster, seconds: float = 30.0, foreign: Collection[str] = ()) -> None:
+def audit_clean(cluster: Control | Lab, seconds: float = 30.0, foreign: Collection[str] = ()) -> None:
     """Return once an audit finds nothing but `foreign`; AssertionError with what it finds after `seconds`."""
     seen: list[object] = []
 

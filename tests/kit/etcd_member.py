@@ -28,30 +28,16 @@ class Member(Etcd):
     def __init__(self, directory: Path, name: str, tls: Tls | None = None, host: str = '127.0.0.1') -> None:
         super().__init__(directory)
         self.member = name
-        self.peer = self._peer
-        self.initial, self.state = f'{name}={self._peer}', 'new'
+        self.initial, self.state = f'{name}={self.peer}', 'new'
         self._tls = tls
-        self._scheme = 'https' if tls else 'http'
-        self._local = f'{self._scheme}://{host if host[0].isdigit() else "127.0.0.1"}:{self.port}'
+        self.client = f'{"https" if tls else "http"}://{host if host[0].isdigit() else "127.0.0.1"}:{self.port}'
         self.endpoint = f'{host}:{self.port}'
 
     def command(self) -> list[str]:
         tls = self._tls
         secure = [f'--cert-file={tls.certificate}', f'--key-file={tls.key}'] if tls else []
         secure += [f'--trusted-ca-file={tls.authority}', '--client-cert-auth'] if tls else []
-        return [
-            'etcd',
-            f'--name={self.member}',
-            f'--data-dir={self.directory / "data"}',
-            f'--listen-client-urls={self._local}',
-            f'--advertise-client-urls={self._local}',
-            f'--listen-peer-urls={self.peer}',
-            f'--initial-advertise-peer-urls={self.peer}',
-            f'--initial-cluster={self.initial}',
-            f'--initial-cluster-state={self.state}',
-            '--log-level=warn',
-            *secure,
-        ]
+        return [*super().command(), f'--name={self.member}', f'--initial-cluster-state={self.state}', *secure]
 
     def is_ready(self) -> bool:
         """It answers, and has a leader."""
@@ -67,6 +53,6 @@ class Member(Etcd):
             context = ssl.create_default_context(cafile=str(self._tls.authority))
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # what we ask is not what is tested
             context.load_cert_chain(*map(str, self._tls.client))
-        request = urllib.request.Request(f'{self._local}/v3/{path}', json.dumps(body).encode())
+        request = urllib.request.Request(f'{self.client}/v3/{path}', json.dumps(body).encode())
         answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout, context=context)
         return answer

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import grpc
 
@@ -20,24 +20,15 @@ CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], str, Any]] = {
 }
 
 
-class Reply(Protocol):
-    """What an answer of etcd's gateway is read by: JSON, a line for each message of a stream."""
+class Reply:
+    """The answer of one call of etcd at host:port, to be read and closed: JSON, a line for each message of a stream.
 
-    def __enter__(self) -> Self: ...
+    OSError for whatever etcd does not answer. `certs` has a client's certificate.
+    """
 
-    def __exit__(self, *_: object) -> None: ...
-
-    def read(self) -> bytes: ...
-
-    def readline(self) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
-class GrpcReply:
-    """The answer of one call over gRPC; OSError for whatever etcd does not answer."""
-
-    def __init__(self, where: str, path: str, body: Mapping[str, Any], timeout: float, certs: Path | None) -> None:
+    def __init__(
+        self, where: str, path: str, body: Mapping[str, Any], timeout: float = 30.0, certs: Path | None = None
+    ) -> None:
         from google.protobuf import json_format  # here, after the room above has said which protobuf it is
 
         stub, method, kind = CALLS[path]
@@ -83,13 +74,6 @@ class GrpcReply:
         yield request
         # etcd ends a watch whose client has nothing more to say.
         self._ended.wait()
-
-
-def ask(
-    where: str, path: str, body: Mapping[str, Any], timeout: float = 30.0, certs: Path | None = None
-) -> Reply:
-    """One call of etcd at host:port, to be read and closed; OSError. `certs` has a client's certificate."""
-    return GrpcReply(where, path, body, timeout, certs)
 
 
 def _as_json(message: Any) -> dict[str, Any]:

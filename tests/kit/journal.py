@@ -6,33 +6,16 @@ import base64
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tests.kit.history import Ask
 
+if TYPE_CHECKING:
+    from tests.kit.commands import Ecompute
+    from tests.kit.witness import Watched
+
 WRITES = {'kv/put', 'kv/deleterange'}
 TRANSACTED = 'requestPut', 'request_put', 'requestDeleteRange', 'request_delete_range'
-
-
-class Runs(Protocol):
-    """An ecompute of the test's own."""
-
-    uuid: str
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def is_running(self) -> bool: ...
-
-
-class Witness(Protocol):
-    """Who can be asked for the history of an etcd and a placement: see tests/kit/witness.py."""
-
-    def begin(self) -> None:
-        """The history begins now."""
-
-    def read_on(self) -> None:
-        """Read what there is so far."""
 
 
 class Journal:
@@ -51,23 +34,23 @@ class Journal:
         self.asks: list[Ask] = []
         self.by_hand: set[str] = set()
         self.foreign: set[str] = set()
-        self.computes: list[Runs] = []
-        self.witnesses: list[Witness] = []
+        self.computes: list[Ecompute] = []
+        self.witnesses: list[Watched] = []
 
-    def made(self, witness: Witness) -> None:
+    def made(self, witness: Watched) -> None:
         """The test has an etcd and a placement of this history; it begins with this."""
         if self._open:
             witness.begin()
             self.witnesses.append(witness)
 
-    def leave(self, witness: Witness) -> bool:
+    def leave(self, witness: Watched) -> bool:
         """Whether it was a witness until now, while the test goes on; it is no more."""
         there = witness in self.witnesses
         if there:
             self.witnesses.remove(witness)
         return there
 
-    def runs(self, compute: Runs) -> None:
+    def runs(self, compute: Ecompute) -> None:
         if self._open:
             self.computes.append(compute)
 

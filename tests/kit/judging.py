@@ -14,7 +14,7 @@ import pytest
 from tests.kit.commands import Control
 from tests.kit.history import judge
 from tests.kit.hypervisor import Hypervisor
-from tests.kit.journal import JOURNAL, Witness
+from tests.kit.journal import JOURNAL
 from tests.kit.lab import Lab
 from tests.kit.witness import Compacted, Watched, judged
 
@@ -38,7 +38,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         JOURNAL.made(witness)
     try:
         result = yield
-        watched = [each for each in JOURNAL.witnesses if isinstance(each, Watched)]
+        watched = list(JOURNAL.witnesses)
         mark = item.get_closest_marker('history_broken')
         if mark is None:
             for each in watched:
@@ -61,12 +61,12 @@ def is_broken(watched: Watched) -> bool:
     return bool(found.never or found.still)
 
 
-def _shared(item: pytest.Item) -> list[Witness]:
+def _shared(item: pytest.Item) -> list[Watched]:
     """What the test uses that was made for more tests than this one."""
     arguments: dict[str, Any] = getattr(item, 'funcargs', {})
     labs = {each.lab if isinstance(each, Hypervisor) else each for each in arguments.values() if _is_of_a_lab(each)}
     controls = [each for each in arguments.values() if isinstance(each, Control)]
-    found: list[Witness] = [each.watched for each in [*labs, *controls]]
+    found: list[Watched] = [each.watched for each in [*labs, *controls]]
     return [each for each in found if each not in JOURNAL.witnesses]
 
 

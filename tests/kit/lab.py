@@ -24,7 +24,7 @@ from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL
 from tests.kit.audit import audit_clean
 from tests.kit.commands import Command, Result, asked
-from tests.kit.gateway import Reply, ask
+from tests.kit.gateway import Reply
 from tests.kit.journal import JOURNAL
 from tests.kit.placement_database import PlacementDatabase
 from tests.kit.servers import TOP, until
@@ -183,7 +183,7 @@ class Lab:
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Reply:
         """The answer of one call of etcd, to be read and closed."""
-        return ask(self.facts['etcd'], path, body, certs=self.operator)
+        return Reply(self.facts['etcd'], path, body, certs=self.operator)
 
     def works(self, compute: str) -> bool | None:
         """Whether the ecompute of this uuid runs; None: it is of no host here."""

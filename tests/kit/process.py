@@ -6,31 +6,10 @@ import contextlib
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from tests.kit.warm import Warm, is_python
 
-
-class Process(Protocol):
-    """What tests ask of a process: subprocess.Popen's words."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | None:
-        """None while it runs; a signal's number is negative."""
-
-    def poll(self) -> int | None:
-        """The returncode."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The returncode once it has ended; subprocess.TimeoutExpired."""
-
-    def send_signal(self, sig: int, /) -> None:
-        """Nothing happens once it has ended."""
-
-    def kill(self) -> None:
-        """SIGKILL."""
+Process = Warm | subprocess.Popen[bytes]
 
 
 def is_stopped(pid: int) -> bool:

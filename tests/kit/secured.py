@@ -21,12 +21,12 @@ class Secured(Etcd):
     def __init__(self, directory: Path, certs: Path) -> None:
         own = certs / 'etcd'
         super().__init__(directory, f'--cert-file={own}/server.crt', f'--key-file={own}/server.key')
+        self.client = f'https://{self.endpoint}'
         self.asks = [f'--trusted-ca-file={own}/ca.crt', '--client-cert-auth']
         self._health = f'http://127.0.0.1:{free_port()}'
 
     def command(self) -> list[str]:
-        words = [each.replace(f'http://{self.endpoint}', f'https://{self.endpoint}') for each in super().command()]
-        return [*words, *self.asks, f'--listen-metrics-urls={self._health}']
+        return [*super().command(), *self.asks, f'--listen-metrics-urls={self._health}']
 
     def is_ready(self) -> bool:
         """It has a leader. One that is ended before it ever had may never get any: it has written that it is a member

@@ -216,7 +216,9 @@ class Etcd(Server):
         super().__init__(directory)
         self.port = free_port()
         self.endpoint = f'127.0.0.1:{self.port}'
-        self._peer = f'http://127.0.0.1:{free_port()}'
+        self.client = f'http://{self.endpoint}'
+        self.peer = f'http://127.0.0.1:{free_port()}'
+        self.initial = f'default={self.peer}'
         self._options = options
 
     def environment(self) -> dict[str, str]:
@@ -224,25 +226,24 @@ class Etcd(Server):
         return {**environment(), 'GOGC': '400'}
 
     def command(self) -> list[str]:
-        client = f'http://{self.endpoint}'
         return [
             'etcd',
             f'--data-dir={self.directory / "data"}',
-            f'--listen-client-urls={client}',
-            f'--advertise-client-urls={client}',
-            f'--listen-peer-urls={self._peer}',
-            f'--initial-advertise-peer-urls={self._peer}',
-            f'--initial-cluster=default={self._peer}',
+            f'--listen-client-urls={self.client}',
+            f'--advertise-client-urls={self.client}',
+            f'--listen-peer-urls={self.peer}',
+            f'--initial-advertise-peer-urls={self.peer}',
+            f'--initial-cluster={self.initial}',
             '--log-level=warn',
             *self._options,
         ]
 
     def is_ready(self) -> bool:
-        return is_healthy(f'http://{self.endpoint}')
+        return is_healthy(self.client)
 
     def ask(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> HTTPResponse:
         """The answer of one call of the JSON gateway, to be read and closed."""
-        request = urllib.request.Request(f'http://{self.endpoint}/v3/{path}', json.dumps(body).encode())
+        request = urllib.request.Request(f'{self.client}/v3/{path}', json.dumps(body).encode())
         answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
         return answer
 

@@ -10,6 +10,7 @@ import base64
 import json
 import os
 from collections.abc import Callable, Mapping
+from http.client import HTTPResponse
 from typing import Any
 
 from tests.kit.ending import Kept
@@ -20,7 +21,7 @@ from tests.kit.placement_database import PlacementDatabase
 from tests.kit.process import is_stopped
 from tests.kit.servers import Server, b64, until
 
-Ask = Callable[[str, Mapping[str, Any]], Reply]
+Ask = Callable[[str, Mapping[str, Any]], Reply | HTTPResponse]
 """Sends a JSON object to a path of etcd's gateway; the answer, to be read line by line."""
 SOON = 20.0
 """Seconds until what is in work at a test's end has come to its end."""
