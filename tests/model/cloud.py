@@ -47,6 +47,7 @@ SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}
 IMAGE = 'http://x/i'
 FLAVOR = 'small'
 WHO = {'host': 'h', 'pid': 1}
+APART, TOGETHER = Membership('g', 'anti-affinity', True), Membership('g', 'affinity', True)
 
 
 def name_uuid(number: int) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -195,6 +196,14 @@ def play(
         if not wrong and ends is not None:
             ends.add(end)
         return wrong, world
+
+
+@contextmanager
+def quiet_cloud() -> Iterator[Cloud]:
+    """A cloud in which nobody acts, inside its world."""
+    world = World(Bounds(), Follow())
+    with virtual(), inside(world):
+        yield Cloud(world)
 
 
 def explore(

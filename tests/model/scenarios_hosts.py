@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 
 from ecomp.model import keys
-from ecomp.model.group import Membership
 from ecomp.scheduler.changing.change import destroy
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY
-from tests.model.cloud import A, Cloud, U, V
+from tests.model.cloud import APART, A, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.explorer import Check, within
 
-APART = Membership('g', 'anti-affinity', True)
 NEXT_DAY, LATER = '2030-01-02T01:00:00Z', '2030-01-01T00:00:01Z'
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from ecomp.model import keys
-from ecomp.model.group import Membership
 from ecomp.model.record import GONE, KEPT, Record, to_json
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY, Bounds
-from tests.model.cloud import A, B, Cloud, U, V
+from tests.model.cloud import TOGETHER, A, B, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.explorer import within
-
-TOGETHER = Membership('g', 'affinity', True)
 
 
 def _delivered(cloud: Cloud) -> Compute:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from ecomp.model.group import Membership
 from tests.model.acting import Bounds
-from tests.model.cloud import A, B, Cloud, S, U, V
+from tests.model.cloud import APART, TOGETHER, A, B, Cloud, S, U, V
 from tests.model.explorer import within
 from tests.model.scenarios_operators import drains, fix_and_create, forget_what_is_destroyed
 from tests.model.scenarios_pairs import active, sets
-
-APART = Membership('g', 'anti-affinity', True)
-TOGETHER = Membership('g', 'affinity', True)
 
 
 def create_with_losses(cloud: Cloud) -> None:

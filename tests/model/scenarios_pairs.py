@@ -13,15 +13,12 @@ from ecomp.scheduler.operating.audit import fix
 from ecomp.scheduler.operating.sharing import delete_flavor, limit
 from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Actor, Bounds, Call
-from tests.model.cloud import LARGER, A, B, Cloud, S, U, V
+from tests.model.cloud import LARGER, TOGETHER, A, B, Cloud, S, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
 from tests.model.invariants import CLAIM, NAME
 from tests.model.scenarios_operators import ends, forgets, forgetting
-
-APART = Membership('g', 'anti-affinity', True)
-TOGETHER = Membership('g', 'affinity', True)
 
 
 def active(cloud: Cloud, instance: str = U, name: str | None = 'web', group: Membership | None = None) -> Compute:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ecomp.model import keys
-from ecomp.model.group import Membership
 from ecomp.model.queue import FIRST, WIDER, Takers, order, point
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY, Bounds
-from tests.model.cloud import A, B, C, Cloud, U, V, name_uuid
+from tests.model.cloud import APART, A, B, C, Cloud, U, V, name_uuid
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
-
-APART = Membership('g', 'anti-affinity', True)
 
 
 def two_takers(cloud: Cloud) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from ecomp.model import keys
-from ecomp.model.group import Group, Membership
+from ecomp.model.group import Group
 from ecomp.model.group import to_json as group_json
 from ecomp.model.queue import Place
 from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.operating.sharing import limit
 from ecomp.store.client import Entry, Put
 from tests.model.acting import SHAKY, Actor, Bounds
-from tests.model.cloud import A, B, Cloud, U, V
+from tests.model.cloud import TOGETHER, A, B, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.explorer import Check, within
 from tests.model.scenarios_losses import restore
 from tests.model.scenarios_operators import drains, ends, forgets, forgetting
 from tests.model.scenarios_pairs import active
-
-TOGETHER = Membership('g', 'affinity', True)
-
 
 # Minutes pass
 

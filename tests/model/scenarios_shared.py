@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from ecomp.model.group import Membership
 from tests.model.acting import SHAKY
-from tests.model.cloud import A, B, Cloud, S, U, V
+from tests.model.cloud import APART, TOGETHER, A, B, Cloud, S, U, V
 from tests.model.explorer import Check, within
-
-APART = Membership('g', 'anti-affinity', True)
-TOGETHER = Membership('g', 'affinity', True)
 
 
 def apart(cloud: Cloud) -> None:

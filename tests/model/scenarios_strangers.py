@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 
 from ecomp.model import keys
-from ecomp.model.group import Membership
 from ecomp.model.order import Power
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
@@ -14,15 +13,12 @@ from ecomp.scheduler.changing.change import power
 from ecomp.scheduler.operating.sharing import limit
 from ecomp.store.client import Delete, Put, Unchanged
 from tests.model.acting import SHAKY, Actor, Bounds
-from tests.model.cloud import IMAGE, SIZE, A, B, Cloud, U, V, name_uuid
+from tests.model.cloud import APART, IMAGE, SIZE, TOGETHER, A, B, Cloud, U, V, name_uuid
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
 from tests.model.scenarios_losses import fails, restore
 from tests.model.scenarios_pairs import active, fixes_all, sets
-
-APART = Membership('g', 'anti-affinity', True)
-TOGETHER = Membership('g', 'affinity', True)
 
 
 def by_hand(cloud: Cloud, name: str, *operations: Put | Delete) -> Actor:

@@ -11,14 +11,13 @@ from functools import partial
 from ecomp.agent.host.claims import Generations
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
-from ecomp.model.group import Membership
 from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.looking.find import all_records, find
 from ecomp.scheduler.operating.audit import fix
 from ecomp.scheduler.operating.sharing import limit
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY, Bounds, Call
-from tests.model.cloud import NAMES, A, B, Cloud, U, V
+from tests.model.cloud import NAMES, TOGETHER, A, B, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
@@ -28,8 +27,6 @@ from tests.model.scenarios_pairs import active, clears, fixes_all
 from tests.model.scenarios_registered import registration
 from tests.model.scenarios_strangers import by_hand
 from tests.model.world import World
-
-TOGETHER = Membership('g', 'affinity', True)
 
 
 class Lock:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from ecomp.model.group import Membership
 from tests.model.acting import SHAKY, Bounds
-from tests.model.cloud import A, B, Cloud, U, V, W
+from tests.model.cloud import APART, A, B, Cloud, U, V, W
 from tests.model.explorer import within
 from tests.model.scenarios_operators import drains, ends, fixes, forgets, limits
-
-APART = Membership('g', 'anti-affinity', True)
 
 
 def keeper_drain_and_create(cloud: Cloud) -> None:

@@ -19,7 +19,7 @@ from ecomp.placement import allocations
 from ecomp.scheduler.operating.audit import audit
 from ecomp.store.client import Delete, Put
 from tests.model.acting import Bounds
-from tests.model.cloud import SIZE, A, Cloud, U, V
+from tests.model.cloud import A, Cloud, U, V
 from tests.model.explorer import Check, Explored, Follow, Scenario, decode, encode, explore, look_for, replay
 from tests.model.rest import left_alone
 from tests.model.scenarios import SCENARIOS
@@ -57,14 +57,6 @@ def test_every_scenario_has_a_title() -> None:
 # A leak that is planted by hand is found, by the product's audit and by what is looked for here
 
 
-def _claim(cloud: Cloud) -> None:
-    allocations.claim_once(cloud.placement, V, {A: SIZE}, 'u', 'p')
-
-
-def _claim_gone(cloud: Cloud) -> None:
-    allocations.release_once(cloud.placement, U, allocations.consumer(cloud.placement, U))
-
-
 def _put(key: str, value: str) -> object:
     return lambda cloud: cloud.store.commit([], [Put(key, value)])
 
@@ -84,13 +76,11 @@ def _domain_gone(cloud: Cloud) -> None:
     cloud.computes[A].hypervisor.delete_disk(U)
 
 
-def _reservation(cloud: Cloud) -> None:
-    cloud.computes[A].hypervisor.reserve(V, '52:54:00:00:00:01', 'default')
-
-
 LEAKS = {
-    'a claim': _claim,
-    'a claim that is gone': _claim_gone,
+    'a claim': lambda cloud: cloud.claimed(V, A),
+    'a claim that is gone': lambda cloud: allocations.release_once(
+        cloud.placement, U, allocations.consumer(cloud.placement, U)
+    ),
     'a name': _put(keys.name('other'), name_to_json(V)),
     'a name that is gone': _delete(keys.name('web')),
     'a member of a group': _put(keys.group('h'), group_json(Group('h', 'affinity', True, {V: A}))),
@@ -100,7 +90,7 @@ LEAKS = {
     'a request that is gone': _delete(keys.request(A, U)),
     'a domain': _domain,
     'a domain that is gone': _domain_gone,
-    'a reservation': _reservation,
+    'a reservation': lambda cloud: cloud.computes[A].hypervisor.reserve(V, '52:54:00:00:00:01', 'default'),
 }
 
 

@@ -29,20 +29,17 @@ from ecomp.scheduler.operating.decommission import UNSEEN, disable, drained, ena
 from ecomp.scheduler.operating.sharing import limit, one_quota
 from ecomp.store.client import Delete, Put
 from ecomp.store.sharing import highest_released
-from tests.model.acting import Bounds
 from tests.model.cloud import FLAVOR, QUERY, SIZE, A, B, Cloud, U, V, W
-from tests.model.explorer import Follow
-from tests.model.virtual import NOW, inside, virtual
-from tests.model.world import World
+from tests.model.explorer import quiet_cloud
+from tests.model.virtual import NOW
 
 pytestmark = pytest.mark.fast
 
 
 @pytest.fixture
 def cloud() -> Iterator[Cloud]:
-    world = World(Bounds(), Follow())
-    with virtual(), inside(world):
-        yield Cloud(world)
+    with quiet_cloud() as made:
+        yield made
 
 
 @pytest.mark.parametrize('junk', ['junk', '', f'junk/{U}'])
@@ -68,6 +65,16 @@ def forgotten(cloud: Cloud) -> list[str]:
     said: list[str] = []
     forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, said.append, fenced=True)
     return said
+
+
+def codes(cloud: Cloud) -> set[str]:
+    return {each.code for each in audit(cloud.store, cloud.placement).findings}
+
+
+def mended(cloud: Cloud) -> list[str]:
+    """What `audit --fix` says that it has done, after two looks."""
+    looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
+    return mend(cloud.store, cloud.placement, *looks)
 
 
 def test_a_compute_without_a_lease_is_forgotten_with_that_key(cloud: Cloud) -> None:
@@ -142,9 +149,7 @@ def test_the_name_of_such_a_compute_is_removed_where_nothing_else_is_left(cloud:
     cloud.host(A)
     is_silent(cloud)
     del cloud.model.providers[A]
-    looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
-    done = mend(cloud.store, cloud.placement, *looks)
-    assert done == [f'hostname-orphaned {A}: {keys.hostname(A)} is deleted']
+    assert mended(cloud) == [f'hostname-orphaned {A}: {keys.hostname(A)} is deleted']
 
 
 # Quotas
@@ -174,7 +179,7 @@ def test_what_a_newer_eschedule_delivered_counts(cloud: Cloud) -> None:
     newer = {**load_object(cloud.etcd.entries[key].value), 'version': 2}
     cloud.store.commit([], [Put(key, dump(newer)), Put(keys.request(A, V), dump({**newer, 'version': 1}))])
     is_silent(cloud)
-    assert 'quota-differs' not in {each.code for each in audit(cloud.store, cloud.placement).findings}
+    assert 'quota-differs' not in codes(cloud)
     assert limit(cloud.store, 'p', ['instances=1']) == 'quota of project p: instances 1/1'
     assert one_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}
 
@@ -185,7 +190,7 @@ def test_what_waits_and_cannot_be_read_gives_back_what_it_shared(cloud: Cloud) -
     key = cloud.waiting(U, 'web', Membership('g', 'anti-affinity', True)).waiting.key
     newer = {**load_object(cloud.etcd.entries[key].value), 'version': 2}
     cloud.store.commit([], [Put(key, dump(newer))])
-    assert {each.code for each in audit(cloud.store, cloud.placement).findings} == {'queued-unreadable'}
+    assert codes(cloud) == {'queued-unreadable'}
     assert limit(cloud.store, 'p', ['instances=5']) == 'quota of project p: instances 1/5'
     destroy(cloud.store, U)
     assert not {key, keys.name('web'), keys.group('g')} & cloud.etcd.entries.keys()
@@ -204,7 +209,7 @@ def test_a_destroy_of_2019_counts_for_what_its_record_says_until_its_compute_is_
     destroyed = dump({'allocations': {}, 'instance': U, 'image': None, **who})
     cloud.store.commit([], [Put(keys.request(A, U), destroyed)])
     is_silent(cloud)
-    assert 'quota-differs' not in {each.code for each in audit(cloud.store, cloud.placement).findings}
+    assert 'quota-differs' not in codes(cloud)
     assert limit(cloud.store, 'p', ['instances=5']) == 'quota of project p: instances 1/5'
     assert one_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}
     forgotten(cloud)
@@ -222,7 +227,7 @@ def test_it_counts_by_the_record_of_the_compute_that_is_asked(cloud: Cloud) -> N
     is_silent(cloud)
     limit(cloud.store, 'p', ['instances=5'])
     assert one_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}
-    assert 'quota-differs' not in {each.code for each in audit(cloud.store, cloud.placement).findings}
+    assert 'quota-differs' not in codes(cloud)
 
 
 def test_one_of_what_failed_counts_for_nothing(cloud: Cloud) -> None:
@@ -232,7 +237,7 @@ def test_one_of_what_failed_counts_for_nothing(cloud: Cloud) -> None:
     destroyed = Request(V, {}, user_id='u', project_id='p')
     puts = [Put(keys.record(A, V), record_json(failed)), Put(keys.request(A, V), request_json(destroyed))]
     cloud.store.commit([], puts)
-    assert 'quota-differs' not in {each.code for each in audit(cloud.store, cloud.placement).findings}
+    assert 'quota-differs' not in codes(cloud)
     limit(cloud.store, 'p', ['instances=3'])
     assert one_quota(cloud.store, 'p').used == {}
 
@@ -250,9 +255,8 @@ def test_a_right_quota_stays_right_where_a_request_has_ended(cloud: Cloud) -> No
     host.plan(2)
     is_silent(cloud)
     cloud.store.commit([], [Put(keys.request(A, U), asked.decode())])
-    looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
-    assert {'quota-differs', 'request-ended'} <= {each.code for each in looks[1].findings}
-    mend(cloud.store, cloud.placement, *looks)
+    assert {'quota-differs', 'request-ended'} <= codes(cloud)
+    mended(cloud)
     assert keys.request(A, U) not in cloud.etcd.entries
     assert one_quota(cloud.store, 'p').used == {}
 
@@ -264,8 +268,7 @@ def test_a_record_that_cannot_be_read_keeps_its_own_place_in_a_group_alone(cloud
     astray = Group('g', 'affinity', True, {U: A, V: A, W: A})
     puts = [Put(keys.group('g'), group_json(astray)), *(Put(keys.record(A, each), '{"rubbish') for each in (U, V))]
     cloud.store.commit([], puts)
-    looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
-    assert f'group-orphaned g: {W} is taken out' in mend(cloud.store, cloud.placement, *looks)
+    assert f'group-orphaned g: {W} is taken out' in mended(cloud)
     assert group_from_json('g', cloud.etcd.entries[keys.group('g')].value).members == {U: A, V: A}
 
 

@@ -8,13 +8,11 @@ from ecomp.errors import Conflict, NoCapacity, NotFound, Unreachable
 from ecomp.model.order import Power
 from ecomp.scheduler.changing.change import Acceptance
 from ecomp.scheduler.placing.claim import DeliveryOutcome
-from tests.model.acting import Actor, Bounds
-from tests.model.cloud import A, Cloud, U, V, W
-from tests.model.explorer import Follow
+from tests.model.acting import Actor
+from tests.model.cloud import A, U, V, W
+from tests.model.explorer import quiet_cloud
 from tests.model.scenarios_pairs import active
 from tests.model.truth import untrue
-from tests.model.virtual import inside, virtual
-from tests.model.world import World
 
 pytestmark = pytest.mark.fast
 
@@ -51,15 +49,13 @@ TRUTHS = {
 
 def judge(command: str, about: str, outcome: object) -> list[str]:
     """Return what is untrue of one sentence, where U lives on A, and W holds a claim."""
-    world = World(Bounds(), Follow())
-    with virtual(), inside(world):
-        cloud = Cloud(world)
+    with quiet_cloud() as cloud:
         cloud.limited(5)
         host = active(cloud)
         cloud.etcd.end(host.presence.lease)
         cloud.claimed(W, A)
         told = Actor('the command', lambda: None, command=command, about=(about,), done=True, outcome=outcome)
-        world.actors.append(told)
+        cloud.world.actors.append(told)
         return untrue(cloud, frozenset())
 
 

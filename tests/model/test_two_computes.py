@@ -25,24 +25,18 @@ from ecomp.scheduler.looking.find import all_records
 from ecomp.scheduler.operating.audit import NOT_ANY_MORE, audit, mend
 from ecomp.scheduler.operating.sharing import limit
 from ecomp.store.client import Entry, Put, Store
-from tests.model.acting import Bounds
 from tests.model.cloud import IMAGE, QUERY, SIZE, A, B, Cloud, S, U, V, W
-from tests.model.explorer import Follow
-from tests.model.virtual import NOW, inside, virtual
-from tests.model.world import World
+from tests.model.explorer import quiet_cloud
+from tests.model.virtual import NOW
 
 pytestmark = pytest.mark.fast
 
 
 @pytest.fixture
 def cloud() -> Iterator[Cloud]:
-    world = World(Bounds(), Follow())
-    with virtual(), inside(world):
-        made = Cloud(world)
+    with quiet_cloud() as made:
         made.store.claims = lambda compute: of_provider(made.placement, compute)
-        made.host(A)
-        made.host(B)
-        for each in made.computes.values():
+        for each in made.hosts(A, B):
             each.start()
         yield made
 
