@@ -263,10 +263,7 @@ class Lan:
 
 def lacking() -> str:
     """What keeps machines from booting here, in words; '' if nothing does."""
-    if why := machine.lacking():
-        return why
-    packages = sorted({package for command, package in NEEDED.items() if shutil.which(command) is None})
-    return 'not installed: ' + ', '.join(packages) if packages else ''
+    return machine.lacking() or machine.not_installed(NEEDED)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ecomp.files import InstanceLocks, search_path
 from ecomp.lab import machine, state
 from ecomp.lab.hosts import LabHost
 from tests.kit.boot_sectors import boot_disk
-from tests.kit.lab import NOTIFIED, Lab, running
+from tests.kit.lab import Lab, running
 from tests.kit.process import is_stopped
 from tests.kit.servers import until
 from tests.kit.tuned import patched
@@ -255,12 +255,9 @@ class Hypervisor:
     def place(self, image: str = 'idle.raw', *words: str) -> str:
         """Ask for an instance here, and do not wait: its uuid. `image` is a file of the lab, or a URL."""
         url = image if '://' in image else self.lab.url(image)
-        done = self.lab.eschedule(self.query, url, *words)
-        found = NOTIFIED.match(done.stdout)
-        assert done.code == 0, done
-        assert found, done
-        assert found[1] == self.compute, done
-        return found[2]
+        host, instance = self.lab.place(self.query, url, *words)
+        assert host == self.name, instance
+        return instance
 
     def running(self) -> str:
         instance = self.place()

@@ -5,7 +5,6 @@ Asked of the servers themselves; the rules are in tests/kit/ending.py.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 from collections.abc import Collection
@@ -15,6 +14,7 @@ from tests.kit.audit import audit_clean
 from tests.kit.commands import Control, Ecompute
 from tests.kit.ending import Kept, ending
 from tests.kit.servers import until
+from tests.kit.witness import EVERYTHING, kept_of
 
 REQUEST_LEASE = 60
 PATIENCE = 20.0
@@ -25,14 +25,7 @@ def everything(control: Control) -> dict[str, Kept]:
 
     Nor with what the living hint of their room: that follows what they were asked for, within ten seconds.
     """
-    every = base64.b64encode(b'\0').decode()
-    found = control.etcd.call('kv/range', {'key': every, 'range_end': every}).get('kvs', [])
-    there = {
-        base64.b64decode(each['key']).decode(): Kept(
-            base64.b64decode(each.get('value', '')), int(each.get('lease', 0))
-        )
-        for each in found
-    }
+    there = dict(map(kept_of, control.etcd.call('kv/range', EVERYTHING).get('kvs', [])))
     stay = {key: kept for key, kept in there.items() if not (key.startswith('/released/') and kept.lease)}
     lives = {key: kept for key, kept in stay.items() if key.startswith('/computes/') and kept.lease}
     return {**stay, **{key: Kept(without_room(kept.value), kept.lease) for key, kept in lives.items()}}

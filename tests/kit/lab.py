@@ -27,7 +27,7 @@ from tests.kit.commands import Command, Result, asked
 from tests.kit.gateway import Reply
 from tests.kit.journal import JOURNAL
 from tests.kit.placement_database import PlacementDatabase
-from tests.kit.servers import TOP, until
+from tests.kit.servers import TOP, b64, until
 from tests.kit.witness import Watched, process_works
 
 ROOT = Path('/var/lib/elab')
@@ -193,8 +193,7 @@ class Lab:
     def etcd(self, prefix: str) -> dict[str, bytes]:
         start = prefix.encode()
         end = start[:-1] + bytes([start[-1] + 1])
-        body = {'key': base64.b64encode(start).decode(), 'range_end': base64.b64encode(end).decode()}
-        with self.ask('kv/range', body) as answer:
+        with self.ask('kv/range', {'key': b64(start), 'range_end': b64(end)}) as answer:
             found = json.loads(answer.read()).get('kvs', [])
         return {base64.b64decode(kv['key']).decode(): base64.b64decode(kv.get('value', '')) for kv in found}
 
@@ -203,7 +202,7 @@ class Lab:
         return found[0] if found else None
 
     def put(self, key: str, value: str) -> None:
-        body = {'key': base64.b64encode(key.encode()).decode(), 'value': base64.b64encode(value.encode()).decode()}
+        body = {'key': b64(key), 'value': b64(value)}
         JOURNAL.wrote('kv/put', body)
         self.ask('kv/put', body).close()
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,13 +86,17 @@ class Machine:
         return subprocess.run(inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
 
+def not_installed(needed: Mapping[str, str]) -> str:
+    packages = sorted({package for command, package in needed.items() if shutil.which(command) is None})
+    return 'not installed: ' + ', '.join(packages) if packages else ''
+
+
 def lacking() -> str:
     """What keeps a machine from being made here, in words; '' if nothing does."""
     if os.geteuid() != 0:
         return 'namespaces need root'
-    packages = sorted({package for command, package in NEEDED.items() if shutil.which(command) is None})
-    if packages:
-        return 'not installed: ' + ', '.join(packages)
+    if why := not_installed(NEEDED):
+        return why
     return '' if Path('/dev/net/tun').exists() else 'there is no /dev/net/tun, which slirp4netns needs'
 
 

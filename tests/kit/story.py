@@ -73,19 +73,15 @@ def known(control: Control, instance: str) -> dict[str, Any]:
 
 
 def reached(control: Control, instance: str, state: str) -> dict[str, Any]:
-    def there() -> dict[str, Any] | None:
-        found = record(control, instance)
-        return found if found is not None and found['state'] == state else None
+    def there() -> dict[str, Any]:
+        found = record(control, instance) or {}
+        return found if found.get('state') == state else {}
 
-    found = until(there, SOON, f'{instance} is {state}; it is {record(control, instance)}')
-    assert found is not None
-    return found
+    return until(there, SOON, f'{instance} is {state}; it is {record(control, instance)}')
 
 
 def addressed(control: Control, instance: str) -> str:
-    value = until(lambda: control.etcd.get(f'/booted/{instance}'), SOON, f'{instance} has an address')
-    assert value is not None
-    return value.decode()
+    return until(lambda: control.etcd.get(f'/booted/{instance}'), SOON, f'{instance} has an address').decode()
 
 
 def one_line(result: Result, code: int, *words: str, command: str = 'eschedule') -> str:
@@ -116,13 +112,11 @@ def logs(compute: Ecompute, *words: str, number: int = 1) -> list[str]:
     """The lines of an ecompute's log that have all of these words, once there are so many: it may log what it did
     after others can see it."""
 
-    def there() -> list[str] | None:
+    def there() -> list[str]:
         found = logged(compute, *words)
-        return found if len(found) >= number else None
+        return found if len(found) >= number else []
 
-    found = until(there, SOON, f'compute {compute.uuid} logs {words}')
-    assert found is not None
-    return found
+    return until(there, SOON, f'compute {compute.uuid} logs {words}')
 
 
 def reserved(control: Control, compute: str) -> int:

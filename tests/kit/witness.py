@@ -44,7 +44,7 @@ class Revisions:
     def begin(self) -> None:
         """From now on: all that is there is what was before."""
         answer = self._call('kv/range', EVERYTHING)
-        self.before = dict(_kept(each) for each in answer.get('kvs', []))
+        self.before = dict(map(kept_of, answer.get('kvs', [])))
         self.changes, self.revision = [], int(answer['header']['revision'])
 
     def read_on(self) -> int:
@@ -61,7 +61,7 @@ class Revisions:
                 if result.get('canceled'):
                     raise Compacted(f'etcd has forgotten all before revision {result.get("compact_revision")}')
                 for event in result.get('events', []):
-                    (key, kept), self.revision = _kept(event['kv']), int(event['kv']['mod_revision'])
+                    (key, kept), self.revision = kept_of(event['kv']), int(event['kv']['mod_revision'])
                     self.changes.append(Change(self.revision, key, None if event.get('type') == 'DELETE' else kept))
         return self.revision
 
@@ -135,6 +135,7 @@ def process_works(pid: int) -> bool:
     return os.path.exists(f'/proc/{pid}') and not is_stopped(pid)
 
 
-def _kept(found: Mapping[str, Any]) -> tuple[str, Kept]:
+def kept_of(found: Mapping[str, Any]) -> tuple[str, Kept]:
+    """A key as etcd's gateway tells it."""
     key = base64.b64decode(found['key']).decode(errors='replace')
     return key, Kept(base64.b64decode(found.get('value', '')), int(found.get('lease', 0)))

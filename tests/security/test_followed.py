@@ -17,13 +17,13 @@ from ecomp.model.queue import Backlog, InvalidEntry, Place, QueueEntry, backlog_
 from ecomp.store import by_h2
 from ecomp.store import connection as paging
 from ecomp.store import watch as keeping
-from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.client import Entry, Put, Unchanged
 from ecomp.store.watch import SMALL, Cache, Follower
 from tests.kit.commands import Control
 from tests.kit.hands import guests
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE
 from tests.kit.servers import Etcd, until
-from tests.kit.store_client import config
+from tests.kit.store_client import connected
 from tests.kit.story import SMALL as QUERY
 from tests.kit.story import addressed, logged, logs, notified, reached
 
@@ -171,28 +171,25 @@ def test_a_list_of_large_values_comes_in_small_pages(
         etcd.put(f'{prefix}a{number:03d}', 'x')
     for number in range(50):
         etcd.put(f'{prefix}b{number:03d}', 'y' * BIG)
-    store = Store(config(etcd.endpoint)._replace(timeout=60))  # a call's time is not what is looked at
-    sizes: list[int] = []
-    real = store._read
+    with connected(etcd.endpoint, 60) as store:  # a call's time is not what is looked at
+        sizes: list[int] = []
+        real = store._read
 
-    def read(ask: object, linearizable: bool = True, about: Sequence[str] = ()) -> object:
-        try:
-            reply = real(ask, linearizable, about)  # type: ignore[arg-type]
-        except paging.TooLong:
-            sizes.append(-1)
-            raise
-        sizes.append(sum(len(each.value) for each in reply.kvs))  # type: ignore[attr-defined]
-        return reply
+        def read(ask: object, linearizable: bool = True, about: Sequence[str] = ()) -> object:
+            try:
+                reply = real(ask, linearizable, about)  # type: ignore[arg-type]
+            except paging.TooLong:
+                sizes.append(-1)
+                raise
+            sizes.append(sum(len(each.value) for each in reply.kvs))  # type: ignore[attr-defined]
+            return reply
 
-    monkeypatch.setattr(store, '_read', read)
-    try:
+        monkeypatch.setattr(store, '_read', read)
         there = store.snapshot(prefix).entries
         assert [len(each.value) for each in there.values()] == [1] * 120 + [BIG] * 50
         assert max(sizes) < 64 * 1024**2
         assert -1 in sizes, 'a page of many was too long, and was asked for again in parts'
         assert len(store.snapshot(prefix, keys_only=True).entries) == 170
-    finally:
-        store.close()
 
 
 def limit_answers(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
@@ -208,21 +205,18 @@ def test_large_values_are_read_a_few_at_once_as_they_were_at_one_moment(
     names = [f'{prefix}{number:02d}' for number in range(20)]
     for name in names:
         etcd.put(name, 'y' * 50_000)
-    store = Store(config(etcd.endpoint))
-    real = store._read
-    answered: list[object] = []
+    with connected(etcd.endpoint) as store:
+        real = store._read
+        answered: list[object] = []
 
-    def read(ask: object, linearizable: bool = True, about: Sequence[str] = ()) -> object:
-        answered.append(real(ask, linearizable, about))  # type: ignore[arg-type]
-        etcd.put(names[-1], 'later')
-        return answered[-1]
+        def read(ask: object, linearizable: bool = True, about: Sequence[str] = ()) -> object:
+            answered.append(real(ask, linearizable, about))  # type: ignore[arg-type]
+            etcd.put(names[-1], 'later')
+            return answered[-1]
 
-    monkeypatch.setattr(store, '_read', read)
-    try:
+        monkeypatch.setattr(store, '_read', read)
         assert {name: len(each.value) for name, each in store.read(names).items()} == dict.fromkeys(names, 50_000)
         assert len(answered) > 1
-    finally:
-        store.close()
 
 
 def test_a_message_that_is_too_long_is_an_error_in_words(
@@ -231,16 +225,13 @@ def test_a_message_that_is_too_long_is_an_error_in_words(
     limit_answers(monkeypatch, 200_000)
     for number in range(10):
         etcd.put(f'{prefix}{number}', 'y' * 100_000)
-    store = Store(config(etcd.endpoint))
-    try:
+    with connected(etcd.endpoint) as store:
         with pytest.raises(EcompError, match='larger than max') as caught:
             store.snapshot(prefix)
         assert '\n' not in str(caught.value)
         entry = store.get(f'{prefix}1')
         assert entry is not None
         assert store.commit([Unchanged(entry.key, entry.revision)], [Put(entry.key, 'x')])
-    finally:
-        store.close()
 
 
 def test_a_request_that_was_dropped_says_why() -> None:

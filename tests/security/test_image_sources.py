@@ -6,7 +6,6 @@ import http.server
 import json
 import socket
 import ssl
-import subprocess
 import threading
 from base64 import b64encode
 from contextlib import suppress
@@ -26,6 +25,7 @@ from ecomp.errors import BuildFailed
 from ecomp.model import keys
 from ecomp.model.image import image_sources, why_not
 from ecomp.model.order import Invalid, parse_request
+from tests.kit.certificates import Authority
 from tests.kit.commands import run
 from tests.kit.image_server import Handler, Web
 from tests.kit.images import LIMITS, LOOPBACK, get
@@ -220,29 +220,29 @@ def test_the_control_plane_is_what_the_configuration_names(tmp_path: Path) -> No
     assert reach_of(load_compute(path)) == Reach(control=(('localhost', 2379), ('localhost', 8080)))
 
 
-@pytest.fixture(scope='module')
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate of images.example.org, signed by itself, and its key."""
-    directory = tmp_path_factory.mktemp('tls')
-    command = ['openssl', 'req', '-x509', '-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:P-256', '-nodes']
-    command += ['-days', '2', '-subj', '/CN=images.example.org', '-addext', 'subjectAltName=DNS:images.example.org']
-    subprocess.run([*command, '-keyout', 'key', '-out', 'cert'], cwd=directory, check=True, capture_output=True)
-    return directory
+@pytest.fixture
+def secured(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """Have the web server speak TLS, with a certificate of images.example.org whose authority is believed."""
+    authority = Authority(tmp_path / 'tls')
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue(tmp_path / 'tls', 'server', 'images.example.org'))
+    web.socket = context.wrap_socket(web.socket, server_side=True)
+    monkeypatch.setenv('REQUESTS_CA_BUNDLE', str(authority.certificate))
+    return context
 
 
 def test_a_certificate_is_checked_against_the_name(
-    web: Web, authority: Path, tmp_path: Path, names: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+    web: Web, secured: ssl.SSLContext, tmp_path: Path, names: dict[str, list[list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked_for: list[str | None] = []
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(authority / 'cert', authority / 'key')
-    context.sni_callback = lambda _socket, name, _context: asked_for.append(name)
-    web.socket = context.wrap_socket(web.socket, server_side=True)
+    secured.sni_callback = lambda _socket, name, _context: asked_for.append(name)
     names['images.example.org'] = names['other.example.org'] = [['127.0.0.1']]
     port = port_of(web.url)
     url = f'https://images.example.org:{port}/good'
-    assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), url)
-    monkeypatch.setenv('REQUESTS_CA_BUNDLE', str(authority / 'cert'))
+    with monkeypatch.context() as stranger:
+        stranger.delenv('REQUESTS_CA_BUNDLE')
+        assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), url)
     assert get(everywhere(tmp_path, LOOPBACK), url).format == 'raw'
     assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), f'https://other.example.org:{port}/good')
     assert set(asked_for) == {'images.example.org', 'other.example.org'}
@@ -268,13 +268,9 @@ def test_no_proxy_and_no_password_of_the_environment_is_used(
 
 
 def test_behind_a_proxy_too_a_certificate_is_checked_against_the_name(
-    web: Web, authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    web: Web, secured: ssl.SSLContext, tmp_path: Path  # noqa: ARG001
 ) -> None:
     """The proxy resolves the name, is told a password if its URL has one, and sees nothing of what is asked."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(authority / 'cert', authority / 'key')
-    web.socket = context.wrap_socket(web.socket, server_side=True)
-    monkeypatch.setenv('REQUESTS_CA_BUNDLE', str(authority / 'cert'))
     told: list[str] = []
 
     class Proxy(http.server.BaseHTTPRequestHandler):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ecomp.conf import EtcdConfig
 from ecomp.model import flavor, group, keys, order, planes, queue, quota
 from ecomp.model.allocation import LARGEST, MOST
 from ecomp.model.choose import Why
@@ -20,9 +19,10 @@ from ecomp.model.order import SIZE_LIMIT, Invalid, Request, parse_request
 from ecomp.model.record import ACTIVE, Record, new_record
 from ecomp.model.record import from_json as record_from_json
 from ecomp.model.record import to_json as record_to_json
-from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.client import Delete, Put, Unchanged
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER, request
 from tests.kit.servers import TOP, Etcd
+from tests.kit.store_client import connected
 
 pytestmark = pytest.mark.fast
 
@@ -209,9 +209,8 @@ def test_half_of_a_character_waits_in_no_queue(name: str) -> None:
 
 def test_half_of_a_character_is_a_key_like_any_other(etcd: Etcd) -> None:
     """A guest of such a project, or in such a group, could be made, and its end never written down."""
-    store = Store(EtcdConfig((etcd.endpoint,)))
     key = keys.quota(f'{INSTANCE}{HALF}')
-    try:
+    with connected(etcd.endpoint) as store:
         assert store.get(key) is None
         assert store.commit([Unchanged(key, 0)], [Put(key, '7')])
         entry = store.get(key)
@@ -220,8 +219,6 @@ def test_half_of_a_character_is_a_key_like_any_other(etcd: Etcd) -> None:
         assert len(store.snapshot(key).entries) == store.count(key) == 1
         assert store.commit([Unchanged(key, entry.revision)], [Delete(key)])
         assert store.get(key) is None
-    finally:
-        store.close()
 
 
 @pytest.mark.parametrize('character', ['é', 'x', '中', '\U0001f600', '"', '\x7f'])
