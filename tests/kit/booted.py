@@ -107,7 +107,6 @@ class Booted:
     address: str
     directory: Path
     command: Sequence[str]
-    """What boots it."""
     _nspawn: subprocess.Popen[bytes] | None = None
 
     @property
@@ -164,7 +163,6 @@ class Booted:
         self.wait_booted()
 
     def reboot(self) -> None:
-        """As an operator does it; it has booted again afterwards."""
         assert self._shut_down('reboot') == REBOOTS
         self.start()
 
@@ -180,7 +178,6 @@ class Booted:
         return nspawn.wait()
 
     def end(self) -> None:
-        """Pull its plug."""
         nspawn = self._nspawn
         if nspawn is None or nspawn.poll() is not None:
             return
@@ -231,7 +228,6 @@ class Lan:
         return booted
 
     def _furnish(self, root: Path, name: str) -> None:
-        """What a machine has been told before anybody types on it."""
         hosts = ''.join(f'{address} {each}\n' for each, address in self.hosts.items())
         files = {
             **FILES,
@@ -333,7 +329,6 @@ def _innermost(pid: int) -> int:
 
 
 def _remove_cgroups(name: str) -> None:
-    """Remove what is left of the cgroups, once the last process has left them."""
     mounts = [line.split() for line in Path('/proc/self/mounts').read_text().splitlines()]
     found = [Path(where, name) for _, where, kind, *_ in mounts if kind == 'cgroup2']
 

@@ -67,8 +67,6 @@ class Ecompute(Server):
 
 
 class Result(NamedTuple):
-    """How a command ended."""
-
     code: int
     stdout: str
     stderr: str

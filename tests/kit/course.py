@@ -92,7 +92,6 @@ class Course:
             self.wrong.append(line)
 
     def _take(self, key: str, kept: Kept | None) -> None:
-        """Have the key as it is from now on, in all of our books."""
         if kept is None:
             self._etcd.pop(key, None)
         else:
@@ -147,7 +146,6 @@ class Course:
                         self._say(revision, 'is on no lease', instance)
 
     def _once(self, revision: int, instance: str) -> None:
-        """It is in one place at a time."""
         computes, queues = self._hosts.get(instance, {}), self._queues.get(instance, {})
         if len(computes) > 1:
             self._say(revision, f'is requested of {len(computes)} computes at once', instance)
@@ -162,7 +160,6 @@ class Course:
     def _request(
         self, revision: int, compute: str, instance: str, was: Kept | None, kept: Kept | None, by_eschedule: bool
     ) -> None:
-        """The key of a request was written or removed."""
         life, record, request = self._life(instance), self._records.get(instance), object_of(kept)
         self._once(revision, instance)
         if kept is None:
@@ -213,7 +210,6 @@ def _reason(record: Mapping[str, Any]) -> str:
 
 
 def object_of(kept: Kept | None) -> dict[str, Any]:
-    """The JSON object in a key, {} where there is none."""
     try:
         found = json.loads(kept.value) if kept is not None else {}
     except (ValueError, RecursionError):

@@ -45,7 +45,6 @@ class Ear:
         return int.from_bytes(credentials[0][2][:4], 'little'), said.decode().splitlines()
 
     def until(self, line: str, seconds: float = 60.0) -> tuple[int, list[str]]:
-        """The first word from now on that has this line."""
         deadline = time.monotonic() + PATIENCE * seconds
         while True:
             said = self.heard(max(0.0, deadline - time.monotonic()) / PATIENCE)

@@ -22,8 +22,6 @@ Held = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 class Kept(NamedTuple):
-    """One etcd key."""
-
     value: bytes
     lease: int
 
@@ -143,7 +141,6 @@ def _announced(kept: Kept) -> list[str]:
 
 
 def _full(held: Held, capacity: Mapping[str, Mapping[str, int]], foreign: Collection[str]) -> Iterator[str]:
-    """A provider of which more is claimed than there is."""
     used: dict[tuple[str, str], int] = {}
     for each in held.values():
         for provider, resources in each.items():

@@ -41,7 +41,6 @@ class FaultyPlacement:
         self._closing = threading.Event()
         self._open: set[socket.socket] = set()
         self.hits = 0
-        """How many requests have failed."""
         self._server: ThreadingHTTPServer | None = self._listen(0)
         self.port = int(self._server.server_address[1])
         self.url = f'http://127.0.0.1:{self.port}'
@@ -78,7 +77,6 @@ class FaultyPlacement:
         return kind
 
     def wait(self) -> None:
-        """What makes a slow answer slow; ends with the proxy."""
         self._closing.wait(self._seconds)
 
     def pass_on(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:

@@ -93,7 +93,6 @@ def killed_at(compute: Armed, step: str, seconds: float = 30.0) -> None:
 
 
 def start_again(compute: Armed) -> None:
-    """Start it without failpoints."""
     compute.failpoint = ''
     compute.start()
 

@@ -132,7 +132,6 @@ class Hypervisor:
             return without_stillborn(file.read().decode(errors='replace'))
 
     def lines(self, *words: str) -> list[str]:
-        """The lines of said() that have all of these words."""
         return [line for line in self.said().splitlines() if all(word in line for word in words)]
 
     def losses(self, what: str) -> tuple[int, int]:

@@ -107,7 +107,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.flush()
 
     def answer_half(self) -> None:
-        """Half of it, and the rest when the test says so."""
         self.send_response(200)
         self.send_header('content-length', str(len(self.server.image)))
         self.end_headers()
@@ -175,8 +174,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Web(http.server.ThreadingHTTPServer):
-    """A web server of the test's own."""
-
     daemon_threads = True
 
     def __init__(self, image: bytes) -> None:

@@ -21,7 +21,6 @@ class InProcess(Placement):
         super().__init__('http://in-process')
         self._application = application
         self.calls: list[str] = []
-        """What was asked and written, in order: method and path."""
         self.statements = 0
         """How many SQL statements its answers have taken."""
 

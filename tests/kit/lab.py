@@ -74,7 +74,6 @@ class Lab:
         self.elab('down')
 
     def elab(self, command: str, *words: str) -> str:
-        """Run elab, which must succeed; its standard output."""
         elab = [sys.executable, '-m', 'ecomp.lab.elab', command, '--name', self.name, *words]
         with Command(elab, TOP) as under_way:
             done = under_way.end(600)
@@ -128,8 +127,6 @@ class Lab:
         return facts
 
     def addressed(self, instance: str) -> str:
-        """The address `eschedule <uuid>` prints, once it does."""
-
         def asked() -> str:
             done = self.eschedule(instance)
             assert done.code in (0, 6), done
@@ -172,7 +169,6 @@ class Lab:
         return get_json(self.facts['placement'] + path, self.operator)
 
     def put_claim(self, instance: str, body: Mapping[str, Any]) -> None:
-        """PUT an instance's allocations to placement, as other people's clients do."""
         own = self.operator
         curl = ['curl', '-sS', '--fail', '--cacert', f'{own}/ca.crt', '--cert', f'{own}/client.crt']
         headers = ['content-type: application/json', f'x-auth-token: {(own / "token").read_text().strip()}']
@@ -182,7 +178,6 @@ class Lab:
         machine.run([*curl, '--key', f'{own}/client.key', *words, '-X', 'PUT', '-d', json.dumps(body), url])
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """The answer of one call of etcd, to be read and closed."""
         return Reply(self.facts['etcd'], path, body, certs=self.operator)
 
     def works(self, compute: str) -> bool | None:
@@ -267,7 +262,6 @@ class Lab:
         return found
 
     def _sizes(self, host: str, held: dict[str, Any]) -> list[str]:
-        """Where placement's amounts are not those of the domains."""
         found = []
         for instance, each in held.items():
             domain = self.domain(host, instance)

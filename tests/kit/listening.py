@@ -12,7 +12,6 @@ class Listening:
 
     def __init__(self) -> None:
         self.made = 0
-        """How many connections were made."""
         self._listener = socket.create_server(('127.0.0.1', 0))
         self.address = f'127.0.0.1:{self._listener.getsockname()[1]}'
         threading.Thread(target=self._accept, daemon=True).start()

@@ -30,8 +30,6 @@ echo 'ecomp-guest: takes orders'
 
 @dataclass(frozen=True)
 class Guest:
-    """A small guest that takes orders."""
-
     name: str
     instance: str
     address: str

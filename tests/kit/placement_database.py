@@ -62,7 +62,6 @@ class PlacementDatabase:
         return self._held(HELD)
 
     def allocations_of(self, consumer: str) -> dict[str, dict[str, int]]:
-        """What a consumer holds: {provider: {class: amount}}."""
         return self._held(f'{HELD} WHERE consumer_id = ?', consumer).get(consumer, {})
 
     def consumers(self, provider: str) -> dict[str, dict[str, int]]:

@@ -24,7 +24,6 @@ LONGEST_ID = 100
 NAMED = 5
 """Tests that never passed, and are named; of more it is said how many there are."""
 SLOW = pytest.StashKey[list[str]]()
-"""The names of all slow tests that were collected."""
 LAST_RUN = Path(__file__).parents[1] / 'last_run'
 """When each test that only --all runs passed last: a line each, `2026-01-31 NODEID`. `tests/run --all` writes it."""
 
@@ -122,8 +121,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> object:
 
 
 class LastRuns:
-    """When each slow test passed last, by node id."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         lines = path.read_text().splitlines() if path.exists() else []

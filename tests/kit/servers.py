@@ -42,7 +42,6 @@ PATIENCE = 4
 WORKERS = 16
 """Each of the processes of a run has every sixteenth port for its own."""
 GIVEN: set[int] = set()
-"""The ports free_port has given in this process."""
 
 Value = TypeVar('Value')
 
@@ -132,7 +131,6 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def launch(self) -> Self:
-        """Start it, and do not wait."""
         assert not self.is_running, f'{self.name} runs already'
         with self.log.open('ab') as output:
             self._process = begin(self.command(), self.directory, self.environment(), output.fileno(), output.fileno())

@@ -66,8 +66,6 @@ class Call:
 
 
 class Step(NamedTuple):
-    """One line of the story."""
-
     actor: str
     call: Call | None
     fate: str
@@ -101,7 +99,6 @@ class Actor:
     about: tuple[str, ...] = ()
     """The uuids, or the project, that the command is about; see End.touched without a command."""
     power: str = ''
-    """The id of the power change that the command asks for."""
     greenlet: Any = None
 
     @property

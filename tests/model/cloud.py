@@ -56,9 +56,7 @@ def name_uuid(number: int) -> str:
 
 
 A, B, C = name_uuid(1), name_uuid(2), name_uuid(6)
-"""Three computes."""
 U, V, W, S = name_uuid(3), name_uuid(4), name_uuid(5), name_uuid(9)
-"""Three instances, and a set."""
 NAMES = {A: 'A', B: 'B', C: 'C', U: 'U', V: 'V', W: 'W', S: 'S'} | {
     str(uuid.uuid5(uuid.UUID(S), str(number))): f'S{number}' for number in (1, 2, 3)
 }
@@ -96,7 +94,6 @@ class Cloud:
         self.is_limited = True
         """Whether quotas are set before anything is delivered."""
         self.may_fail: set[str] = set()
-        """The instances that may end in error."""
         answer_audits(self.etcd, self.computes)
         self.invariants = Invariants(self)
         world.invariants.append(self.invariants.check)
@@ -253,7 +250,6 @@ class Cloud:
         return self.act(name, work, command='queue', about=(instance,))
 
     def takes(self, compute: str, place: Place) -> Actor:
-        """A compute at one request that waits."""
         host = self.computes[compute]
         return self.works(compute, 'taking', lambda: host.taker.take(place))
 

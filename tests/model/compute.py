@@ -130,7 +130,6 @@ class Compute:
         self.republishes = False
         """Whether it is started with --accept-new-etcd."""
         self.takes = True
-        """Whether it takes from queues, by its configuration."""
         self.is_read_only = False
         """Whether it has found that somebody else is this compute."""
         self.threads_lacking = 0

@@ -65,8 +65,6 @@ class Finding(NamedTuple):
 
 @dataclass
 class Explored:
-    """What became of an exploration."""
-
     schedules: int = 0
     pruned: int = 0
     states: int = 0
@@ -287,7 +285,6 @@ def wander(
 
 
 WIDE = Bounds(*(99 for _ in Bounds._fields))
-"""All that ever could be chosen can be."""
 
 
 def replay(scenario: Scenario, choices: Sequence[str]) -> tuple[list[str], str]:

@@ -168,7 +168,6 @@ SHARED = {
     ),
 }
 MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **TOLD, **PAIRS}
-"""All of them, by what is wrong."""
 
 
 class Detection(NamedTuple):

@@ -80,7 +80,6 @@ class Pair:
         }
 
     def claim(self) -> None:
-        """One, mostly with the generation that is right."""
         consumer, body = self.rng.choice(self.consumers), self.body()
         if self.rng.random() < 0.6 and body['allocations']:
             body['consumer_generation'] = self.generation(consumer)
@@ -118,7 +117,6 @@ class Pair:
         self.write('PUT', f'{path}/{part}', body)
 
     def inventory(self, provider: str) -> dict[str, Any]:
-        """With all its parts, or some."""
         total = self.rng.randint(2, 5)
         vcpu = {'total': total, 'reserved': self.rng.choice([0, 0, 0, 1, total, total + 1])}
         disk = {'total': 2, 'allocation_ratio': 1.5}

@@ -27,8 +27,6 @@ LARGEST = 2147483647
 
 
 class Refused(Exception):
-    """An answer of 400 and above."""
-
     def __init__(self, status: int, detail: str, code: str = 'placement.undefined_code') -> None:
         super().__init__(detail)
         self.answer = status, {'errors': [{'status': status, 'code': code, 'detail': detail}]}
@@ -36,8 +34,6 @@ class Refused(Exception):
 
 @dataclass
 class Row:
-    """A consumer."""
-
     id: int
     user: str
     project: str
@@ -46,8 +42,6 @@ class Row:
 
 @dataclass
 class Provider:
-    """A resource provider."""
-
     name: str
     generation: int = 0
     inventories: dict[str, Json] = field(default_factory=dict)
@@ -65,8 +59,6 @@ class Begun:
 
 
 class PlacementModel:
-    """What is in it."""
-
     def __init__(self, world: World) -> None:
         self.providers: dict[str, Provider] = {}
         self.rows: dict[str, Row] = {}
@@ -74,7 +66,6 @@ class PlacementModel:
         self.custom: set[str] = set()
         self._ids = itertools.count(1)
         self.writes = 0
-        """How often anything was written."""
         self._print: tuple[int, int] = (-1, 0)
         world.prints.append(self.shape)
 

@@ -26,7 +26,6 @@ class Twins:
     calls: list[str] = field(default_factory=list)
 
     def key(self) -> str:
-        """One of few, two of which begin alike."""
         return self.prefix + self.rng.choice(['a', 'a/1', 'ab', 'b', 'c'])
 
     def step(self) -> None:
@@ -69,7 +68,6 @@ class Twins:
         self.same(f'list {prefix}', ask, ask)
 
     def around(self) -> None:
-        """A few keys from one on, and how many there are."""
         start, limit = self.key() + self.rng.choice(['', '0']), self.rng.randint(1, 6)
 
         def ask(store: Store) -> list[object]:
@@ -107,7 +105,6 @@ class Twins:
         return Unchanged(key, real), Unchanged(key, model)
 
     def operation(self) -> tuple[Put | Delete, Put | Delete]:
-        """A put, on a lease perhaps, or a delete."""
         key = self.key()
         if self.rng.random() < 0.3:
             return Delete(key), Delete(key)

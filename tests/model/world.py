@@ -78,7 +78,6 @@ class World:
     invariants: list[Callable[[], Iterable[str]]] = field(default_factory=list)
     """Checks that run after every step of the schedule, and yield what does not hold."""
     broken: list[str] = field(default_factory=list)
-    """What the invariants have found."""
     over: bool = False
 
     def __post_init__(self) -> None:

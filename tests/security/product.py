@@ -50,7 +50,6 @@ class Product:
 
     @property
     def operator(self) -> Store:
-        """etcd, of whoever may do everything."""
         return self.cloud.stores[OPERATOR]
 
     def compute(self, user: str) -> Held:
@@ -97,7 +96,6 @@ class Product:
         until(lambda: self.record(instance)['state'] == state, SOON, f'{instance} is {state}')
 
     def audit(self, user: str = SCHEDULER) -> list[tuple[str, str]]:
-        """What the audit finds: codes and subjects."""
         done = self.asks('audit', '-f', 'json', user=user)
         assert done.code in (0, 8), done
         return [(each['code'], each['subject']) for each in json.loads(done.stdout)]

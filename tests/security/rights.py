@@ -42,8 +42,6 @@ def describe(directory: Path, guests: dict[str, tuple[str, str]]) -> Path:
 
 
 class Server:
-    """One that was started so."""
-
     def __init__(self, directory: Path, *options: str, command: list[str] | None = None) -> None:
         self.log = directory / 'log'
         with self.log.open('wb') as stderr:

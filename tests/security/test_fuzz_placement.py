@@ -32,8 +32,6 @@ from tests.security.wire import whole, wire
 
 
 class Canned(Placement):
-    """Answers everything with the same bytes."""
-
     body = b''
     status = 200
 

@@ -46,7 +46,6 @@ def lookers() -> list[int]:
 
 
 def big_endian(entries: array[int]) -> bytes:
-    """A table as it stands in a qcow2."""
     if sys.byteorder == 'little':
         entries.byteswap()
     return entries.tobytes()

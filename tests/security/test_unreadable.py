@@ -104,7 +104,6 @@ def test_it_is_asked_for_once(cluster: Control, compute: Ecompute) -> None:
 
 
 def test_without_a_request_there_is_nothing_to_go_by(cluster: Control, compute: Ecompute) -> None:
-    """And the cure is said."""
     instance = str(uuid.uuid4())
     put(cluster, compute, instance, 'null')
     for words in (['destroy', instance], ['destroy', '--wait', instance], ['show', instance], [instance]):
