@@ -48,14 +48,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer_good(self) -> None:
         """The image, or that it is not modified, for whoever says which he has."""
-        says = self.server.says
-        if self.server.compares and 'etag' in says and self.headers.get('if-none-match') == says['etag']:
-            self.send_response(304)
-            self.end_headers()
-            return
-        if self.command != 'HEAD':
-            self.server.sent.append(self.path.strip('/'))
-        self.say(self.server.image, **says)
+        self._send(self.path.strip('/'), self.server.says)
 
     def answer_SHA256SUMS(self) -> None:
         if self.server.sums is None:
@@ -148,12 +141,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _mirror(self, number: int) -> None:
         """The image, under an ETag of this mirror's own."""
         says = {name: f'"{value} of {number}"' if name == 'etag' else value for name, value in self.server.says.items()}
+        self._send(self.path.partition('?')[0].strip('/'), says)
+
+    def _send(self, name: str, says: dict[str, str]) -> None:
         if self.server.compares and 'etag' in says and self.headers.get('if-none-match') == says['etag']:
             self.send_response(304)
             self.end_headers()
             return
         if self.command != 'HEAD':
-            self.server.sent.append(self.path.partition('?')[0].strip('/'))
+            self.server.sent.append(name)
         self.say(self.server.image, **says)
 
     def answer_more_in_chunks(self) -> None:

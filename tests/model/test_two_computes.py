@@ -53,6 +53,10 @@ def recorded(cloud: Cloud, instance: str, state: str) -> None:
     cloud.store.commit([], [Put(keys.record(A, instance), record_json(record))])
 
 
+def away(_: str) -> list[str]:
+    raise Unreachable('placement cannot be reached', 'placement')
+
+
 def used(cloud: Cloud) -> Mapping[str, int]:
     return quota_from_json('p', cloud.etcd.entries[keys.quota('p')].value).used
 
@@ -70,9 +74,6 @@ def test_a_fix_goes_by_the_record_that_the_audit_believes(cloud: Cloud) -> None:
 
 
 def test_a_list_without_placement_goes_by_the_older_request_and_says_so(cloud: Cloud) -> None:
-    def away(_: str) -> list[str]:
-        raise Unreachable('placement cannot be reached', 'placement')
-
     asked_of(cloud, B, V)
     cloud.delivered(V, A)
     cloud.delivered(W, B)
@@ -190,9 +191,6 @@ def test_a_taker_that_gives_up_leaves_what_an_eschedule_has_taken_over(cloud: Cl
 
 
 def test_what_ends_a_clearing_is_said_beside_what_was_removed(cloud: Cloud) -> None:
-    def away(_: str) -> list[str]:
-        raise Unreachable('placement cannot be reached', 'placement')
-
     for each in (U, V):
         recorded(cloud, each, ERROR)
     asked_of(cloud, A, V)

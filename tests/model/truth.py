@@ -90,9 +90,7 @@ def is_not_placed(end: End, told: Told) -> bool:
 
 def leaves_nothing(end: End, told: Told) -> bool:
     """None of its instances is requested, waits or holds a claim, unless another command is the reason."""
-    others = end.others(told.actor, *PLACING) or end.was_harmed(told.actor)
-    held = [each for each in told.actor.about if each in end.cloud.model.held and each not in end.before]
-    return is_not_placed(end, told) and (not held or bool(others))
+    return has_released(end, told) or (is_not_placed(end, told) and end.was_harmed(told.actor))
 
 
 def has_released(end: End, told: Told) -> bool:

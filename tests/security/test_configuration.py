@@ -142,19 +142,24 @@ def test_nobody_else_can_write_to_it(home: Path) -> None:
                 load_schedule()
 
 
+def refused_seed(home: Path, words: str) -> None:
+    """The metadata server's configuration in work/ is refused."""
+    with pytest.raises(BuildFailed, match=words):
+        metadata.seed(home, home / 'work', '52:54:00:00:00:01', phones_home=False)
+
+
 @as_root
 def test_the_metadata_server_s_too(home: Path) -> None:
     """It lies beside compute.yaml, and nobody names it."""
     path = home / 'work/mdserver.conf'
     path.write_text('[public-keys]\n')
     os.chown(path, STRANGER, STRANGER)
-    with pytest.raises(BuildFailed, match='mdserver.conf: belongs to user'):
-        metadata.seed(home, path.parent, '52:54:00:00:00:01', phones_home=False)
+    refused_seed(home, 'mdserver.conf: belongs to user')
 
 
 def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a directory of somebody else's it was another file by then: one that names /etc/shadow as user-data."""
-    path, mac = home / 'work/mdserver.conf', '52:54:00:00:00:01'
+    path = home / 'work/mdserver.conf'
     path.write_text('[mdserver]\nuser-data = beside\n')
     (home / 'work/beside').write_text('#!/bin/sh\n')
     check = metadata.check_owner
@@ -166,30 +171,25 @@ def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkey
 
     monkeypatch.setattr(metadata, 'check_owner', exchanged)
     before = len(os.listdir('/proc/self/fd'))
-    with pytest.raises(BuildFailed, match=f'no instance with the MAC address {mac}'):
-        metadata.seed(home, path.parent, mac, phones_home=False)
+    refused_seed(home, 'no instance with the MAC address 52:54:00:00:00:01')
     assert len(os.listdir('/proc/self/fd')) == before
     monkeypatch.setattr(metadata, 'check_owner', check)
     # What is wrong in it is said of the file by its name, and its paths are meant from where it is.
     wrong = {'[else]\n': 'line 1: unknown section', '[mdserver]\nuser-data = gone\n': 'work/gone: No such'}
     for text, said in wrong.items():
         path.write_text(text)
-        with pytest.raises(BuildFailed, match=f' {path}: .*{said}'):
-            metadata.seed(home, path.parent, mac, phones_home=False)
+        refused_seed(home, f' {path}: .*{said}')
     path.unlink()
-    with pytest.raises(BuildFailed, match='no instance with the MAC'):
-        metadata.seed(home, path.parent, mac, phones_home=False)
+    refused_seed(home, 'no instance with the MAC')
 
 
 @as_root
 def test_what_is_no_file_is_not_opened_as_the_metadata_server_s(home: Path) -> None:
     """A pipe would be waited for, and a device do whatever it does when somebody opens it."""
-    path, mac = home / 'work/mdserver.conf', '52:54:00:00:00:01'
+    path = home / 'work/mdserver.conf'
     os.mkfifo(path)
-    with pytest.raises(BuildFailed, match=f'^scheduled: {path}: is no regular file: remove it'):
-        metadata.seed(home, path.parent, mac, phones_home=False)
+    refused_seed(home, f'^scheduled: {path}: is no regular file: remove it')
     path.unlink()
     # A device that nothing drives: whoever opens it is told so.
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(240, 255))
-    with pytest.raises(BuildFailed, match=f'^scheduled: {path}: is no regular file: remove it'):
-        metadata.seed(home, path.parent, mac, phones_home=False)
+    refused_seed(home, f'^scheduled: {path}: is no regular file: remove it')
