@@ -124,9 +124,6 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(each)
 
 
-# Changes
-
-
 def both(*changes: Change) -> Change:
     """Several changes of one function."""
 

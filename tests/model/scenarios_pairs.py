@@ -56,9 +56,6 @@ def sets(cloud: Cloud, name: str, *words: str) -> Actor:
     return cloud.act(name, go, again=go, command='quota', about=('p',))
 
 
-# clear
-
-
 def cleared_and_used_again(cloud: Cloud) -> None:
     """One is destroyed, its record cleared, and its uuid asked for again, at any moment."""
     host = active(cloud)
@@ -109,9 +106,6 @@ def cleared_and_asked_for_more(cloud: Cloud) -> None:
     cleared.ready = lambda: not destroyed.is_at_it
     create = cloud.creates('eschedule', U, resume=True, query=LARGER)
     create.ready = lambda: not cleared.is_at_it
-
-
-# audit --fix
 
 
 def fix_beside_a_life(cloud: Cloud) -> None:
@@ -199,9 +193,6 @@ def request_removed_by_hand(cloud: Cloud) -> Check:
         return []
 
     return check
-
-
-# quotas and flavors
 
 
 def quota_goes_and_comes(cloud: Cloud) -> None:

@@ -36,9 +36,6 @@ def _instance(key: str) -> str:
     return keys.last(key.removesuffix(keys.TAKER))
 
 
-# Power
-
-
 def switched_by_many(cloud: Cloud) -> None:
     """A stop, a start and a reboot at once, and ecompute may be killed."""
     host = active(cloud)
@@ -85,9 +82,6 @@ def destroyed_and_power_fails(cloud: Cloud) -> None:
     cloud.destroys('destroy', U)
     cloud.powers('reboot', V, 'reboot')
     _power_fails(cloud, host, first)
-
-
-# A client of 2019
 
 
 def _of_2019(instance: str, compute: str, is_destroy: bool = False) -> Put:
@@ -216,9 +210,6 @@ def quota_spoilt(cloud: Cloud) -> None:
 
 def _recounts(cloud: Cloud) -> None:
     limit(cloud.store, 'p', ['instances=5'])
-
-
-# Another etcd
 
 
 def _accepts(host: Compute, number: int, *work: Callable[[], object]) -> Callable[[], None]:

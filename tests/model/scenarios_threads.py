@@ -117,9 +117,6 @@ def request_spoilt_and_mended(cloud: Cloud) -> None:
     cloud.works(A, 'planning', threaded(cloud, host, 4, host.planner.recheck))
 
 
-# The keeper as the daemon has it
-
-
 def keeper_with_generations(cloud: Cloud) -> Check:
     """The minute's look goes by the generation and by what is followed, which is behind; one is created, one ends."""
     cloud.limited(5)
@@ -152,9 +149,6 @@ def keeper_with_generations(cloud: Cloud) -> Check:
         return []
 
     return check
-
-
-# Placement
 
 
 def placement_restored(cloud: Cloud) -> None:
@@ -204,9 +198,6 @@ def frozen_taker_forgotten(cloud: Cloud) -> Check:
     return check
 
 
-# One instance asked of two computes
-
-
 def asked_of_two(cloud: Cloud) -> Check:
     """Somebody asks another compute for what lives on A: it is refused there, and what lives is not harmed."""
     cloud.limited(5)
@@ -231,9 +222,6 @@ def asked_of_two(cloud: Cloud) -> Check:
         return wrong
 
     return check
-
-
-# Who only looks
 
 
 def looked_at(cloud: Cloud) -> Check:

@@ -242,9 +242,6 @@ def test_one_of_what_failed_counts_for_nothing(cloud: Cloud) -> None:
     assert one_quota(cloud.store, 'p').used == {}
 
 
-# Repairs
-
-
 def test_a_right_quota_stays_right_where_a_request_has_ended(cloud: Cloud) -> None:
     host = cloud.host(A)
     cloud.limited(5)
@@ -289,9 +286,6 @@ def test_a_host_is_drained_and_forgotten_whatever_is_on_no_lease(cloud: Cloud) -
     cloud.host(B)
     disable(cloud.placement, B, 'hv2')
     drained(cloud.store, cloud.placement, B, 'hv2', Deadline(5.0), lambda _: None)
-
-
-# What waits
 
 
 def test_why_what_waits_for_a_flavor_that_is_gone_waits(cloud: Cloud) -> None:

@@ -32,8 +32,6 @@ from tests.kit.images import LIMITS, LOOPBACK, get
 from tests.kit.servers import PATIENCE, free_port
 from tests.security.image_servers import BOOT, everywhere, port_of, refusal
 
-# Secrets of whoever asks
-
 SECRET = 'http://alice:hunter2@images.example.org/x.qcow2'
 
 

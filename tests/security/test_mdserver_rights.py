@@ -247,9 +247,6 @@ def test_rights_that_it_has_not_to_give_up(tmp_path: Path) -> None:
            'it needs CAP_SETUID and CAP_SETGID, and must not keep any capability\n')
 
 
-# Names
-
-
 @pytest.mark.parametrize(('name', 'said'), [
     ('no-such-user', "there is no user 'no-such-user' here: name one that is, or give a number"),
     ('', "there is no user '' here: name one that is, or give a number"),
@@ -274,8 +271,6 @@ def test_who_is_not_root_cannot_become_anybody(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(conf.ConfError, match='only root can become another user: start it with sudo, or leave --user'):
         server._user('nobody')
 
-
-# ecompute's
 
 BY_ECOMPUTE = '''
 import json, logging, os, signal, sys, time
