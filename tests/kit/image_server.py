@@ -35,13 +35,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def say(self, body: bytes, length: int | None = None, status: int = 200, **headers: str) -> None:
         """An answer with a content-length, true or not."""
+        self.begin(status, content_length=str(len(body) if length is None else length), **headers)
+        if self.command != 'HEAD':
+            self.wfile.write(body)
+
+    def begin(self, status: int = 200, **headers: str) -> None:
         self.send_response(status)
-        self.send_header('content-length', str(len(body) if length is None else length))
         for name, value in headers.items():
             self.send_header(name.replace('_', '-'), value)
         self.end_headers()
-        if self.command != 'HEAD':
-            self.wfile.write(body)
 
     def redirect(self, where: str, status: int = 302) -> None:
         self.say(b'', status=status, location=where)
@@ -68,8 +70,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer_good()
 
     def answer_without_length(self) -> None:
-        self.send_response(200)
-        self.end_headers()
+        self.begin()
         self.wfile.write(self.server.image)
 
     def answer_slowly(self) -> None:
@@ -77,8 +78,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.say(self.server.image)
 
     def answer_cut_without_length(self) -> None:
-        self.send_response(200)
-        self.end_headers()
+        self.begin()
         self.wfile.write(self.server.image[: len(self.server.image) // 2])
 
     def answer_reset(self) -> None:
@@ -87,22 +87,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.connection.close()
 
     def answer_no_number(self) -> None:
-        self.send_response(200)
-        self.send_header('content-length', 'many')
-        self.end_headers()
+        self.begin(content_length='many')
         self.wfile.write(self.server.image)
 
     def answer_drip(self) -> None:
-        self.send_response(200)
-        self.end_headers()
+        self.begin()
         while not self.server.may_go_on.wait(0.05):
             self.wfile.write(b'x')
             self.wfile.flush()
 
     def answer_half(self) -> None:
-        self.send_response(200)
-        self.send_header('content-length', str(len(self.server.image)))
-        self.end_headers()
+        self.begin(content_length=str(len(self.server.image)))
         half = len(self.server.image) // 2
         self.wfile.write(self.server.image[:half])
         self.wfile.flush()
@@ -145,8 +140,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _send(self, name: str, says: dict[str, str]) -> None:
         if self.server.compares and 'etag' in says and self.headers.get('if-none-match') == says['etag']:
-            self.send_response(304)
-            self.end_headers()
+            self.begin(304)
             return
         if self.command != 'HEAD':
             self.server.sent.append(name)
@@ -156,10 +150,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """More, in chunks, than the length that is said besides."""
         self.protocol_version = 'HTTP/1.1'
         self.close_connection = True
-        self.send_response(200)
-        self.send_header('content-length', '10')
-        self.send_header('transfer-encoding', 'chunked')
-        self.end_headers()
+        self.begin(content_length='10', transfer_encoding='chunked')
         for first in range(0, len(self.server.image), 65536):
             chunk = self.server.image[first : first + 65536]
             self.wfile.write(b'%x\r\n%b\r\n' % (len(chunk), chunk))

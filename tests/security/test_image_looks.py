@@ -35,6 +35,11 @@ def nothing() -> None:
     """A checkpoint that nobody stops at."""
 
 
+def assert_refused(image: Path, words: str) -> None:
+    with pytest.raises(BuildFailed, match=words):
+        inspection.inspect(image, nothing)
+
+
 def lookers() -> list[int]:
     """The children of this process that look at an image; what else runs in it may have others."""
     found = []
@@ -80,8 +85,7 @@ def test_a_table_that_is_not_where_a_cluster_begins_is_refused_as_qemu_does(whic
         (offset,) = struct.unpack('>Q', file.read(8))
         file.seek(at)
         file.write(struct.pack('>Q', offset + 512))
-    with pytest.raises(BuildFailed, match='a table that is not where a cluster begins'):
-        inspection.inspect(path, nothing)
+    assert_refused(path, 'a table that is not where a cluster begins')
     assert subprocess.run(['qemu-img', 'check', '-q', str(path)], capture_output=True, check=False).returncode
 
 
@@ -90,8 +94,7 @@ def test_tables_on_top_of_each_other_cost_no_more_than_the_file_is_long(tmp_path
     tables = array('Q', (4 * MIB + 512 * number for number in range(20480)))
     path = qcow2(tmp_path / 'x', 21, tables, 16 * MIB)
     began = time.process_time()
-    with pytest.raises(BuildFailed, match='a table that is not where a cluster begins'):
-        inspection.inspect(path, nothing)
+    assert_refused(path, 'a table that is not where a cluster begins')
     assert time.process_time() - began < PATIENCE
 
 
@@ -108,8 +111,7 @@ def test_image_that_takes_qemu_more_memory_than_the_limit_is_refused(
     image = made(tmp_path / 'x', '-o', 'cluster_size=512')
     assert inspection.inspect(image, nothing).virtual_size == 128 * 2**30
     monkeypatch.setattr(inspection, 'QEMU_MEMORY', 40 * MIB)
-    with pytest.raises(BuildFailed, match=r'needs more than 40 MiB for it\. Fix: qemu-img convert'):
-        inspection.inspect(image, nothing)
+    assert_refused(image, r'needs more than 40 MiB for it\. Fix: qemu-img convert')
 
 
 @needs_qemu_img
@@ -118,8 +120,7 @@ def test_image_that_qemu_itself_refuses_is_refused(tmp_path: Path) -> None:
     with image.open('r+b') as file:
         file.seek(96)
         file.write(struct.pack('>I', 7))  # reference counts of 128 bits; QEMU knows 64
-    with pytest.raises(BuildFailed, match='QEMU cannot open the image'):
-        inspection.inspect(image, nothing)
+    assert_refused(image, 'QEMU cannot open the image')
 
 
 def test_host_without_qemu_img_takes_no_qcow2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +138,7 @@ def slow_image(directory: Path) -> Path:
 
 def test_looking_at_an_image_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, 'SECONDS', 1)
-    with pytest.raises(BuildFailed, match='the image takes more than 1 s to be looked at: it is not taken'):
-        inspection.inspect(slow_image(tmp_path), nothing)
+    assert_refused(slow_image(tmp_path), 'the image takes more than 1 s to be looked at: it is not taken')
     assert lookers() == []
 
 
@@ -147,19 +147,16 @@ def test_looking_at_an_image_has_an_end_in_processor_time(tmp_path: Path, monkey
     monkeypatch.setattr(inspection, '_too_long', lambda: BuildFailed('image', 'by its processor time'))
     monkeypatch.setattr(inspection, 'time', SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(inspection, 'SECONDS', 1)
-    with pytest.raises(BuildFailed, match='by its processor time'):
-        inspection.inspect(slow_image(tmp_path), nothing)
+    assert_refused(slow_image(tmp_path), 'by its processor time')
 
 
 def test_looking_at_an_image_has_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four million tables, each elsewhere: what QEMU would read at most."""
     path = qcow2(tmp_path / 'x', 16, array('Q', range(0, 2**22 * 65536, 65536)), 64 * MIB)
     monkeypatch.setattr(inspection, 'MEMORY', 160 * MIB)
-    with pytest.raises(BuildFailed, match='the image takes more than 160 MiB of memory to be looked at'):
-        inspection.inspect(path, nothing)
+    assert_refused(path, 'the image takes more than 160 MiB of memory to be looked at')
     monkeypatch.undo()
-    with pytest.raises(BuildFailed, match='cut-off'):
-        inspection.inspect(path, nothing)
+    assert_refused(path, 'cut-off')
 
 
 @pytest.mark.parametrize('stopped', [Cancelled, KeyboardInterrupt])
