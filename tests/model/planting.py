@@ -124,178 +124,141 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(each)
 
 
-def both(*changes: Change) -> Change:
+def changing(edit: Callable[..., None]) -> Callable[..., Change]:
+    """Make changes of what edits a function: what is given to the edit behind the function is given here."""
+    return lambda *given, **named: lambda function: edit(function, *given, **named)
+
+
+@changing
+def both(function: Function, *changes: Change) -> None:
     """Several changes of one function."""
-
-    def change(function: Function) -> None:
-        for each in changes:
-            each(function)
-
-    return change
+    for each in changes:
+        each(function)
 
 
-def returns(value: object) -> Change:
+@changing
+def returns(function: Function, value: object) -> None:
     """Return a constant at once."""
+    function.body = [ast.Return(_expression(repr(value)))]
 
-    def change(function: Function) -> None:
-        function.body = [ast.Return(_expression(repr(value)))]
 
-    return change
+@changing
+def asks(function: Function, expression: str, *names: str) -> None:
+    """The one condition that mentions these names is another one."""
+    tests = [(each, 'test', each.test) for each in ast.walk(function) if isinstance(each, ast.If | ast.IfExp)]
+    owner, field, _ = _only(names, [each for each in tests if _mentions(each[2], names)])
+    setattr(owner, field, _expression(expression))
 
 
 def never(*names: str) -> Change:
     """The one condition that mentions these names is never true."""
-    return _condition(names, 'False')
+    return asks('False', *names)
 
 
 def always(*names: str) -> Change:
     """The one condition that mentions these names is always true."""
-    return _condition(names, 'True')
+    return asks('True', *names)
 
 
-def asks(expression: str, *names: str) -> Change:
-    """The one condition that mentions these names is another one."""
-    return _condition(names, expression)
-
-
-def _condition(names: Sequence[str], expression: str) -> Change:
-    def change(function: Function) -> None:
-        tests = [(each, 'test', each.test) for each in ast.walk(function) if isinstance(each, ast.If | ast.IfExp)]
-        owner, field, _ = _only(names, [each for each in tests if _mentions(each[2], names)])
-        setattr(owner, field, _expression(expression))
-
-    return change
-
-
-def drops(*names: str) -> Change:
+@changing
+def drops(function: Function, *names: str) -> None:
     """The one simple statement that mentions these names is left out."""
-
-    def change(function: Function) -> None:
-        block, statement = _statement(function, names)
-        block[block.index(statement)] = ast.Pass()
-
-    return change
+    block, statement = _statement(function, names)
+    block[block.index(statement)] = ast.Pass()
 
 
-def moves_last(*names: str) -> Change:
+@changing
+def moves_last(function: Function, *names: str) -> None:
     """The one simple statement that mentions these names comes last in its block."""
-    return _moves(names, lambda block, statement: block.append(statement))
+    block, statement = _statement(function, names)
+    block.remove(statement)
+    block.append(statement)
 
 
-def moves_first(*names: str) -> Change:
+@changing
+def moves_first(function: Function, *names: str) -> None:
     """The one simple statement that mentions these names comes first in its block."""
-    return _moves(names, lambda block, statement: block.insert(0, statement))
+    block, statement = _statement(function, names)
+    block.remove(statement)
+    block.insert(0, statement)
 
 
-def _moves(names: Sequence[str], put: Callable[[list[ast.stmt], ast.stmt], None]) -> Change:
-    def change(function: Function) -> None:
-        block, statement = _statement(function, names)
-        block.remove(statement)
-        put(block, statement)
-
-    return change
-
-
-def without(*names: str, place: int | None = None) -> Change:
+@changing
+def without(function: Function, *names: str, place: int | None = None) -> None:
     """The one operand or element that mentions these names is left out: of and, or, -, |, a list, a tuple or a set.
 
     Args:
         place: which one, in the order of the source, where there are several.
     """
-
-    def change(function: Function) -> None:
-        found = [
-            (parent, each) for parent in ast.walk(function) for each in _operands(parent) if _mentions(each, names)
-        ]
-        # The innermost: what holds it mentions the names, too.
-        inner = [(parent, each) for parent, each in found if not any(_holds(each, other) for other, _ in found)]
-        inner.sort(key=lambda each: (each[1].lineno, each[1].col_offset))
-        parent, operand = inner[place] if place is not None else _only(names, inner)
-        if isinstance(parent, ast.BinOp):
-            _exchange(function, parent, parent.right if operand is parent.left else parent.left)
-        else:
-            assert isinstance(parent, ast.BoolOp | ast.List | ast.Tuple | ast.Set)
-            left: list[ast.expr] = parent.values if isinstance(parent, ast.BoolOp) else parent.elts
-            left.remove(operand)
-            if isinstance(parent, ast.BoolOp) and len(left) == 1:
-                _exchange(function, parent, left[0])
-
-    return change
+    found = [(parent, each) for parent in ast.walk(function) for each in _operands(parent) if _mentions(each, names)]
+    # The innermost: what holds it mentions the names, too.
+    inner = [(parent, each) for parent, each in found if not any(_holds(each, other) for other, _ in found)]
+    inner.sort(key=lambda each: (each[1].lineno, each[1].col_offset))
+    parent, operand = inner[place] if place is not None else _only(names, inner)
+    if isinstance(parent, ast.BinOp):
+        _exchange(function, parent, parent.right if operand is parent.left else parent.left)
+        return
+    assert isinstance(parent, ast.BoolOp | ast.List | ast.Tuple | ast.Set)
+    left: list[ast.expr] = parent.values if isinstance(parent, ast.BoolOp) else parent.elts
+    left.remove(operand)
+    if isinstance(parent, ast.BoolOp) and len(left) == 1:
+        _exchange(function, parent, left[0])
 
 
-def without_argument(call: str, *names: str) -> Change:
+@changing
+def without_argument(function: Function, call: str, *names: str) -> None:
     """The one argument, of calls of this function, that mentions these names is left out."""
-
-    def change(function: Function) -> None:
-        found = [
-            (arguments, argument)
-            for each in _calls(function, call)
-            for arguments in (each.args, each.keywords)
-            for argument in arguments
-            if _mentions(argument, names)
-        ]
-        arguments, argument = _only((call, *names), found)
-        arguments.remove(argument)  # type: ignore[arg-type]
-
-    return change
+    found = [
+        (arguments, argument)
+        for each in _calls(function, call)
+        for arguments in (each.args, each.keywords)
+        for argument in arguments
+        if _mentions(argument, names)
+    ]
+    arguments, argument = _only((call, *names), found)
+    arguments.remove(argument)  # type: ignore[arg-type]
 
 
-def passes(call: str, position: int, expression: str) -> Change:
+@changing
+def passes(function: Function, call: str, position: int, expression: str) -> None:
     """The one call of this function gets another argument at this position."""
-
-    def change(function: Function) -> None:
-        (_only((call,), _calls(function, call))).args[position] = _expression(expression)
-
-    return change
+    _only((call,), _calls(function, call)).args[position] = _expression(expression)
 
 
-def becomes(call: str, expression: str) -> Change:
+@changing
+def becomes(function: Function, call: str, expression: str) -> None:
     """The one call of this function becomes another expression."""
-
-    def change(function: Function) -> None:
-        _exchange(function, _only((call,), _calls(function, call)), _expression(expression))
-
-    return change
+    _exchange(function, _only((call,), _calls(function, call)), _expression(expression))
 
 
-def assigns(name: str, expression: str) -> Change:
+@changing
+def assigns(function: Function, name: str, expression: str) -> None:
     """The first assignment to this name assigns another expression."""
-
-    def change(function: Function) -> None:
-        found = [
-            each
-            for each in ast.walk(function)
-            if isinstance(each, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in each.targets)
-        ]
-        if not found:
-            raise Misplaced(f'nothing is assigned to {name}')
-        min(found, key=lambda each: each.lineno).value = _expression(expression)
-
-    return change
+    found = [
+        each
+        for each in ast.walk(function)
+        if isinstance(each, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in each.targets)
+    ]
+    if not found:
+        raise Misplaced(f'nothing is assigned to {name}')
+    min(found, key=lambda each: each.lineno).value = _expression(expression)
 
 
-def results(expression: str) -> Change:
+@changing
+def results(function: Function, expression: str) -> None:
     """The last return of the function returns another expression."""
-
-    def change(function: Function) -> None:
-        found = [each for each in function.body if isinstance(each, ast.Return)]
-        if not found:
-            raise Misplaced('it does not end with a return')
-        found[-1].value = _expression(expression)
-
-    return change
+    found = [each for each in function.body if isinstance(each, ast.Return)]
+    if not found:
+        raise Misplaced('it does not end with a return')
+    found[-1].value = _expression(expression)
 
 
-def catches(before: str, after: str) -> Change:
+@changing
+def catches(function: Function, before: str, after: str) -> None:
     """The one handler of an exception handles another one."""
-
-    def change(function: Function) -> None:
-        handlers = [each for each in ast.walk(function) if isinstance(each, ast.ExceptHandler) and each.type]
-        _only((before,), [each for each in handlers if ast.unparse(each.type or each) == before]).type = _expression(
-            after
-        )
-
-    return change
+    handlers = [each for each in ast.walk(function) if isinstance(each, ast.ExceptHandler) and each.type]
+    found = [each for each in handlers if ast.unparse(each.type or each) == before]
+    _only((before,), found).type = _expression(after)
 
 
 def _only(names: Sequence[str], found: Sequence[Found]) -> Found:
