@@ -22,6 +22,12 @@ class Told(NamedTuple):
     outcome: object
     text: str
 
+    @property
+    def subject(self) -> str:
+        """The one uuid, or the project, that the command is about."""
+        (subject,) = self.actor.about
+        return subject
+
 
 def prior(cloud: Cloud) -> frozenset[str]:
     """Return the instances that are requested, wait or hold a claim before the schedule begins."""

@@ -82,27 +82,14 @@ def _claim(name: str, body: dict[str, Any]) -> str:
     return f'{what}, with generation {generation}'
 
 
-def _disk(call: Call) -> str:
-    _, whose, name, _ = call.what
-    return f'writes {name} into the state directory of {whose}'
-
-
-def _libvirt(call: Call) -> str:
-    return ' of '.join(map(str, call.what))
-
-
-def _clock(call: Call) -> str:
-    kind, what = call.what
-    return f'sleeps {what} s' if kind == 'sleeps' else f'waits for {what}'
-
-
-def _begins(_: Call) -> str:
-    return 'begins'
-
-
 WORDS: dict[str, Callable[[Call], str]] = {
-    'etcd': _etcd, 'placement': _placement, 'disk': _disk, 'libvirt': _libvirt, 'clock': _clock, '': _begins,
-}  # fmt: skip
+    'etcd': _etcd,
+    'placement': _placement,
+    'disk': lambda call: f'writes {call.what[2]} into the state directory of {call.what[1]}',
+    'libvirt': lambda call: ' of '.join(map(str, call.what)),
+    'clock': lambda call: f'sleeps {call.what[1]} s' if call.what[0] == 'sleeps' else f'waits for {call.what[1]}',
+    '': lambda _: 'begins',
+}
 
 
 def _answer(step: Step) -> str:

@@ -134,8 +134,7 @@ def is_not_destroyed(end: End, told: Told) -> bool:
 def is_switched(end: End, told: Told) -> bool:
     """Its request says so, unless another command changed it since."""
     assert isinstance(told.outcome, Acceptance)
-    (instance,) = told.actor.about
-    asked = (end.request(instance) or {}).get('power') or {}
+    asked = (end.request(told.subject) or {}).get('power') or {}
     wanted = told.outcome.power
     return (wanted is not None and asked.get('id') == wanted.id) or _is_changed_since(end, told)
 
@@ -152,55 +151,47 @@ def _is_changed_since(end: End, told: Told) -> bool:
 
 def is_forgotten(end: End, told: Told) -> bool:
     """Neither plane knows the compute, and nothing is claimed there, unless it has come back."""
-    (compute,) = told.actor.about
-    asked = any(key.startswith(keys.request_prefix(compute)) for key in end.entries)
-    held = any(compute in each for each in end.cloud.model.held.values())
-    is_back = compute in end.touched or keys.compute(compute) in end.entries
-    return is_back or not (asked or held or compute in end.cloud.model.providers)
+    asked = any(key.startswith(keys.request_prefix(told.subject)) for key in end.entries)
+    held = any(told.subject in each for each in end.cloud.model.held.values())
+    is_back = told.subject in end.touched or keys.compute(told.subject) in end.entries
+    return is_back or not (asked or held or told.subject in end.cloud.model.providers)
 
 
 def is_not_forgotten(end: End, told: Told) -> bool:
     """Placement knows the compute, unless it was forgotten by another command."""
-    (compute,) = told.actor.about
-    return compute in end.cloud.model.providers or bool(end.others(told.actor, 'forget'))
+    return told.subject in end.cloud.model.providers or bool(end.others(told.actor, 'forget'))
 
 
 def is_drained(end: End, told: Told) -> bool:
     """Nothing is requested of the compute, nothing is claimed there, and it is disabled."""
-    (compute,) = told.actor.about
-    asked = any(key.startswith(keys.request_prefix(compute)) for key in end.entries)
-    held = any(compute in each for each in end.cloud.model.held.values())
+    asked = any(key.startswith(keys.request_prefix(told.subject)) for key in end.entries)
+    held = any(told.subject in each for each in end.cloud.model.held.values())
     return not asked and not held and is_disabled(end, told)
 
 
 def is_disabled(end: End, told: Told) -> bool:
     """The compute is disabled, unless it was enabled since."""
-    (compute,) = told.actor.about
-    return end.has_trait(compute, status.DISABLED) or bool(end.others(told.actor, 'enable'))
+    return end.has_trait(told.subject, status.DISABLED) or bool(end.others(told.actor, 'enable'))
 
 
 def is_enabled(end: End, told: Told) -> bool:
     """No operator's trait keeps instances off the compute, unless it was disabled since."""
-    (compute,) = told.actor.about
-    return not end.has_trait(compute, status.BY_OPERATOR) or bool(end.others(told.actor, 'disable', 'drain'))
+    return not end.has_trait(told.subject, status.BY_OPERATOR) or bool(end.others(told.actor, 'disable', 'drain'))
 
 
 def is_no_compute(end: End, told: Told) -> bool:
     """Placement does not know the compute, unless it has come back."""
-    (compute,) = told.actor.about
-    return compute not in end.cloud.model.providers or compute in end.touched or end.were_given('forget')
+    return told.subject not in end.cloud.model.providers or told.subject in end.touched or end.were_given('forget')
 
 
 def has_limits(end: End, told: Told) -> bool:
     """The project has a quota, unless another command removed it."""
-    (project,) = told.actor.about
-    return keys.quota(project) in end.entries or bool(end.others(told.actor, 'quota'))
+    return keys.quota(told.subject) in end.entries or bool(end.others(told.actor, 'quota'))
 
 
 def has_no_limits(end: End, told: Told) -> bool:
     """The project has no quota, unless another command set one."""
-    (project,) = told.actor.about
-    return keys.quota(project) not in end.entries or bool(end.others(told.actor, 'quota'))
+    return keys.quota(told.subject) not in end.entries or bool(end.others(told.actor, 'quota'))
 
 
 def is_cleared(end: End, told: Told) -> bool:
