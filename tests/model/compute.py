@@ -9,7 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ecomp.agent.compute import note_ends, reserve_again
 from ecomp.agent.host.claims import ClaimKeeper
@@ -35,9 +35,6 @@ from tests.model.etcd import Etcd, ModelStore
 from tests.model.placement_client import ModelPlacement
 from tests.model.virtual import NOW
 from tests.model.world import World
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Guests(FakeHypervisor):
@@ -141,13 +138,13 @@ class Compute:
 
     def start(self, republishes: bool = False) -> None:
         """A process begins, with what its host has and nothing else."""
-        state = cast('Path', self.disk.at('state'))
+        state = self.disk.at('state')
         self.store = ModelStore(self.etcd)
         who = {'hostname': 'h', 'token': 'token of ' + self.uuid, 'since': self.since}
         value = {**who, 'queues': True}
         self.lease = Kept(self.store, SECONDS)
         self.presence = Presence(self.store, keys.compute(self.uuid), value, self._is_somebody_else_s, self.lease)
-        memory = Memory(state, self.uuid, lambda: self.now, cast('Path', self.disk.at('boot_id')))
+        memory = Memory(state, self.uuid, lambda: self.now, self.disk.at('boot_id'))
         if republishes:
             self.first_seen = self.etcd.revision
             republish(self.uuid, self.store, self.placement, memory, set(self.hypervisor.guests()), self.now)

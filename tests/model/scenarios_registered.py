@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
 
-from ecomp.agent.host.provider import Registration
+from ecomp.agent.host.provider import Inventory, Registration
 from ecomp.errors import EcompError
 from ecomp.model import status
 from ecomp.scheduler.operating.decommission import disable, enable
@@ -16,11 +15,6 @@ from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
 from tests.model.scenarios_operators import forgetting
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ecomp.agent.host.provider import Inventory
-
 
 def inventory(room: int) -> Inventory:
     """As compute.yaml has it."""
@@ -30,8 +24,7 @@ def inventory(room: int) -> Inventory:
 
 def registration(cloud: Cloud, host: Compute, room: int = 4, traits: Iterable[str] = ()) -> Registration:
     """What a process has of it."""
-    state = cast('Path', host.disk.at('state'))
-    return Registration(cloud.placement, host.uuid, inventory(room), (), [*traits], (), state)
+    return Registration(cloud.placement, host.uuid, inventory(room), (), [*traits], (), host.disk.at('state'))
 
 
 def _is_open() -> bool:

@@ -28,6 +28,7 @@ from tests.kit.story import SMALL as QUERY
 from tests.kit.story import addressed, logged, logs, notified, reached
 
 BIG = 1_400_000
+States = list[Mapping[str, Entry]]
 
 
 @pytest.fixture
@@ -41,12 +42,12 @@ def prefix(etcd: Etcd) -> Iterator[str]:
 
 
 @pytest.fixture
-def follow(etcd: Etcd, prefix: str) -> Iterator[Callable[..., list[Mapping[str, Entry]]]]:
+def follow(etcd: Etcd, prefix: str) -> Iterator[Callable[..., States]]:
     """Starts a follower; the states that it hands on, as a list that grows."""
     followers = []
 
-    def start(**limits: float) -> list[Mapping[str, Entry]]:
-        states: list[Mapping[str, Entry]] = []
+    def start(**limits: float) -> States:
+        states: States = []
         followers.append(Follower(EtcdConfig((etcd.endpoint,)), [(prefix, states.append)], **limits))  # type: ignore[arg-type]
         followers[-1].start()
         until(lambda: states, 20, 'it follows')
@@ -62,7 +63,7 @@ def held(state: Mapping[str, Entry]) -> int:
 
 
 def test_a_value_that_is_too_large_is_not_kept(
-    etcd: Etcd, prefix: str, follow: Callable[..., list[Mapping[str, Entry]]], caplog: pytest.LogCaptureFixture
+    etcd: Etcd, prefix: str, follow: Callable[..., States], caplog: pytest.LogCaptureFixture
 ) -> None:
     """150 values of 1.4 MB took every compute from 81 to 909 MiB (ENEMY 13)."""
     caplog.set_level(logging.INFO)
@@ -83,9 +84,7 @@ def test_a_value_that_is_too_large_is_not_kept(
     assert states[-1][after].dropped == 0
 
 
-def test_all_together_has_a_limit(
-    etcd: Etcd, prefix: str, follow: Callable[..., list[Mapping[str, Entry]]]
-) -> None:
+def test_all_together_has_a_limit(etcd: Etcd, prefix: str, follow: Callable[..., States]) -> None:
     names = [f'{prefix}{number:03d}' for number in range(60)]
     for each in names[:30]:
         etcd.put(each, 'x' * 50_000)

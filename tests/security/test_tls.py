@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-import threading
-from contextlib import suppress
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,30 +20,30 @@ from ecomp.model.health import of_backends
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from tests.kit.certificates import Authority
+from tests.kit.listening import Listening
 from tests.kit.servers import free_port
 
 
+class Hears(Listening):
+    """Keeps what is said first on each connection, within TLS if there is a context."""
+
+    def __init__(self, context: ssl.SSLContext | None = None) -> None:
+        self.context, self.heard = context, list[bytes]()
+        super().__init__()
+
+    def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
+        if self.context is None:
+            self.heard.append(connection.recv(24))
+        else:
+            with self.context.wrap_socket(connection, server_side=True) as secured:
+                self.heard.append(secured.recv(24))
+
+
 def first_bytes(**settings: Path) -> bytes:
-    heard: list[bytes] = []
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        listener.listen()
-
-        def listen() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                heard.append(connection.recv(24))
-
-        thread = threading.Thread(target=listen)
-        thread.start()
-        store = Store(EtcdConfig((f'127.0.0.1:{listener.getsockname()[1]}',), timeout=2.0, **settings))  # type: ignore[arg-type]
-        try:
-            with pytest.raises(Unreachable):
-                store.get('/x')
-        finally:
-            store.close()
-            thread.join()
-    return heard[0]
+    with closing(Hears()) as server, closing(Store(EtcdConfig((server.address,), timeout=2.0, **settings))) as store:  # type: ignore[arg-type]
+        with pytest.raises(Unreachable):
+            store.get('/x')
+        return server.heard[0]
 
 
 def test_certificates_without_an_authority_are_not_plain_text(tmp_path: Path) -> None:
@@ -64,18 +63,8 @@ def test_server_is_not_accepted_by_its_common_name(server: str, named: tuple[str
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(['h2'])
     context.load_cert_chain(*authority.issue(tmp_path / 'server', 'localhost', *named))
-    heard: list[bytes] = []
-    with socket.create_server(('127.0.0.1', 0)) as listener:
-
-        def listen() -> None:
-            with suppress(OSError):  # the listener is closed
-                while True:
-                    connection, _ = listener.accept()
-                    with connection, suppress(OSError), context.wrap_socket(connection, server_side=True) as secured:
-                        heard.append(secured.recv(24))
-
-        threading.Thread(target=listen, daemon=True).start()
-        where = f'localhost:{listener.getsockname()[1]}'
+    with closing(Hears(context)) as listener:
+        where = f'localhost:{listener.address.rpartition(":")[2]}'
         store = Store(EtcdConfig((where,), ca_cert=authority.certificate, timeout=2.0))
         client = Placement(PlacementConfig(f'https://{where}', ca_cert=authority.certificate))
         operator = tmp_path / 'certs/operator-ann'
@@ -94,7 +83,7 @@ def test_server_is_not_accepted_by_its_common_name(server: str, named: tuple[str
         finally:
             store.close()
             client.close()
-    assert [each for each in heard if each] == []
+    assert [each for each in listener.heard if each] == []
 
 
 @pytest.mark.parametrize(('mode', 'is_open'), [(0o600, False), (0o640, False), (0o644, True), (0o602, True)])
