@@ -9,13 +9,7 @@ from tests.model.cloud import A, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import within
-
-
-def _active(cloud: Cloud) -> Compute:
-    host = cloud.host(A)
-    cloud.delivered(U, A, 'web')
-    host.plan(3)
-    return host
+from tests.model.scenarios_pairs import active
 
 
 def _removes(cloud: Cloud, *keys_of_it: str) -> None:
@@ -50,7 +44,7 @@ def record_removed_of_half_a_guest(cloud: Cloud) -> None:
 
 def record_removed_of_active(cloud: Cloud) -> None:
     """The same of one that has an address, which ecompute writes down anew if nobody is faster."""
-    host = _active(cloud)
+    host = active(cloud)
     _removes(cloud, keys.record(A, U))
     cloud.works(A, '', host.rounds(3, host.planner.recheck, host.plan))
     cloud.destroys('destroy', U)
@@ -58,7 +52,7 @@ def record_removed_of_active(cloud: Cloud) -> None:
 
 def record_and_guest_removed(cloud: Cloud) -> None:
     """The record, the domain and the disk of an active one are removed: it is built again, or destroyed."""
-    host = _active(cloud)
+    host = active(cloud)
     _removes(cloud, keys.record(A, U))
     _removes_guest(cloud, host, 'somebody else')
     cloud.works(A, '', host.rounds(3, host.planner.recheck, host.plan))
@@ -67,7 +61,7 @@ def record_and_guest_removed(cloud: Cloud) -> None:
 
 def record_spoilt(cloud: Cloud) -> None:
     """An active one's record becomes something that nobody can read, and is removed; it is stopped and destroyed."""
-    host = _active(cloud)
+    host = active(cloud)
     by_hand, record = ModelStore(cloud.etcd), keys.record(A, U)
 
     def spoils() -> None:
@@ -82,7 +76,7 @@ def record_spoilt(cloud: Cloud) -> None:
 
 def guest_removed(cloud: Cloud) -> None:
     """Domain and disk of an active one are removed, which ends it after a minute; it is destroyed, another is made."""
-    host = _active(cloud)
+    host = active(cloud)
     _removes_guest(cloud, host, 'somebody')
     cloud.works(A, '', host.rounds(3, host.plan))
     cloud.destroys('destroy', U)

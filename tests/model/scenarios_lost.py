@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.model.acting import Bounds
 from tests.model.cloud import APART, TOGETHER, A, B, Cloud, S, U, V
 from tests.model.explorer import within
-from tests.model.scenarios_operators import drains, fix_and_create, forget_what_is_destroyed
-from tests.model.scenarios_pairs import active, sets
+from tests.model.scenarios_operators import drains, fix_and_create, forget_what_is_destroyed, sets
+from tests.model.scenarios_pairs import active
 
 
 def create_with_losses(cloud: Cloud) -> None:

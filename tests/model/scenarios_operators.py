@@ -63,11 +63,11 @@ def fixes(cloud: Cloud) -> Actor:
     return cloud.act('audit --fix', go, again=again, command='fix')
 
 
-def limits(cloud: Cloud, name: str) -> Actor:
+def sets(cloud: Cloud, name: str, *words: str) -> Actor:
     """`quota set`."""
 
     def go() -> str:
-        return limit(ModelStore(cloud.etcd), 'p', ['instances=5'])
+        return limit(ModelStore(cloud.etcd), 'p', words)
 
     return cloud.act(name, go, again=go, command='quota', about=('p',))
 
@@ -144,14 +144,14 @@ def first_quota_twice(cloud: Cloud) -> None:
     cloud.host(A)
     cloud.creates('eschedule', U)
     for number in (1, 2):
-        limits(cloud, f'quota set {number}')
+        sets(cloud, f'quota set {number}', 'instances=5')
 
 
 def first_quota(cloud: Cloud) -> None:
     """A project's first quota is set beside a delivery."""
     cloud.host(A)
     cloud.creates('eschedule', U)
-    limits(cloud, 'quota set')
+    sets(cloud, 'quota set', 'instances=5')
 
 
 def quota_and_destroy(cloud: Cloud) -> None:
@@ -161,7 +161,7 @@ def quota_and_destroy(cloud: Cloud) -> None:
     host.plan(2)
     cloud.destroys('destroy', U)
     cloud.works(A, '', host.rounds(2, host.plan))
-    limits(cloud, 'quota set')
+    sets(cloud, 'quota set', 'instances=5')
 
 
 def disable_and_enable(cloud: Cloud) -> Check:

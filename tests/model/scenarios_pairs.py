@@ -10,7 +10,7 @@ from ecomp.model import keys
 from ecomp.model.group import Membership
 from ecomp.scheduler.changing.change import Cleared, clear, destroy
 from ecomp.scheduler.operating.audit import fix
-from ecomp.scheduler.operating.sharing import delete_flavor, limit
+from ecomp.scheduler.operating.sharing import delete_flavor
 from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Actor, Bounds, Call
 from tests.model.cloud import LARGER, TOGETHER, A, B, Cloud, S, U, V
@@ -18,7 +18,7 @@ from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
 from tests.model.invariants import CLAIM, NAME
-from tests.model.scenarios_operators import ends, forgets, forgetting
+from tests.model.scenarios_operators import ends, forgets, forgetting, sets
 
 
 def active(cloud: Cloud, instance: str = U, name: str | None = 'web', group: Membership | None = None) -> Compute:
@@ -30,8 +30,6 @@ def active(cloud: Cloud, instance: str = U, name: str | None = 'web', group: Mem
 
 
 def clears(cloud: Cloud) -> Actor:
-    """`eschedule clear`."""
-
     return cloud.act('clear', lambda: clear(ModelStore(cloud.etcd)), command='clear')
 
 
@@ -45,15 +43,6 @@ def fixes_all(cloud: Cloud, times: int = 1) -> Actor:
         return lines
 
     return cloud.act('audit --fix', go, mortal=False, command='fix')
-
-
-def sets(cloud: Cloud, name: str, *words: str) -> Actor:
-    """`quota set`."""
-
-    def go() -> str:
-        return limit(ModelStore(cloud.etcd), 'p', words)
-
-    return cloud.act(name, go, again=go, command='quota', about=('p',))
 
 
 def cleared_and_used_again(cloud: Cloud) -> None:

@@ -18,7 +18,8 @@ from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, within
 from tests.model.scenarios_losses import fails, restore
-from tests.model.scenarios_pairs import active, fixes_all, sets
+from tests.model.scenarios_operators import sets
+from tests.model.scenarios_pairs import active, fixes_all
 
 
 def by_hand(cloud: Cloud, name: str, *operations: Put | Delete) -> Actor:

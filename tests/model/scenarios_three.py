@@ -6,7 +6,7 @@ from ecomp.model.group import Membership
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import APART, A, B, Cloud, U, V, W
 from tests.model.explorer import within
-from tests.model.scenarios_operators import drains, ends, fixes, forgets, limits
+from tests.model.scenarios_operators import drains, ends, fixes, forgets, sets
 
 
 def keeper_drain_and_create(cloud: Cloud) -> None:
@@ -56,7 +56,7 @@ def quota_two_creates_and_destroy(cloud: Cloud) -> None:
     cloud.is_ample, cloud.is_limited = False, False
     cloud.delivered(W, A)
     host.plan(3)
-    limits(cloud, 'quota set')
+    sets(cloud, 'quota set', 'instances=5')
     for number, each in enumerate((U, V), 1):
         cloud.creates(f'eschedule {number}', each, seed=number)
     cloud.destroys('destroy', W)
