@@ -8,9 +8,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime, tzinfo
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,28 +30,6 @@ class Inside:
     @classmethod
     def here(cls) -> World | None:
         return cls.world if cls.world is not None and threading.get_ident() == cls.thread else None
-
-
-class Threads:
-    """Of a pool of threads: what is handed in is done at once, by whoever hands it in."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def __enter__(self) -> Threads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def map(self, work: Callable[..., Any], *each: Iterable[Any]) -> Iterator[Any]:
-        return map(work, *each)
-
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> None:
-        work(*arguments)
-
-    def shutdown(self) -> None:
-        """Nothing is left to do."""
 
 
 class Moment(datetime):
@@ -114,6 +93,11 @@ def _is_heard(logger: logging.Logger, level: int) -> bool:
     return Inside.here() is None and _heard(logger, level)
 
 
+def _no_threads(_: int) -> AbstractContextManager[SimpleNamespace]:
+    """A pool of threads in which whoever hands something in does it at once."""
+    return nullcontext(SimpleNamespace(map=map))
+
+
 @contextmanager
 def virtual() -> Iterator[None]:
     """Inside, whoever is in a world has its time, and no threads."""
@@ -129,7 +113,7 @@ def virtual() -> Iterator[None]:
         mock.patch.object(random, 'uniform', _virtual_uniform),
         mock.patch.object(uuid, 'uuid4', _virtual_uuid4),
         mock.patch.object(threading.Event, 'wait', _virtual_wait),
-        mock.patch.object(ecomp.scheduler.operating.audit, 'ThreadPoolExecutor', Threads),
+        mock.patch.object(ecomp.scheduler.operating.audit, 'ThreadPoolExecutor', _no_threads),
         mock.patch.object(ecomp.scheduler.changing.change, 'datetime', Moment),
         mock.patch.object(ecomp.agent.host.state, 'write_durably', directory.write_durably),
         mock.patch.object(ecomp.agent.host.metadata, 'write_durably', directory.write_quietly),
@@ -137,13 +121,10 @@ def virtual() -> Iterator[None]:
         mock.patch.object(logging.Logger, 'exception', _surprise),
         mock.patch.object(logging.Logger, 'isEnabledFor', _is_heard),
     ]
-    for each in patches:
-        each.start()
-    try:
-        yield
-    finally:
+    with ExitStack() as patched:
         for each in patches:
-            each.stop()
+            patched.enter_context(each)
+        yield
 
 
 @contextmanager
