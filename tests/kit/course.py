@@ -194,7 +194,8 @@ class Course:
             self._say(revision, f'{life.state or "nothing"}, then {state}', instance)
         if was is not None and str(earlier.get('compute')) != compute:
             self._say(revision, f'moves from compute {earlier.get("compute")} to {compute}', instance)
-        if state == 'error' and not _reason(record):
+        error = record.get('error')
+        if state == 'error' and not (isinstance(error, dict) and error.get('reason')):
             self._say(revision, 'is in error without a reason', instance)
         if state not in ENDED and compute not in self._hosts.get(instance, {}):
             self._say(revision, f'is {state} on a compute that is not asked for it', instance)
@@ -202,11 +203,6 @@ class Course:
             self._say(revision, f'is {state} after its destroy was accepted', instance)
         life.failed += state == 'error' and life.state != 'error'
         life.state = state
-
-
-def _reason(record: Mapping[str, Any]) -> str:
-    error = record.get('error')
-    return str(error.get('reason') or '') if isinstance(error, dict) else ''
 
 
 def object_of(kept: Kept | None) -> dict[str, Any]:

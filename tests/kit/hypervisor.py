@@ -327,8 +327,8 @@ class Hypervisor:
         self.plain()
         left = [key.rsplit('/', 1)[1] for key in self.lab.etcd(f'/hosts/{self.compute}/')]
         self.lab.destroy(*left)
-        failed = [key.rsplit('/', 1)[1] for key, value in self.lab.etcd('/instances/').items() if _failed(value)]
-        self.lab.destroy(*failed)
+        records = self.lab.etcd('/instances/')
+        self.lab.destroy(*(key.rsplit('/', 1)[1] for key in records if json.loads(records[key])['state'] == 'error'))
 
     @property
     def _ecompute(self) -> str:
@@ -350,10 +350,6 @@ def _descriptors(pid: int) -> list[Path]:
     with contextlib.suppress(OSError):
         return list(Path(f'/proc/{pid}/fd').iterdir())
     return []
-
-
-def _failed(value: bytes) -> bool:
-    return bool(json.loads(value)['state'] == 'error')
 
 
 def put_image(host: Hypervisor, name: str, sector: bytes) -> str:

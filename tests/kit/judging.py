@@ -64,11 +64,8 @@ def is_broken(watched: Watched) -> bool:
 def _shared(item: pytest.Item) -> list[Watched]:
     """What the test uses that was made for more tests than this one."""
     arguments: dict[str, Any] = getattr(item, 'funcargs', {})
-    labs = {each.lab if isinstance(each, Hypervisor) else each for each in arguments.values() if _is_of_a_lab(each)}
+    made = [each for each in arguments.values() if isinstance(each, Lab | Hypervisor)]
+    labs = {each.lab if isinstance(each, Hypervisor) else each for each in made}
     controls = [each for each in arguments.values() if isinstance(each, Control)]
     found: list[Watched] = [each.watched for each in [*labs, *controls]]
     return [each for each in found if each not in JOURNAL.witnesses]
-
-
-def _is_of_a_lab(value: object) -> bool:
-    return isinstance(value, Lab | Hypervisor)

@@ -94,7 +94,10 @@ class End:
     def may_be_another_s(self, actor: Actor, instance: str) -> bool:
         """Whether the scene, or another command, may have placed the instance."""
         others = [each for each in self.others(actor, *PLACING) if instance in each.about]
-        return instance in self.before or any(not each.done or _may_have_placed(each.outcome) for each in others)
+        return instance in self.before or any(
+            not (each.done and isinstance(each.outcome, EcompError)) or isinstance(each.outcome, Unreachable)
+            for each in others
+        )
 
     def has_trait(self, compute: str, trait: str) -> bool:
         provider = self.cloud.model.providers.get(compute)
@@ -117,7 +120,3 @@ def _parse(value: bytes) -> Json:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _may_have_placed(outcome: object) -> bool:
-    return not isinstance(outcome, EcompError) or isinstance(outcome, Unreachable)

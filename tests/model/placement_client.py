@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from ecomp.placement.by_http import Answer
 from ecomp.placement.client import Placement
 from tests.model.acting import Call
 from tests.model.placement import Json, PlacementModel, Refused
@@ -46,15 +47,5 @@ class ModelPlacement(Placement):
         try:
             return do()
         except Refused as error:
-            raise self._error(_Answer(*error.answer), AssertionError) from None  # type: ignore[arg-type]
-
-
-class _Answer:
-    """What the product's client looks at of an HTTP answer."""
-
-    def __init__(self, status: int, body: Json) -> None:
-        self.status_code, self._body = status, body
-
-    @property
-    def content(self) -> bytes:
-        return json.dumps(self._body).encode()
+            status, body = error.answer
+            raise self._error(Answer(status, json.dumps(body).encode(), {}), AssertionError) from None  # type: ignore[arg-type]

@@ -109,12 +109,8 @@ def _changed(module: ModuleType, name: str, plant: Plant) -> CodeType:
         plant.change(node)
     except Misplaced as error:
         raise Misplaced(f'{plant.where}: {error}') from None
-    return _code(compile(ast.fix_missing_locations(tree), str(module.__file__), 'exec'), name)
-
-
-def _code(code: CodeType, name: str) -> CodeType:
-    found = [each for each in _nested(code) if each.co_qualname == name]
-    return found[0]
+    code = compile(ast.fix_missing_locations(tree), str(module.__file__), 'exec')
+    return next(each for each in _nested(code) if each.co_qualname == name)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

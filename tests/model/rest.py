@@ -11,7 +11,6 @@ from ecomp.model import keys
 from ecomp.model.order import SetOrder
 from ecomp.model.record import ERROR, GONE
 from ecomp.scheduler.changing.change import destroy
-from ecomp.store.client import Entry
 from tests.model.cloud import Cloud
 from tests.model.compute import Compute
 from tests.model.properties import violations
@@ -71,9 +70,10 @@ def settle(cloud: Cloud) -> list[str]:
     for compute in cloud.computes.values():
         if killed & {compute.process, compute.uuid} and not compute.is_dead:
             compute.restart()
+    kept = {each.presence.lease for each in cloud.computes.values() if not each.is_dead}
     owners = {actor.name for actor in cloud.world.actors}
     for lease, each in list(cloud.etcd.leases.items()):
-        if each.owner in owners and each.seconds <= SHORT and not _is_presence(cloud, lease):
+        if each.owner in owners and each.seconds <= SHORT and lease not in kept:
             cloud.etcd.end(lease)
     quiet = 0
     for _ in range(ROUNDS):
@@ -116,7 +116,8 @@ def has_past(cloud: Cloud, wanted: SetOrder) -> bool:
     instance, name = wanted.instance, entries.get(keys.name(wanted.name or ''))
     if name is not None and instance.encode() not in name.value:
         return True
-    called = {keys.last(key) for key, each in entries.items() if key.startswith(keys.NAMES) and _names(each, instance)}
+    names = {keys.last(key): json.loads(each.value) for key, each in entries.items() if key.startswith(keys.NAMES)}
+    called = {name for name, held in names.items() if held.get('instance') == instance}
     if called - {wanted.name}:
         return True
     records = [each for key, each in entries.items() if key.startswith(keys.INSTANCES) and key.endswith(instance)]
@@ -128,10 +129,6 @@ def has_past(cloud: Cloud, wanted: SetOrder) -> bool:
     return waits or any(
         each.key.startswith(keys.HOSTS) and not json.loads(each.value)['allocations'] for each in there
     )
-
-
-def _names(entry: Entry, instance: str) -> bool:
-    return json.loads(entry.value).get('instance') == instance
 
 
 def to_be_repeated(cloud: Cloud) -> list[Callable[[], object]]:
@@ -201,7 +198,3 @@ def _minute(compute: Compute) -> list[EcompError]:
         compute.world.clock += 1.0
         failed += compute.do(compute.hear_queues, compute.pull)
     return failed
-
-
-def _is_presence(cloud: Cloud, lease: int) -> bool:
-    return any(lease == each.presence.lease for each in cloud.computes.values() if not each.is_dead)

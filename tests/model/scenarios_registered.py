@@ -27,10 +27,6 @@ def registration(cloud: Cloud, host: Compute, room: int = 4, traits: Iterable[st
     return Registration(cloud.placement, host.uuid, inventory(room), (), [*traits], (), host.disk.at('state'))
 
 
-def _is_open() -> bool:
-    return False
-
-
 def _tries(times: int, work: Callable[[], object]) -> None:
     """As whoever starts it does, or its next minute."""
     for _ in range(times):
@@ -50,7 +46,7 @@ def _is_closed(cloud: Cloud, compute: str) -> list[str]:
 
 def _is_as(cloud: Cloud, mine: Registration, disabled: bool | None) -> list[str]:
     """Whether all is right after another minute; `disabled` None: whichever."""
-    mine.keep(_is_open)
+    mine.keep(lambda: False)
     provider = cloud.model.providers.get(mine.compute)
     if provider is None:
         return ['it lives, and placement does not know it']

@@ -30,11 +30,8 @@ def by_hand(cloud: Cloud, name: str, *operations: Put | Delete) -> Actor:
         for each in operations:
             store.commit([], [each])
 
-    return cloud.act(name, go, mortal=False, about=tuple({_instance(each.key) for each in operations}))
-
-
-def _instance(key: str) -> str:
-    return keys.last(key.removesuffix(keys.TAKER))
+    touched = {keys.last(each.key.removesuffix(keys.TAKER)) for each in operations}
+    return cloud.act(name, go, mortal=False, about=tuple(touched))
 
 
 def switched_by_many(cloud: Cloud) -> None:
@@ -206,11 +203,7 @@ def quota_spoilt(cloud: Cloud) -> None:
     cloud.creates('eschedule', V, name='db')
     cloud.destroys('destroy', U)
     cloud.works(A, '', host.rounds(2, host.plan))
-    cloud.act('later', lambda: None, again=lambda: _recounts(cloud))
-
-
-def _recounts(cloud: Cloud) -> None:
-    limit(cloud.store, 'p', ['instances=5'])
+    cloud.act('later', lambda: None, again=lambda: limit(cloud.store, 'p', ['instances=5']))
 
 
 def _accepts(host: Compute, number: int, *work: Callable[[], object]) -> Callable[[], None]:
@@ -244,7 +237,8 @@ def accepted_by_two(cloud: Cloud) -> None:
     cloud.delivered(U, A, 'web')
     cloud.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {})))])
     cloud.delivered(V, B, 'db')
-    cloud.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {**_two(), 'instances': 2})))])
+    two = {name: 2 * amount for name, amount in SIZE.items()}
+    cloud.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {**two, 'instances': 2})))])
     for each in hosts.values():
         each.plan(3)
     restore(cloud, saved)
@@ -252,10 +246,6 @@ def accepted_by_two(cloud: Cloud) -> None:
         each.republishes = True
         cloud.works(name, '', _accepts(each, 2, each.plan))
     sets(cloud, 'quota set', 'instances=4')
-
-
-def _two() -> dict[str, int]:
-    return {name: 2 * amount for name, amount in SIZE.items()}
 
 
 def accepted_beside_operators(cloud: Cloud) -> None:

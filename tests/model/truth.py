@@ -136,17 +136,13 @@ def is_switched(end: End, told: Told) -> bool:
     assert isinstance(told.outcome, Acceptance)
     asked = (end.request(told.subject) or {}).get('power') or {}
     wanted = told.outcome.power
-    return (wanted is not None and asked.get('id') == wanted.id) or _is_changed_since(end, told)
+    return (wanted is not None and asked.get('id') == wanted.id) or bool(end.others(told.actor, 'power', 'destroy'))
 
 
 def is_not_switched(end: End, told: Told) -> bool:
     """Its request does not say so, unless its keys were changed manually while the answer to a write was lost."""
     (instance,) = told.actor.about
     return instance in end.touched or ((end.request(instance) or {}).get('power') or {}).get('id') != told.actor.power
-
-
-def _is_changed_since(end: End, told: Told) -> bool:
-    return bool(end.others(told.actor, 'power', 'destroy'))
 
 
 def is_forgotten(end: End, told: Told) -> bool:
