@@ -209,7 +209,8 @@ class Lan:
             (own / each).mkdir(parents=True)
         lower = debian(release, packages)
         layers = f'lowerdir={lower},upperdir={own}/upper,workdir={own}/work'
-        self._do('mount', '-t', 'overlay', '-o', layers, name, str(root))
+        mounted = self.outside.run(['mount', '-t', 'overlay', '-o', layers, name, str(root)])
+        assert mounted.returncode == 0, f'mount of {layers}: {mounted.stderr}'
         # Its mounts are seen from here through its first process.
         self._furnish(Path(f'/proc/{self.outside.pid}/root', *root.parts[1:]), name)
         # What pip has fetched and built once, for all of them: libvirt's bindings above all.
@@ -251,10 +252,6 @@ class Lan:
         owner = clone.parent.stat()
         for each in (clone, *clone.rglob('*')):
             os.chown(each, owner.st_uid, owner.st_gid, follow_symlinks=False)
-
-    def _do(self, *command: str) -> None:
-        done = self.outside.run(command)
-        assert done.returncode == 0, f'{" ".join(command)}: {done.stderr}'
 
 
 def lacking() -> str:

@@ -85,7 +85,7 @@ def ending(
     for name, record in records.items():
         found += _record(name, record, under['instances'][name].lease)
     for name, kept in under['booted'].items():
-        address = _address(records.get(name, {}))
+        address = (records.get(name, {}).get('addresses') or [{'address': None}])[0]['address']
         if name in foreign:
             continue
         if name not in alive:
@@ -226,8 +226,3 @@ def _record(name: str, record: dict[str, Any], lease: int) -> list[str]:
     if state == 'active' and not {'scheduled', 'image', 'disk', 'started'} <= set(record['stages']):
         found.append(f'{name}: active, with stages {record["stages"]}')
     return found
-
-
-def _address(record: Mapping[str, Any]) -> str | None:
-    addresses = record.get('addresses')
-    return addresses[0]['address'] if addresses else None

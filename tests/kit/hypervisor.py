@@ -174,10 +174,11 @@ class Hypervisor:
 
         def found() -> int:
             for pid in self.workers():
-                for descriptor in _descriptors(pid):
-                    with contextlib.suppress(OSError):
-                        if os.readlink(descriptor).endswith('.part') and os.stat(descriptor).st_size:
-                            return pid
+                with contextlib.suppress(OSError):
+                    for descriptor in Path(f'/proc/{pid}/fd').iterdir():
+                        with contextlib.suppress(OSError):
+                            if os.readlink(descriptor).endswith('.part') and os.stat(descriptor).st_size:
+                                return pid
             return 0
 
         return until(found, SOON, f'a worker of {self.name} is downloading')
@@ -344,12 +345,6 @@ def held(host: Hypervisor, instance: str) -> Iterator[None]:
     """A process of ours is at the instance, as an orphaned worker would be."""
     with InstanceLocks(host.state).held(instance, lambda: None):
         yield
-
-
-def _descriptors(pid: int) -> list[Path]:
-    with contextlib.suppress(OSError):
-        return list(Path(f'/proc/{pid}/fd').iterdir())
-    return []
 
 
 def put_image(host: Hypervisor, name: str, sector: bytes) -> str:

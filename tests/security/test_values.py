@@ -23,19 +23,13 @@ from ecomp.store.client import Delete, Put, Unchanged
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER, request
 from tests.kit.servers import TOP, Etcd
 from tests.kit.store_client import connected
+from tests.security.mutants import nested
 
 pytestmark = pytest.mark.fast
 
 KEY = keys.request(COMPUTE, INSTANCE)
 HUGE, HUGER, VAST = '1e999', '-1e999', '9' * 4300
 HALF = '\ud800'
-
-
-def nested(depth: int) -> list[Any]:
-    found: list[Any] = []
-    for _ in range(depth - 1):
-        found = [found]
-    return found
 
 
 DEEP, SHALLOW = nested(DEPTH + 1), nested(DEPTH - 5)
