@@ -65,7 +65,7 @@ ROWS = {
 
 LOST, CREATE = 'functional/test_scheduler_lost.py::', 'functional/test_scheduler_create.py::'
 BY_HAND, RESTART = 'scenario/test_by_hand.py::', 'scenario/test_restart.py::'
-MOVED = 'functional/test_moved_claims.py::'
+MOVED = 'functional/test_claims.py::'
 RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     1: (
         'an unknown outcome is read back; if that fails, nothing is released',
@@ -97,9 +97,9 @@ RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     4: (
         'a claim nobody stands behind, seen twice, is released',
         (
-            'functional/test_claim_keeper.py::test_an_orphan_is_released_after_two_looks_apart',
-            'functional/test_claim_keeper.py::test_who_stands_behind_a_claim',
-            'faults/test_eschedule_killed.py::test_killed_with_its_claim_and_left_alone',
+            'functional/test_claims.py::test_an_orphan_is_released_after_two_looks_apart',
+            'functional/test_claims.py::test_who_stands_behind_a_claim',
+            'faults/test_eschedule.py::test_killed_with_its_claim_and_left_alone',
         ),
     ),
     5: ("a write compares the request's revision", ('faults/test_rules.py::test_rule_5_a_late_write_is_none',)),
@@ -115,8 +115,8 @@ RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     7: (
         'groups, quotas and names change in the delivering transaction',
         (
-            'scenario/test_group.py::test_never_two_on_a_compute_however_many_ask_at_once',
-            'scenario/test_quota.py::test_however_many_ask_at_once_it_is_just_so_many',
+            'scenario/test_sharing.py::test_never_two_on_a_compute_however_many_ask_at_once',
+            'scenario/test_sharing.py::test_however_many_ask_at_once_it_is_just_so_many',
             'faults/test_sharing.py::test_eschedule_killed',
             'faults/test_sharing.py::test_quota_set_while_one_is_delivered',
             'scenario/test_names.py::test_one_of_two_gets_it_and_the_next_one_when_it_is_free_again',
@@ -125,9 +125,9 @@ RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     8: (
         'a set is one request',
         (
-            'scenario/test_set.py::test_sets_that_race_are_whole_or_not_at_all',
-            'faults/test_eschedule_killed.py::test_killed_with_a_part_of_the_set_claimed',
-            'faults/test_eschedule_killed.py::test_killed_with_the_whole_set_claimed_or_delivered',
+            'scenario/test_sharing.py::test_sets_that_race_are_whole_or_not_at_all',
+            'faults/test_eschedule.py::test_killed_with_a_part_of_the_set_claimed',
+            'faults/test_eschedule.py::test_killed_with_the_whole_set_claimed_or_delivered',
         ),
     ),
     9: (

@@ -241,7 +241,7 @@ def test_hostile_records(cluster: Control, compute: Ecompute) -> None:
         assert len(line) < 1000
     survives(cluster)
     for instance in planted:
-        # One that is requested of a compute can be destroyed all the same: tests/security/test_unreadable.py.
+        # One that is requested of a compute can be destroyed all the same: tests/security/test_records.py.
         for words in (['show', instance], *([] if instance in waiting else [['destroy', instance]]), [instance]):
             one_line(called(cluster, *words), 1, f'/instances/{COMPUTE}/{instance}')
     for key in [*odd, *(f'/instances/{COMPUTE}/{instance}'.encode() for instance in planted)]:

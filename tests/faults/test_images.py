@@ -1,12 +1,9 @@
-"""F22, F23: images that are none, or that lie: refused in words, the cache unpoisoned, whatever download is killed.
-
-The many ways to answer are in tests/functional/test_images.py, what is kept and evicted in test_image_*.py there, and
-images that change, and many builds of one, in test_images_many.py.
-"""
+"""F22, F23: images that are none, that lie, that change."""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import re
 import shutil
@@ -16,6 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
 from ecomp.agent.images import connections, download
 from ecomp.agent.images.cache import ImageCache
@@ -32,10 +31,18 @@ from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.virt.image import capacity
 from tests.kit.boot_sectors import HALT, boot_disk
-from tests.kit.hypervisor import Hypervisor
+from tests.kit.hypervisor import SMALL, SOON, Hypervisor
 from tests.kit.image_server import Handler, Web, serving
-from tests.kit.images import LIMITS, LOOPBACK, get, inspect, kept
-from tests.kit.servers import environment, until
+from tests.kit.images import LIMITS, LOOPBACK, MIB, get, inspect, kept
+from tests.kit.lab import Lab, lab_name
+from tests.kit.servers import PATIENCE, environment, until
+from tests.kit.slow_images import SlowImages
+
+# F22, F23: images that are none, or that lie: refused in words, the cache unpoisoned, whatever download is killed.
+#
+# The many ways to answer are in tests/functional/test_images.py, what is kept and evicted in test_image_*.py there, and
+# images that change, and many builds of one, in test_images_many.py.
+
 
 pytestmark = [
     pytest.mark.skipif(
@@ -43,11 +50,11 @@ pytestmark = [
     ),
 ]
 
-MIB, GIB, TIB = 2**20, 2**30, 2**40
+MEBIBYTE, GIB, TIB = 2**20, 2**30, 2**40
 METADATA = 'http://169.254.169.254/latest/meta-data/'
 
 
-def qcow2(directory: Path, size: int = 16 * MIB, content: bytes = b'') -> bytes:
+def qcow2(directory: Path, size: int = 16 * MEBIBYTE, content: bytes = b'') -> bytes:
     """A qcow2 of this virtual size with this content."""
     raw, made = directory / 'raw', directory / 'qcow2'
     raw.write_bytes(content)
@@ -60,7 +67,7 @@ def qcow2(directory: Path, size: int = 16 * MIB, content: bytes = b'') -> bytes:
 @pytest.fixture(scope='module')
 def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A good one with something in it."""
-    return qcow2(tmp_path_factory.mktemp('image'), content=os.urandom(MIB))
+    return qcow2(tmp_path_factory.mktemp('image'), content=os.urandom(MEBIBYTE))
 
 
 @pytest.fixture
@@ -102,7 +109,7 @@ def test_a_server_that_lies(web: Web, cache: ImageCache, tmp_path: Path, answer:
     refused(cache, tmp_path / 'images', web.url + answer, reason)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handler, f'answer_{answer}', Handler.answer_good)
-        assert get(cache, web.url + answer).virtual_size == 16 * MIB
+        assert get(cache, web.url + answer).virtual_size == 16 * MEBIBYTE
 
 
 def header(image: bytes, offset: int, packed: bytes) -> bytes:
@@ -141,7 +148,7 @@ def test_a_corrupt_header(
 def test_60_tb(web: Web, cache: ImageCache, tmp_path: Path) -> None:
     """F22: a whole image of 60 TiB virtual size is not kept where no disk is so large, nor fits a smaller one (fake)"""
     web.image = qcow2(tmp_path, 60 * TIB)
-    assert len(web.image) < 100 * MIB
+    assert len(web.image) < 100 * MEBIBYTE
     reason = 'the image is 61440.0 GiB, and this host has 100.0 GiB for disks'
     refused(cache, tmp_path / 'images', web.url + 'good', reason)
     large = ImageCache(tmp_path / 'images', inspect, None, replace(LIMITS, disk=60 * TIB), LOOPBACK)
@@ -177,7 +184,7 @@ def test_whatever_a_server_does(
     made = tmp_path / what.replace('/', '-')
     shown = subprocess.run
     if path == 'backing':
-        made.write_bytes(qcow2(tmp_path, content=os.urandom(MIB)))
+        made.write_bytes(qcow2(tmp_path, content=os.urandom(MEBIBYTE)))
         shown(['qemu-img', 'rebase', '-u', '-f', 'qcow2', '-F', 'raw', '-b', '/etc/shadow', str(made)], check=True)
     elif path == 'data_file':
         outside = tmp_path / 'data'
@@ -276,7 +283,7 @@ def test_a_gzip_bomb(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: dict[str, str], reason: str, is_written: bool
 ) -> None:
     """F22: 1 GiB of zeroes packed into 1 MiB stays packed, and is no image (fake)"""
-    zeroes = gzip.compress(bytes(16 * MIB)) * 64  # members behind one another are one file
+    zeroes = gzip.compress(bytes(16 * MEBIBYTE)) * 64  # members behind one another are one file
 
     def bomb(handler: Handler) -> None:
         handler.say(zeroes, **says, content_type='application/octet-stream')
@@ -344,7 +351,7 @@ def test_hostile_images_on_a_host(host: Hypervisor, tmp_path: Path) -> None:
         'huge.qcow2': (qcow2(tmp_path, 60 * TIB), 'the image is 61440.0 GiB, and this host has 40.0 GiB for disks'),
         'wide.qcow2': (qcow2(tmp_path, 3 * GIB // 2), 'the image is 1.5 GiB, DISK_GB is 1'),
         'corrupt.qcow2': (header(qcow2(tmp_path), 4, struct.pack('>I', 99)), 'disk image|version|cannot be'),
-        'cut.qcow2': (qcow2(tmp_path, content=os.urandom(MIB))[:-70_000], 'cut-off'),
+        'cut.qcow2': (qcow2(tmp_path, content=os.urandom(MEBIBYTE))[:-70_000], 'cut-off'),
     }
     try:
         for name, (content, _) in spoilt.items():
@@ -361,3 +368,136 @@ def test_hostile_images_on_a_host(host: Hypervisor, tmp_path: Path) -> None:
     finally:
         for name in spoilt:
             (served / name).unlink(missing_ok=True)
+
+
+# F23: an image that changes, and many builds of one: one download for all, and guests keep the base they have.
+
+
+def test_an_image_that_changes(host: Hypervisor) -> None:
+    """F23: another image at the same URL: it is built from now on; guests keep the base they have (libvirt)"""
+    served = host.lab.directory / 'images' / 'changes.raw'
+    try:
+        served.write_bytes(boot_disk(HALT))
+        first = host.place('changes.raw')
+        host.reached(first, 'active')
+        pid = host.qemu(first)
+        base = backing(host, first)
+        before = base.read_bytes()
+        again = host.place('changes.raw')
+        host.reached(again, 'active')
+        assert backing(host, again) == base
+        changed = boot_disk(b'\xf4\xeb\xfd\x90')
+        served.write_bytes(changed)
+        later = served.stat().st_mtime + 10
+        os.utime(served, (later, later))  # the server says it in seconds, and we are quicker
+        second = host.place('changes.raw')
+        host.reached(second, 'active')
+        assert (backing(host, first), base.read_bytes()) == (base, before)
+        assert backing(host, second).read_bytes() == changed
+        assert host.qemu(first) == pid
+    finally:
+        served.unlink(missing_ok=True)
+
+
+def backing(host: Hypervisor, instance: str) -> Path:
+    """The base volume under an instance's disk."""
+    shown = subprocess.run(
+        ['qemu-img', 'info', '-U', str(host.disk(instance))], check=True, capture_output=True, text=True
+    ).stdout
+    return next(Path(line.partition(': ')[2]) for line in shown.splitlines() if line.startswith('backing file: '))
+
+
+def test_two_builds_of_one_image(host: Hypervisor, slow_images: SlowImages) -> None:
+    """F23: two builds of one image at once are one download; its worker killed in it: another downloads it (libvirt)"""
+    host.plain()
+    url = slow_images.url('idle.raw?two-builds')
+    both = [host.place(url), host.place(url)]
+    worker = host.downloader()
+    parts = list((host.state / 'images').glob('*.part'))
+    assert len(parts) == 1
+    os.kill(worker, signal.SIGKILL)
+    # The other one has waited for the lock, and now downloads; what was half there is not taken for whole.
+    until(lambda: host.downloader() != worker, SOON, 'another worker downloads')
+    slow_images.go_on()
+    for instance in both:
+        host.reached(instance, 'active')
+    assert backing(host, both[0]) == backing(host, both[1])
+    assert list((host.state / 'images').glob('*.part')) == []
+    assert backing(host, both[0]).read_bytes() == (host.lab.directory / 'images/idle.raw').read_bytes()
+
+
+SIZE = 8 * MIB
+
+
+def padded(path: Path, size: int) -> Path:
+    """A disk that boots and halts, filled up with random bytes."""
+    with path.open('wb') as file:
+        file.write(boot_disk(HALT))
+        for _ in range(size // MIB - 1):
+            file.write(os.urandom(MIB))
+    return path
+
+
+@pytest.mark.slow
+def test_many_builds_of_one_cold_image(host: Hypervisor, slow_images: SlowImages) -> None:
+    """F23: eight builds of a cold image at once: one download, overlays for all, and others do not wait (libvirt)"""
+    host.plain()
+    served = padded(host.lab.directory / 'images/big.raw', SIZE)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            instances = list(threads.map(lambda _: host.place(slow_images.url('big.raw')), range(5)))
+        for instance in instances:
+            host.reached(instance, 'building')
+        # More builds than workers wait for the server, and one of them does so in a worker.
+        host.running()
+        progress = {'stage': 'image', 'done': SIZE // 2, 'total': SIZE}
+        seen = until(lambda: [each for each in instances if host.record(each)['progress'] == progress], SOON, 'is told')
+        for doomed in (seen[0], next(each for each in instances if each != seen[0])):
+            instances.remove(doomed)
+            host.ask_destroy(doomed)
+            began = time.monotonic()
+            host.reached(doomed, 'gone')
+            assert time.monotonic() - began < PATIENCE * 10, 'a silent server keeps nobody'
+            host.nothing_of(doomed)
+        slow_images.go_on()
+        for instance in instances:
+            assert host.reached(instance, 'active')['progress'] is None
+        assert len(slow_images.sent()) == 1
+        bases = {backing(host, instance) for instance in instances}
+        assert [each.name for each in bases] == [f'base-{hashlib.sha256(served.read_bytes()).hexdigest()}.raw']
+        host.settled()
+    finally:
+        served.unlink()
+
+
+@pytest.mark.slow
+def test_thirty_builds_on_three_hosts(tmp_path: Path) -> None:
+    """F23: thirty builds of a cold image of 500 MB on three hosts: one download a host, thirty overlays (libvirt)"""
+    if os.geteuid() != 0:
+        pytest.skip('hypervisors in namespaces need root')
+    lab = Lab(lab_name('thirty'), 3)
+    try:
+        hosts = [Hypervisor(lab, name) for name in lab.hosts]
+        for each in hosts:
+            each.compute = lab.compute(each.name)
+            config = each.directory / 'compute.yaml'
+            # Ten each: wherever placement's order puts them, thirty fit in no other way.
+            room = {'VCPU': 10, 'MEMORY_MB': 640, 'DISK_GB': 10}
+            config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'inventory': room}))
+            each.restart()
+        padded(lab.directory / 'images/big.raw', 500 * MIB)
+        with SlowImages(lab, tmp_path) as server:
+            server.go_on()
+            with ThreadPoolExecutor(8) as threads:
+                placed = list(threads.map(lambda _: lab.place(SMALL, server.url('big.raw')), range(30)))
+            bases = set()
+            for name, instance in placed:
+                host = next(each for each in hosts if each.name == name)
+                host.reached(instance, 'active', 300)
+                bases.add(backing(host, instance))
+            assert len(bases) == 3
+            assert len(server.sent()) == len(set(server.sent())) == 3
+            assert all(len([where for where, _ in placed if where == each.name]) == 10 for each in hosts)
+        lab.check()
+    finally:
+        lab.close()

@@ -1,17 +1,46 @@
-"""F26, F28: the last thing asked for is what comes about, whenever it is asked; what is missing destroys nothing."""
+"""F25 to F28, F31: the last thing asked for is what comes about."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ecomp.agent.images.download import TIMEOUT
+from tests.kit.by_hand import claim, request
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import guests, look_twice, some
+from tests.kit.hands import Eschedule, guests, look_twice, some
+from tests.kit.hypervisor import SOON, Hypervisor
 from tests.kit.invariants import check
-from tests.kit.servers import until
-from tests.kit.story import SMALL, addressed, at_once, boot, logged, logs, notified, one_line, place, reached, record
+from tests.kit.servers import b64, until
+from tests.kit.slow_images import SlowImages
+from tests.kit.story import (
+    NOBODY,
+    SMALL,
+    addressed,
+    at_once,
+    boot,
+    boot_all,
+    log_of,
+    logged,
+    logs,
+    notified,
+    one_line,
+    place,
+    reached,
+    record,
+)
 from tests.kit.tuned import tuned
+from tests.kit.use import Use
+
+# F26, F28: the last thing asked for is what comes about, whenever it is asked; what is missing destroys nothing.
+
 
 BUILD_FAILPOINTS = ['remembered', 'reserved', 'seeded', 'confirmed', 'building', 'built', 'active', 'addressed']
 
@@ -155,3 +184,337 @@ def test_an_address_removed_by_hand(cluster: Control, compute: Ecompute) -> None
     assert json.loads(shown.stdout)['addresses'][0]['address'] == address
     assert set(guests(compute)) == {instance}
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
+
+
+# F25, F26, F28, F31 and the bounds on real hosts: what is foreign stays, what is destroyed goes.
+
+
+WORKER_FAILPOINTS = ['image-part', 'image-ready', 'disk-created', 'domain-defined', 'domain-started']
+FOREIGN = """<domain type='qemu'><name>{name}</name><uuid>{uuid}</uuid><memory unit='MiB'>32</memory>
+<os><type arch='x86_64'>hvm</type></os></domain>"""
+
+
+# One at a time: whether the worker hears of the destroy before its next step is the race that is meant.
+@pytest.mark.parametrize('step', some(WORKER_FAILPOINTS, 'domain-started'))
+def test_destroyed_at_a_step_of_the_worker(host: Hypervisor, step: str) -> None:
+    """F26: a destroy that comes while the worker is at any of its steps: gone, and nothing of it is left (libvirt)"""
+    host.restart(f'{step}:stop:1')
+    instance = host.place(f'{host.lab.url("idle.raw")}?{uuid.uuid4()}')
+    frozen = host.frozen_at(step)
+    host.ask_destroy(instance)
+    os.kill(frozen, signal.SIGCONT)
+    host.reached(instance, 'gone')
+    host.nothing_of(instance)
+    assert host.fired == [step]
+    host.running()
+
+
+@pytest.mark.slow
+def test_destroyed_while_its_image_stalls(host: Hypervisor, slow_images: SlowImages) -> None:
+    """F26: a destroy while the image's server is silent: it does not wait for the server (libvirt)"""
+    instance = host.place(slow_images.url(f'idle.raw?{uuid.uuid4()}'))
+    host.downloader()
+    host.ask_destroy(instance)
+    other = host.running()  # nobody else waits for it
+    host.reached(instance, 'gone', TIMEOUT[1] / 2)
+    host.nothing_of(instance)
+    assert host.record(other)['state'] == 'active'
+    assert list((host.state / 'images').glob('*.part')) == []
+
+
+def test_foreign_domains(host: Hypervisor) -> None:
+    """F25: domains that somebody else made with an instance's uuid and name: refused, and not touched (libvirt)"""
+    alike, other, named = (str(uuid.uuid4()) for _ in range(3))
+    foreign = {'foreign': alike, named: other}
+    try:
+        for name, its_uuid in foreign.items():
+            definition = host.directory / 'foreign.xml'
+            definition.write_text(FOREIGN.format(name=name, uuid=its_uuid))
+            host.virsh('define', str(definition))
+        before = [host.virsh('dumpxml', name) for name in foreign]
+        for instance in (alike, named):
+            host.place('idle.raw', '--uuid', instance)
+        for instance in (alike, named):
+            failed = host.reached(instance, 'error')
+            assert failed['error']['stage'] == 'started'
+            assert 'not made by ecompute: not touched' in failed['error']['reason']
+            assert host.held(instance) == {}
+            assert not host.disk(instance).exists()
+        # What fails before that, and what is destroyed meanwhile, ends as it would without them.
+        missing, stalled = str(uuid.uuid4()), str(uuid.uuid4())
+        for name in (missing, stalled):
+            foreign |= {f'{name}-x': name}
+            definition.write_text(FOREIGN.format(name=f'{name}-x', uuid=name))
+            host.virsh('define', str(definition))
+        before = [host.virsh('dumpxml', name) for name in foreign]
+        host.place('missing.raw', '--uuid', missing)
+        failed = host.reached(missing, 'error')
+        assert (failed['error']['stage'], 'HTTP 404' in failed['error']['reason']) == ('image', True)
+        host.restart('disk-created:stop:1')
+        host.place('idle.raw', '--uuid', stalled)
+        frozen = host.frozen_at('disk-created')
+        host.ask_destroy(stalled)
+        os.kill(frozen, signal.SIGCONT)
+        host.reached(stalled, 'gone')
+        for name in (missing, stalled):
+            assert host.held(name) == {}
+            assert not host.disk(name).exists()
+        assert [host.virsh('dumpxml', name) for name in foreign] == before
+        # Nor when they run, and the instances are destroyed.
+        host.virsh('start', named)
+        host.lab.destroy(alike, named)
+        assert host.virsh('domstate', named).strip() == 'running'
+        host.virsh('destroy', named)
+    finally:
+        for name in set(foreign) & set(host.lab.domains(host.name)):
+            host.virsh('undefine', name)
+
+
+def test_a_foreign_volume(host: Hypervisor) -> None:
+    """F25: a volume of the instance's name, in another pool and in ours: neither is touched nor built over (libvirt)"""
+    instance = str(uuid.uuid4())
+    elsewhere = host.directory / 'lib/images' / f'{instance}.qcow2'
+    elsewhere.write_bytes(b"somebody else's")
+    host.place('idle.raw', '--uuid', instance)
+    host.reached(instance, 'active')
+    host.lab.destroy(instance)
+    assert elsewhere.read_bytes() == b"somebody else's"
+    elsewhere.unlink()
+    # In the pool of our own, under a name that only we give: older than what etcd knows, kept until it is destroyed.
+    planted = str(uuid.uuid4())
+    host.disk(planted).write_bytes(b'of an instance that etcd has forgotten')
+    host.place('idle.raw', '--uuid', planted)
+    host.reached(planted, 'stopped', fault='its domain is gone, its disk is there')
+    assert host.disk(planted).read_bytes() == b'of an instance that etcd has forgotten'
+    host.lab.destroy(planted)
+    host.nothing_of(planted)
+
+
+def test_a_request_removed_by_hand_with_a_guest(host: Hypervisor) -> None:
+    """F28: the request of a running guest removed by hand: domain, disk and claim stay, and are reported (libvirt)"""
+    instance = host.running()
+    pid = host.qemu(instance)
+    key = f'/hosts/{host.compute}/{instance}'
+    value = host.lab.etcd(key)[key]
+    delete(host, key)
+    until(lambda: host.lines(instance, 'unmanaged'), SOON, 'it is reported')
+    other = host.running()
+    assert len(host.lines(instance, 'unmanaged')) == 1
+    assert (host.qemu(instance), host.disk(instance).exists()) == (pid, True)
+    assert host.held(instance)
+    host.lab.put(key, value.decode())  # as it was: managed again
+    host.lab.destroy(instance, other)
+    host.nothing_of(instance)
+
+
+def delete(host: Hypervisor, key: str) -> None:
+    """Remove an etcd key, as an operator would."""
+    own = host.lab.operator
+    certs = [f'--cacert={own}/ca.crt', f'--cert={own}/client.crt', f'--key={own}/client.key']
+    done = subprocess.run(
+        ['etcdctl', f'--endpoints=https://{host.lab.facts["etcd"]}', *certs, 'del', key],
+        env={**os.environ, 'ETCDCTL_API': '3'},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == '1', done
+
+
+def round_of(host: Hypervisor, count: int) -> None:
+    """`count` guests made and destroyed, several at a time."""
+    with ThreadPoolExecutor(3) as threads:
+        made = list(threads.map(lambda _: host.running(), range(count)))
+    host.lab.destroy(*made)
+
+
+def flat(host: Hypervisor, warm: int, count: int) -> None:
+    """What ecompute and its workers have open is the same after `warm` guests and after `count` more."""
+    host.restart()
+    round_of(host, warm)
+    before = Use.of(host.pid)
+    workers = host.workers()
+    for left in range(count, 0, -5):
+        round_of(host, min(left, 5))
+    after = Use.of(host.pid)
+    assert host.workers() == workers
+    assert after.processes == before.processes
+    assert abs(after.descriptors - before.descriptors) <= 4, (before, after)
+    assert abs(after.threads - before.threads) <= 4, (before, after)
+    assert abs(after.connections - before.connections) <= 4, (before, after)
+    assert after.memory - before.memory <= 16, (before, after)
+
+
+@pytest.mark.slow
+def test_5_guests(host: Hypervisor) -> None:
+    """Bounds: descriptors, threads, processes and memory are flat over 5 real guests made and destroyed (libvirt)"""
+    flat(host, 2, 5)
+
+
+@pytest.mark.slow
+def test_30_guests(host: Hypervisor) -> None:
+    """Bounds: descriptors, threads, processes and memory are flat over 30 real guests made and destroyed (libvirt)"""
+    flat(host, 10, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('limit', ['nofile=64', 'as'])
+def test_limits(host: Hypervisor, limit: str) -> None:
+    """F31: 64 descriptors, or little more memory than it has, for ecompute and its workers: it works (libvirt)"""
+    host.restart()
+    host.running()
+    for pid in (host.pid, *host.workers()):
+        what = limit
+        if limit == 'as':
+            with open(f'/proc/{pid}/statm') as file:
+                has = int(file.read().split()[0]) * os.sysconf('SC_PAGE_SIZE')
+            what = f'as={has + 64 * 2**20}'
+        subprocess.run(['prlimit', f'--pid={pid}', f'--{what}'], check=True)
+    for instance in [host.place() for _ in range(3)]:
+        host.reached(instance, 'active')
+
+
+# F27: destroyed twice, by several at once, or without ever having been there: one release, and everyone is told.
+
+
+def test_destroyed_again_and_destroy_of_nobody(cluster: Control, compute: Ecompute) -> None:
+    """F27: the same destroy again, while it is carried out and after; and a destroy of an unknown uuid (fake)"""
+    instance = boot(cluster)
+    compute.pause()
+    one_line(cluster.eschedule('destroy', instance), 0, 'destroy accepted')
+    tombstone = cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}')
+    one_line(cluster.eschedule('destroy', instance), 0, 'is being destroyed', 'already')
+    assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') == tombstone
+    compute.resume()
+    reached(cluster, instance, 'gone')
+    one_line(cluster.eschedule('destroy', instance), 4, 'gone since')
+    one_line(cluster.eschedule('destroy', NOBODY), 4, NOBODY, 'no such instance')
+    assert cluster.eschedule('destroy', instance, instance, NOBODY).code == 4
+    assert record(cluster, NOBODY) is None
+    assert one_destroy(log_of(compute), instance)
+
+
+@pytest.mark.parametrize('by', [2, 10])
+def test_destroyed_by_several_at_once(cluster: Control, compute: Ecompute, by: int) -> None:
+    """F27: one instance destroyed by 2, and by 10, eschedules at once (fake)"""
+    instance, other = boot_all(cluster, 2)
+    results = at_once(cluster, [['destroy', '--wait', instance]] * by, width=by)
+    # Whoever comes when it is gone already is told so.
+    assert set(Counter(each.code for each in results)) <= {0, 4}, results
+    accepted = [each for each in results if 'destroy accepted' in each.stderr]
+    assert len(accepted) == 1, results
+    for result in results:
+        assert result.stdout == ''
+        assert 'gone' in result.stderr.splitlines()[-1], result
+    assert one_destroy(log_of(compute), instance)
+    assert guests(compute).keys() == {other}
+    assert cluster.placement.consumers(compute.uuid).keys() == {other}
+
+
+def test_two_destroys_of_one_record(cluster: Control, compute: Ecompute) -> None:
+    """F27: two destroys that read the same request: the second to write sees the first's tombstone (fake)"""
+    instance = boot(cluster)
+    compute.pause()
+    with (
+        Eschedule(cluster, 'destroy', instance, failpoint='tombstoned:stop') as first,
+        Eschedule(cluster, 'destroy', instance, failpoint='tombstoned:stop') as second,
+    ):
+        # Only one of them can have written; the other has ended, or it has not looked yet and will find the tombstone.
+        ended = until(lambda: next((each for each in (first, second) if each.has_ended), None), 30, 'one has ended')
+        assert ended is not None
+        one_line(ended.end(), 0, 'is being destroyed', 'already')
+        frozen = second if ended is first else first
+        frozen.stopped_at('tombstoned')
+        compute.resume()
+        reached(cluster, instance, 'gone')
+        frozen.go_on()
+        one_line(frozen.end(), 0, 'destroy accepted')
+    assert one_destroy(log_of(compute), instance)
+
+
+def one_destroy(lines: list[str], instance: str) -> bool:
+    """Whether the compute went to destroy the instance once."""
+    return sum(f'DESTROY INSTANCE {instance}' in line for line in lines) == 1
+
+
+# F25: one uuid asked for twice, of two computes or of one: at most one guest, and one allocation.
+
+
+ROOM = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
+
+
+def test_asked_of_another_compute(cluster: Control) -> None:
+    """F25: the uuid of a running guest, asked for on a second compute: refused there, the first untouched (fake)"""
+    first, second = cluster.ecompute(), cluster.ecompute()
+    _, instance = place(cluster, f'{SMALL}&in_tree={first.uuid}')
+    address = addressed(cluster, instance)
+    before, held = record(cluster, instance), cluster.placement.allocations(instance)
+    cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(request(second.uuid, instance)))
+    until(lambda: cluster.etcd.get(f'/hosts/{second.uuid}/{instance}') is None, 20, 'it is refused')
+    assert logs(second, instance, 'failed at stage scheduled', f'held on {first.uuid}')
+    # Not even its tombstone there destroys it.
+    gone = {**request(second.uuid, instance), 'allocations': {}, 'image': None}
+    cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(gone))
+    until(lambda: cluster.etcd.get(f'/hosts/{second.uuid}/{instance}') is None, 20, 'it is gone there')
+    assert (record(cluster, instance), cluster.placement.allocations(instance)) == (before, held)
+    assert (set(guests(first)), guests(second)) == ({instance}, {})
+    assert addressed(cluster, instance) == address
+    check(cluster, first, second)
+
+
+@pytest.mark.parametrize('holders', ['one', 'both', 'none'])
+def test_asked_of_two_at_once(cluster: Control, holders: str) -> None:
+    """F25: one uuid asked of two computes in one transaction, whoever holds the claim: one guest at most (fake)"""
+    first, second = cluster.ecompute(), cluster.ecompute()
+    instance = str(uuid.uuid4())
+    if holders != 'none':
+        claim(cluster, instance, *([first.uuid] if holders == 'one' else [first.uuid, second.uuid]))
+    puts = [
+        {'requestPut': {'key': b64(f'/hosts/{each}/{instance}'), 'value': b64(json.dumps(request(each, instance)))}}
+        for each in (first.uuid, second.uuid)
+    ]
+    cluster.etcd.call('kv/txn', {'success': puts})
+
+    def decided() -> bool:
+        left = [each for each in cluster.etcd.keys('/hosts/') if each.endswith(instance)]
+        found = record(cluster, instance) or {}
+        return len(left) < 2 and (found.get('state'), len(left)) in (('active', 1), ('error', 0))
+
+    until(decided, 20, 'one of them has it, or none')
+    state = (record(cluster, instance) or {})['state']
+    assert len({*guests(first), *guests(second)}) == (1 if state == 'active' else 0)
+    if holders != 'one':
+        assert state == 'error'  # neither holds exactly what it was asked for
+    check(cluster, first, second)
+
+
+def test_asked_of_one_twice(cluster: Control, compute: Ecompute) -> None:
+    """F25: the same request put again, and one of another size under the same key: the guest stays as it is (fake)"""
+    instance = boot(cluster)
+    key = f'/hosts/{compute.uuid}/{instance}'
+    original, before = cluster.etcd.get(key), record(cluster, instance)
+    assert original is not None
+    for value in (original, json.dumps(request(compute.uuid, instance, VCPU=4)), original):
+        cluster.etcd.put(key, value)
+        _, other = place(cluster)  # its end says that the one before it has been looked at
+        addressed(cluster, other)
+        assert cluster.eschedule('destroy', '--wait', other).code == 0
+        assert (record(cluster, instance), set(guests(compute))) == (before, {instance})
+    assert len(logs(compute, 'INSTANTIATE', instance)) == 1
+
+
+def test_asked_again_after_its_end(cluster: Control, compute: Ecompute) -> None:
+    """F25: a uuid that is gone, or that failed, is never made again, whoever asks for it (fake)"""
+    gone = boot(cluster)
+    assert cluster.eschedule('destroy', '--wait', gone).code == 0
+    failed = str(uuid.uuid4())
+    cluster.etcd.put(f'/hosts/{compute.uuid}/{failed}', json.dumps(request(compute.uuid, failed)))
+    reached(cluster, failed, 'error')
+    for instance in (gone, failed):
+        before = record(cluster, instance)
+        claim(cluster, instance, compute.uuid)
+        cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(request(compute.uuid, instance)))
+        until(lambda instance=instance: logged(compute, instance, 'never used twice'), 20, 'it is dropped')  # type: ignore[misc]
+        until(lambda instance=instance: cluster.placement.allocations(instance) == {}, 20, 'released')  # type: ignore[misc]
+        assert record(cluster, instance) == before
+    assert guests(compute) == {}

@@ -1,15 +1,19 @@
-"""The image cache against a web server that does everything wrong, and files that are no images."""
+"""Images: fetched, asked about, known, changed meanwhile."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +24,13 @@ from ecomp.agent.images.download import Away
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
+from tests.functional.image_content import base, entries, raw
 from tests.kit.image_server import Handler, Web
 from tests.kit.images import LIMITS, LOOPBACK, MIB, cache, get, kept, refused
 from tests.kit.servers import PATIENCE, free_port, until
+
+# The image cache against a web server that does everything wrong, and files that are no images.
+
 
 # What works
 
@@ -261,3 +269,303 @@ def test_what_inspect_refuses_is_not_kept(web: Web, directory: Path) -> None:
     with pytest.raises(BuildFailed, match='bytes are too many'):
         get(ImageCache(directory, particular, None, LIMITS, LOOPBACK), web.url + 'good')
     assert kept(directory) == []
+
+
+# What of an image is asked for again, and when it is fetched again, against a web server that counts.
+
+
+@pytest.mark.parametrize('says', [{'etag': '"1"'}, {'last-modified': 'Sat, 21 Nov 2026 10:00:00 GMT'}])
+@pytest.mark.parametrize('compares', [True, False])
+def test_an_image_is_fetched_again_only_when_it_changed(
+    web: Web, directory: Path, says: dict[str, str], compares: bool
+) -> None:
+    """Also from a server that says what it has, and does not look at what it is asked."""
+    web.says, web.compares = says, compares
+    first = get(cache(directory), web.url + 'good')
+    sums = web.asked.count('SHA256SUMS')
+    for _ in range(3):
+        assert get(cache(directory), web.url + 'good') == first
+    assert web.asked.count('SHA256SUMS') == sums == 1
+    before = len(web.sent)
+    web.image = raw(MIB)
+    web.says = {name: value.replace('1', '2') for name, value in says.items()}
+    second = get(cache(directory), web.url + 'good')
+    # Where a GET is all that it knows, the second one is not read: it asks whether the image is still that.
+    assert len(web.sent) == before + (1 if compares and 'etag' in says else 2)
+    assert Path(second.path).name == base(web.image)
+    # Disks lie on the first one.
+    assert Path(first.path).exists()
+    assert get(cache(directory), web.url + 'good') == second
+
+
+@pytest.mark.parametrize('path', ['good', 'moved', 'mirrored'])
+def test_a_server_without_etags_is_asked_for_its_date_and_sends_nothing_for_that(
+    web: Web, directory: Path, path: str
+) -> None:
+    """By HEAD, where it answers that."""
+    web.refuses_head = None
+    for web.image, day in ((raw(MIB), 'Sat, 21'), (raw(MIB, 1), 'Fri, 20')):
+        web.says, before = {'last-modified': f'{day} Nov 2026 10:00:00 GMT'}, len(web.sent)
+        for _ in range(3):
+            assert Path(get(cache(directory), web.url + path).path).name == base(web.image)
+        assert len(web.sent) == before + 1
+    assert web.heads.count(path) >= 5
+
+
+@pytest.mark.parametrize('how', ['missing', 'error', 'nothing', 'no_http', 'reset', 'silence'])
+def test_whatever_a_server_makes_of_a_head_it_is_asked_by_get(
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(download, 'HEAD_TIMEOUT', (1.0, 0.3), raising=False)
+    web.refuses_head = getattr(Handler, f'answer_{how}')
+    for web.image, day in ((raw(MIB), 'Sat, 21'), (raw(MIB, 1), 'Fri, 20')):
+        web.says = {'last-modified': f'{day} Nov 2026 10:00:00 GMT'}
+        for _ in range(2):
+            assert Path(get(cache(directory), web.url + 'good').path).name == base(web.image)
+    assert web.asked.count('SHA256SUMS') == 2, 'fetched when it changed, and not else'
+
+
+def test_an_image_that_was_put_back_to_an_older_one_is_taken(tmp_path: Path, directory: Path) -> None:
+    """By Python's own server, which calls whatever is older than the date it is asked by not modified."""
+    shelf = tmp_path / 'shelf'
+    shelf.mkdir()
+    older, newer = raw(MIB, 1), raw(2 * MIB, 2)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(shelf))
+    with ThreadingHTTPServer(('127.0.0.1', 0), handler) as server, ThreadPoolExecutor(1) as threads:
+        threads.submit(server.serve_forever, 0.02)
+        try:
+            for content, changed in ((older, 1_700_000_000), (newer, 1_700_600_000), (older, 1_700_000_000)):
+                (shelf / 'a.raw').write_bytes(content)
+                os.utime(shelf / 'a.raw', (changed, changed))
+                url = f'http://127.0.0.1:{server.server_port}/a.raw'
+                assert Path(get(cache(directory), url).path).name == base(content)
+        finally:
+            server.shutdown()
+
+
+def test_without_a_word_on_versions_the_length_is_one(web: Web, directory: Path) -> None:
+    web.image = raw(MIB)
+    first = get(cache(directory), web.url + 'good')
+    assert (first.format, first.virtual_size, Path(first.path).name) == ('raw', MIB, base(web.image))
+    web.image = raw(MIB, 1)
+    assert get(cache(directory), web.url + 'good') == first
+    web.image = raw(2 * MIB, 1)
+    assert get(cache(directory), web.url + 'good').virtual_size == 2 * MIB
+
+
+def test_what_says_nothing_at_all_is_fetched_each_time_and_kept_once(web: Web, directory: Path) -> None:
+    first = get(cache(directory), web.url + 'without_length')
+    assert get(cache(directory), web.url + 'without_length') == first
+    assert web.asked.count('without_length') == 2
+    assert kept(directory) == [Path(first.path).name]
+
+
+def test_one_content_from_two_urls_is_one_base_volume(web: Web, directory: Path) -> None:
+    first = get(cache(directory), web.url + 'good?1')
+    second = get(cache(directory), web.url + 'good?2')
+    assert first == second
+    assert kept(directory) == [Path(first.path).name]
+    assert len(entries(directory)) == 2
+
+
+# What the image cache has written of its URLs and volumes, spoilt by somebody else.
+
+
+@pytest.mark.parametrize(
+    'content',
+    ['', 'nonsense', '[]', '{}', '{"version": 2}', '{"version": 1, "url": 7}', b'\xff\0', 'null', '{"version": 1'],
+)
+def test_what_is_known_and_cannot_be_read_is_learnt_again(web: Web, directory: Path, content: str | bytes) -> None:
+    web.says = {'etag': '"1"'}
+    first = get(cache(directory), web.url + 'good')
+    (path,) = entries(directory)
+    good = json.loads(path.read_text())
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert get(cache(directory), web.url + 'good') == first
+    assert json.loads(path.read_text()) == good
+    assert len(web.sent) == 2
+    assert kept(directory) == [Path(first.path).name]
+
+
+def test_every_spoilt_field_of_it_is_survived(web: Web, directory: Path) -> None:
+    web.says = {'etag': '"1"'}
+    first = get(cache(directory), web.url + 'good')
+    (path,) = entries(directory)
+    good = json.loads(path.read_text())
+    for name in good['found']:
+        for value in (None, [], {}, 'x', '../x', {'etag': 7}, {'x': ''}):
+            path.write_text(json.dumps({**good, 'found': {**good['found'], name: value}}))
+            assert get(cache(directory), web.url + 'good') == first, (name, value)
+        path.write_text(json.dumps({**good, 'found': {k: v for k, v in good['found'].items() if k != name}}))
+        assert get(cache(directory), web.url + 'good') == first, name
+    assert json.loads(path.read_text()) == good
+
+
+def test_a_base_volume_is_fetched_once_and_again_where_it_is_gone_or_cut_off(
+    web: Web, directory: Path, image: bytes
+) -> None:
+    web.says = {'etag': '"1"'}
+    first = get(cache(directory), web.url + 'good')
+    for _ in range(2):
+        assert get(cache(directory), web.url + 'good') == first
+    assert web.sent == ['good']
+    Path(first.path).unlink()
+    assert get(cache(directory), web.url + 'good') == first
+    os.truncate(first.path, 1000)
+    assert get(cache(directory), web.url + 'good') == first
+    assert Path(first.path).read_bytes() == image
+    assert len(web.sent) == 3
+
+
+@pytest.mark.parametrize(
+    ('says', 'times'),
+    [
+        ({'last-modified': 'Fri, 27 Aug 2021 17:41:20 GMT'}, 3),  # then date and length say that it is the same
+        ({}, 9),  # nothing does: each build has it twice, and asks between
+    ],
+)
+def test_servers_behind_one_name_may_have_etags_of_their_own(
+    web: Web, directory: Path, caplog: pytest.LogCaptureFixture, says: dict[str, str], times: int
+) -> None:
+    web.says, web.refuses_head = says, None
+    url = web.url + 'farm'
+    first = get(cache(directory), url)
+    for _ in range(2):
+        assert get(cache(directory), url) == first
+    assert len(web.sent) == times
+    told = [line.message for line in caplog.records if line.levelname == 'WARNING']
+    assert len(told) == times // 3
+    assert all('another version each time. Fix: put #sha256=' in each for each in told)
+    # Another image is seen to be another one.
+    web.image, web.says = raw(MIB, 7), {**says, 'last-modified': 'Sat, 28 Aug 2021 17:41:20 GMT'}
+    assert Path(get(cache(directory), url).path).name == base(web.image)
+
+
+def test_a_date_that_is_the_time_of_the_answer_makes_no_loop(web: Web, directory: Path) -> None:
+    first = get(cache(directory), web.url + 'now')
+    assert get(cache(directory), web.url + 'now') == first
+
+
+def test_a_sparse_image_stays_sparse(web: Web, directory: Path, tmp_path: Path) -> None:
+    """From a file and by HTTP; what is in it is the same."""
+    path = tmp_path / 'sparse.raw'
+    with path.open('wb') as file:
+        file.truncate(64 * MIB)
+        file.write(raw(MIB))
+        file.seek(40 * MIB + 1234)
+        file.write(os.urandom(MIB))
+    web.image = path.read_bytes()
+    for url, local in ((path.as_uri(), tmp_path), (web.url + 'good', None)):
+        held = Path(get(cache(directory, local), url).path)
+        assert (held.name, held.stat().st_size, held.read_bytes()) == (base(web.image), 64 * MIB, web.image)
+        assert held.stat().st_blocks * 512 < 4 * MIB
+        held.unlink()
+
+
+# What happens while an image comes: it is told how far it is, it can be left, and a local one may change.
+
+
+def test_how_far_it_is_is_told_now_and_then(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, 'TICK', 0.02)
+    monkeypatch.setattr(download, 'TOLD_EVERY', 0.1)
+    told: list[tuple[int, int | None]] = []
+
+    def tell(done: int, total: int | None) -> None:
+        told.append((done, total))
+        if done == MIB // 2:
+            web.may_go_on.set()
+
+    web.image = raw(MIB)
+    get(cache(directory), web.url + 'half', tell=tell)
+    assert (MIB // 2, MIB) in told
+    assert told == sorted(set(told)), 'only what is new is told'
+    told.clear()
+    monkeypatch.setattr(download, 'TOLD_EVERY', 30.0)
+    get(cache(directory), web.url + 'half', tell=tell)
+    assert told == [], 'what is here soon is not told'
+
+
+def test_a_drip_of_unknown_length_is_told_and_can_be_left(
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, 'TICK', 0.02)
+    monkeypatch.setattr(download, 'TOLD_EVERY', 0.2)
+    told: list[int] = []
+
+    def tell(done: int, total: int | None) -> None:
+        assert total is None
+        told.append(done)
+        if len(told) > 2:
+            raise Cancelled
+
+    began = time.monotonic()
+    with pytest.raises(Cancelled):
+        get(cache(directory), web.url + 'drip', tell=tell)
+    assert time.monotonic() - began >= 0.5
+    assert told == sorted(set(told))
+    assert kept(directory) == []
+
+
+@pytest.mark.parametrize('path', ['silence', 'half'])
+def test_a_silent_server_keeps_nobody_from_being_destroyed(web: Web, directory: Path, path: str) -> None:
+    web.image = raw(MIB)
+    asked_at: list[float] = []
+
+    def checkpoint() -> None:
+        asked_at.append(time.monotonic())
+        if web.asked and len(asked_at) > 4:
+            raise Cancelled
+
+    began = time.monotonic()
+    with pytest.raises(Cancelled):
+        get(cache(directory), web.url + path, checkpoint)
+    assert time.monotonic() - began < PATIENCE * 10
+    gaps = [after - before for before, after in zip(asked_at, asked_at[1:], strict=False)]
+    assert max(gaps) < 1.0
+    assert kept(directory) == []
+    # Whatever the left thread still reads goes nowhere.
+    web.may_go_on.set()
+    assert get(cache(directory), web.url + 'good').virtual_size == MIB
+    assert kept(directory) == [base(web.image)]
+
+
+# Local images
+
+
+def test_what_takes_the_place_of_a_local_image_while_it_is_opened_is_another_one(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old content had the new one's version, and was used until the next change."""
+    path, newer = tmp_path / 'a.raw', tmp_path / 'newer'
+    path.write_bytes(raw(MIB))
+    newer.write_bytes(raw(MIB, 1))
+    opened = Path.open
+
+    def replaced_since(which: Path, *given: Any, **named: Any) -> Any:
+        file = opened(which, *given, **named)
+        if which == path and newer.exists():
+            newer.rename(path)
+        return file
+
+    monkeypatch.setattr(Path, 'open', replaced_since)
+    refused(directory, path.as_uri(), 'changed while it was downloaded: ask again', local=tmp_path)
+    assert Path(get(cache(directory, tmp_path), path.as_uri()).path).name == base(raw(MIB, 1))
+
+
+def test_a_local_image_is_copied_again_when_it_changed(tmp_path: Path, directory: Path) -> None:
+    shelf = tmp_path / 'shelf'
+    shelf.mkdir()
+    path, url = shelf / 'a.raw', f'file://{shelf}/a.raw'
+    path.write_bytes(raw(MIB))
+    first = get(cache(directory, shelf), url)
+    assert get(cache(directory, shelf), url) == first
+    path.write_bytes(raw(MIB, 1))
+    second = get(cache(directory, shelf), url)
+    assert Path(second.path).name == base(raw(MIB, 1))
+    (shelf / 'SHA256SUMS').write_text(f'{"0" * 64}  a.raw\n')
+    assert get(cache(directory, shelf), url) == second
+    path.write_bytes(raw(MIB, 2))
+    refused(directory, url, 'and the SHA256SUMS beside it says 0000', local=shelf)
+    path.unlink()
+    refused(directory, url, 'no such file', local=shelf)
+    assert Bases(directory, LIMITS.cache).entry(url) is not None

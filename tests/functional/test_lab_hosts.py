@@ -1,7 +1,4 @@
-"""`elab up`, `status`, `exec`, `guest` and `down`, on this machine and with guests that really boot.
-
-What is left of a lab that was not made whole is in test_lab_pieces.py.
-"""
+"""A lab's hosts, pieces and routes."""
 
 from __future__ import annotations
 
@@ -21,17 +18,19 @@ from typing import Any
 import pytest
 
 from ecomp.compute_conf import load_compute
-from ecomp.lab import machine
+from ecomp.lab import machine, state
 from ecomp.model.cluster import holes
 from tests.functional.elab_run import NAME, ROOT, command, elab, facts, missing, traces
 from tests.kit.lab import get_json
 from tests.kit.servers import environment, until
 
+# `elab up`, `status`, `exec`, `guest` and `down`, on this machine and with guests that really boot.
+#
+# What is left of a lab that was not made whole is in test_lab_pieces.py.
+
+
 BOOT = 90.0
 MAC = '52:54:00:00:aa:01'
-
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing())]
-
 
 def pings(address: str) -> bool:
     """Whether this machine is answered by an address."""
@@ -97,6 +96,7 @@ def domain_xml(name: str, disk: str, console: str) -> str:
     return ET.tostring(root, encoding='unicode')
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) -> None:
     assert inside('hostname').strip() == 'hv1'
     assert inside('virsh', '-c', 'qemu:///system', 'list', '--name').strip() == ''
@@ -120,6 +120,7 @@ def test_a_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) ->
     assert said.count(' WARNING ') == said.count(f' {known}\n') == (known is not None)
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures('lab')
 def test_qemu_can_open_the_kvm_of_a_host() -> None:
     """Whoever the machine's own belongs to: else libvirt probes QEMU anew for each guest, for up to a minute."""
@@ -127,6 +128,7 @@ def test_qemu_can_open_the_kvm_of_a_host() -> None:
     inside('sh', '-c', f'[ ! -e /dev/kvm ] || {qemu} test -w /dev/kvm')
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures('lab')
 def test_nothing_gets_out_of_a_host() -> None:
     assert 'default' not in inside('ip', 'route', 'show', 'table', 'all').split()
@@ -134,6 +136,7 @@ def test_nothing_gets_out_of_a_host() -> None:
     assert 'Network is unreachable' in tried.stderr
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.slow
 def test_the_guest_boots_says_who_it_is_answers_and_switches_off(lab: dict[str, Any], image: Path) -> None:
     shutil.copyfile(image, ROOT / NAME / 'hv1/lib/images/plain.qcow2')
@@ -168,6 +171,7 @@ def test_the_guest_boots_says_who_it_is_answers_and_switches_off(lab: dict[str, 
     inside('virsh', 'net-update', 'default', 'delete', 'ip-dhcp-host', reservation, '--live', '--config')
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures('lab')
 def test_up_again_starts_only_what_has_ended() -> None:
     before = facts(NAME)['processes']
@@ -204,6 +208,7 @@ def held(lab: dict[str, Any], *hosts: str) -> list[str]:
     return found
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures('lab')
 def test_exec_hands_on_output_and_exit_code() -> None:
     assert elab('exec', '--name', NAME, 'control', 'sh', '-c', 'echo out; exit 7', code=7).stdout == 'out\n'
@@ -211,6 +216,7 @@ def test_exec_hands_on_output_and_exit_code() -> None:
     assert 'which command' in elab('exec', '--name', NAME, 'hv1', code=2).stderr
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures('lab')
 @pytest.mark.slow
 def test_two_labs_at_once_and_one_goes() -> None:
@@ -231,6 +237,7 @@ def test_two_labs_at_once_and_one_goes() -> None:
             elab('down', '--name', name)
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_each_ecompute_is_held_to_its_role(lab: dict[str, Any]) -> None:
     assert held(lab, 'hv1') == ['hv1']
     config, told = (ROOT / NAME / each / 'compute.yaml' for each in ('hv1', 'certs/compute-hv1'))
@@ -242,6 +249,7 @@ def test_each_ecompute_is_held_to_its_role(lab: dict[str, Any]) -> None:
     assert 'does not let' not in log
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures('lab')
 def test_a_frozen_etcd_is_not_the_fault_of_the_computes() -> None:
     pid = facts(NAME)['processes']['etcd']['pid']
@@ -256,6 +264,7 @@ def test_a_frozen_etcd_is_not_the_fault_of_the_computes() -> None:
     assert answer.stderr == f'no answer: etcd; end what hangs, and elab up --name {NAME} starts it\n'
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures('lab')
 def test_a_frozen_libvirtd_is_said_and_nobody_waits_for_it() -> None:
     pid = facts(NAME)['processes']['hv1 libvirtd']['pid']
@@ -268,6 +277,7 @@ def test_a_frozen_libvirtd_is_said_and_nobody_waits_for_it() -> None:
     assert answer.stderr == f'no answer: hv1; end what hangs, and elab up --name {NAME} starts it\n'
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures('lab')
 def test_another_certificate_is_shown_after_an_up() -> None:
     certs = ROOT / NAME / 'certs'
@@ -287,12 +297,14 @@ def test_another_certificate_is_shown_after_an_up() -> None:
     assert facts(NAME)['processes'] == before
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures('lab')
 def test_one_host_takes_from_queues() -> None:
     assert load_compute(ROOT / NAME / 'hv1/compute.yaml').queues
     assert NAME in [line.split()[0] for line in elab('list').stdout.splitlines()]
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_another_uuid_and_another_host(lab: dict[str, Any]) -> None:
     """compute.yaml may be changed, and a lab may grow: the roles follow."""
     config, new = ROOT / NAME / 'hv1/compute.yaml', str(uuid.uuid4())
@@ -313,6 +325,7 @@ def test_another_uuid_and_another_host(lab: dict[str, Any]) -> None:
     assert [row[0] for row in rows][-2:] == ['hv1', 'hv2']
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_lab_of_an_earlier_elab_stays_without_roles(lab: dict[str, Any]) -> None:
     """Its compute.yaml says no uuid, and an ecompute of then may run, which writes records elsewhere."""
     config = ROOT / NAME / 'hv1/compute.yaml'
@@ -329,6 +342,7 @@ def test_a_lab_of_an_earlier_elab_stays_without_roles(lab: dict[str, Any]) -> No
     elab('status', '--name', NAME)
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_down_leaves_nothing_and_others_alone(lab: dict[str, Any]) -> None:
     bystander = subprocess.Popen(['sleep', '600'], cwd=ROOT / NAME)
     try:
@@ -338,3 +352,128 @@ def test_down_leaves_nothing_and_others_alone(lab: dict[str, Any]) -> None:
     finally:
         bystander.kill()
         bystander.wait()
+
+
+# What an `elab up` that was killed has made, and what an earlier elab or somebody's mount left: said, and removed.
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_lab_that_another_elab_made_can_be_removed() -> None:
+    name = f'{NAME}old'
+    (ROOT / name).mkdir(parents=True)
+    (ROOT / name / 'lab.json').write_text('{"version": 1}')
+    try:
+        said = elab('up', '--name', name, code=1).stderr
+        assert f'is of version 1, and this elab knows 2: elab down --name {name}, then elab up\n' in said
+    finally:
+        elab('down', '--name', name)
+    assert not (ROOT / name).exists()
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_one_that_was_killed_as_it_began_has_a_status() -> None:
+    """Nothing but lab.json is there: what is down is said, and nothing is made."""
+    name = f'{NAME}new'
+    try:
+        with state.locked(ROOT / name):
+            state.load_or_create(name, 1)
+        rows = elab('status', '--name', name, code=1).stdout.splitlines()
+        assert [row.split()[2] for row in rows[1:]] == ['down'] * 5 + ['down:']
+        assert [path.name for path in (ROOT / name).iterdir()] == ['lab.json']
+    finally:
+        elab('down', '--name', name)
+
+
+DAEMONS = 'libvirtd', 'ecompute'
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize(
+    'moment',
+    ['nothing', 'control', 'etcd', *(pytest.param(f'hv1 {each}', marks=pytest.mark.slow) for each in DAEMONS)],
+)
+def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
+    name = f'{NAME}k'
+
+    def reached() -> bool:
+        if moment == 'nothing':
+            return (ROOT / name).exists()
+        if moment == 'control':
+            return Path(f'/run/netns/elab-{name}-control').exists()
+        return moment in facts(name).get('processes', {})
+
+    process = subprocess.Popen(command('up', '--name', name, '--hosts', '1'), env=environment(), stderr=subprocess.PIPE)
+    try:
+        until(reached, 60, f'{moment} is there')
+        process.kill()
+        process.wait()
+        link = facts(name).get('link', 'none')
+    finally:
+        process.kill()
+        process.communicate()
+        elab('down', '--name', name)
+
+    assert traces(name, link) == []
+    elab('down', '--name', name)  # nothing there is no error
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_what_is_mounted_in_a_lab_is_named_by_a_down_and_stays_as_it_is() -> None:
+    name = f'{NAME}m'
+    mounted = ROOT / name / 'hv1/images'
+    mounted.mkdir(parents=True)
+    subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'none', mounted], check=True)
+    (mounted / 'mine').touch()
+    try:
+        said = elab('down', '--name', name, code=1).stderr.splitlines()[-1]
+        why = f'{ROOT / name} cannot be removed whole ({mounted} is a mount)'
+        assert said == f'elab: {why}: unmount what is mounted there, and say elab down again'
+        assert (mounted / 'mine').exists()
+    finally:
+        subprocess.run(['umount', mounted], check=True)
+        elab('down', '--name', name)
+    assert not (ROOT / name).exists()
+
+
+# The route to a lab, in a network of the test's own: another one is not replaced.
+
+
+ROUTES = """\
+set -e
+ip link add tun0 type bridge
+ip link set tun0 up
+ip route add {route}
+exec "$@"
+"""
+ENSURE = """\
+from ipaddress import IPv4Network
+from ecomp.errors import Conflict
+from ecomp.lab import machine
+from ecomp.lab.network import Layout
+
+def ensured(*_):
+    raise SystemExit('nothing is in the way')
+
+machine._ensure_namespace = ensured
+try:
+    machine.ensure_control(Layout('one', IPv4Network('10.200.0.0/16')))
+except Conflict as error:
+    print(error)
+"""
+SAID = '10.200.0.0/16 is routed by {by}, and was free for the lab: take that route away, or elab down --name one, ' \
+    'and elab up anew\n'
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root makes a network namespace')
+@pytest.mark.parametrize(
+    ('route', 'by'),
+    [
+        ('10.200.0.0/16 dev tun0', 'tun0'), ('10.200.0.0/16 dev tun0 metric 50', 'tun0'),
+        ('blackhole 10.200.0.0/16', 'blackhole'), ('10.0.0.0/8 dev tun0', None), ('10.201.0.0/16 dev tun0', None),
+    ],
+)  # fmt: skip
+def test_a_route_that_came_since_is_said_and_stays(route: str, by: str | None, tmp_path: Path) -> None:
+    command = ['unshare', '--net', 'sh', '-c', ROUTES.format(route=route), 'sh', sys.executable, '-c', ENSURE]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    expected = ('', 'nothing is in the way\n') if by is None else (SAID.format(by=by), '')
+    assert (done.stdout, done.stderr) == expected

@@ -1,11 +1,16 @@
-"""The placement client against a real placement: as it answers, refuses, is frozen, and is gone."""
+"""Placement's answers: claims, releases, providers, connections that are kept, its database."""
 
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
+import urllib.error
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from uuid import uuid4
 
 import pytest
 
@@ -19,14 +24,17 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.placement import allocations, providers
+from ecomp.model.allocation import Room
+from ecomp.placement import allocations, by_http, providers
 from ecomp.placement.client import Placement
+from ecomp.placement.providers import AGGREGATES, TRAITS, change_names
 from tests.functional.placement_client import PROJECT, SMALL, USER, claim, connected, new
 from tests.kit.faulty_placement import FaultyPlacement
+from tests.kit.listening import Listening
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, PlacementServer, free_port, until
 
-pytestmark = pytest.mark.fast
+# The placement client against a real placement: as it answers, refuses, is frozen, and is gone.
 
 
 @pytest.fixture
@@ -37,6 +45,7 @@ def provider(placement: PlacementServer) -> str:
 # Providers
 
 
+@pytest.mark.fast
 def test_a_provider_is_made_once(client: Placement, placement: PlacementServer) -> None:
     compute = new()
     assert providers.ensure(client, compute)
@@ -45,6 +54,7 @@ def test_a_provider_is_made_once(client: Placement, placement: PlacementServer) 
     assert found['name'] == compute
 
 
+@pytest.mark.fast
 def test_an_inventory_is_set_whole_whatever_it_was(client: Placement, placement: PlacementServer) -> None:
     compute = new()
     before = {'VCPU': {'total': 4, 'reserved': 0}, 'DISK_GB': {'total': 1, 'reserved': 1}}
@@ -65,6 +75,7 @@ def test_an_inventory_is_set_whole_whatever_it_was(client: Placement, placement:
     assert placement.inventory(compute).keys() == found.keys()
 
 
+@pytest.mark.fast
 def test_a_class_in_use_cannot_vanish(client: Placement, provider: str) -> None:
     claim(client, new(), provider)
     with pytest.raises(Conflict, match='in use') as caught:
@@ -72,6 +83,7 @@ def test_a_class_in_use_cannot_vanish(client: Placement, provider: str) -> None:
     assert not isinstance(caught.value, GenerationConflict)
 
 
+@pytest.mark.fast
 def test_an_inventory_is_set_while_others_claim(client: Placement, placement: PlacementServer) -> None:
     provider = placement.make_provider(VCPU=1000, MEMORY_MB=100_000, DISK_GB=1000)
     stop = threading.Event()
@@ -104,6 +116,7 @@ def test_an_inventory_is_set_while_others_claim(client: Placement, placement: Pl
 # Errors by code
 
 
+@pytest.mark.fast
 def test_errors_by_their_code(client: Placement, placement: PlacementServer, provider: str) -> None:
     with pytest.raises(NotFound):
         client.get(f'/resource_providers/{new()}')
@@ -141,6 +154,7 @@ MALFORMED = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('query', MALFORMED)
 def test_a_malformed_query_is_refused_in_placement_s_words(client: Placement, query: str) -> None:
     with pytest.raises(PlacementRefusal) as caught:
@@ -150,6 +164,7 @@ def test_a_malformed_query_is_refused_in_placement_s_words(client: Placement, qu
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     'query', ['resources=VCPU:1#x', 'resources=é:1', '', 'resources=VCPU:1 &x', 'a\r\nb: c', '\x00']
 )
@@ -165,6 +180,7 @@ def test_no_query_is_more_than_a_query(client: Placement, query: str) -> None:
 # Candidates
 
 
+@pytest.mark.fast
 def test_candidates(client: Placement, provider: str) -> None:
     asked = f'resources=VCPU:1,DISK_GB:2&in_tree={provider}'
     assert allocations.candidates(client, asked).candidates == [{provider: {'VCPU': 1, 'DISK_GB': 2}}]
@@ -172,6 +188,7 @@ def test_candidates(client: Placement, provider: str) -> None:
     assert allocations.candidates(client, f'resources=VCPU:3&in_tree={provider}').candidates == []
 
 
+@pytest.mark.fast
 def test_a_reserved_provider_is_no_candidate(client: Placement, provider: str) -> None:
     inventory = {name: {'total': total, 'reserved': 0} for name, total in (('VCPU', 2), ('MEMORY_MB', 512))}
     providers.set_inventory(client, provider, {**inventory, 'VCPU': {'total': 2, 'reserved': 2}})
@@ -182,6 +199,7 @@ def test_a_reserved_provider_is_no_candidate(client: Placement, provider: str) -
 # Claims
 
 
+@pytest.mark.fast
 def test_a_claim_is_whole_or_not_at_all(client: Placement, placement: PlacementServer, provider: str) -> None:
     other = placement.make_provider(DISK_GB=1)
     with pytest.raises(NoCapacity):
@@ -194,6 +212,7 @@ def test_a_claim_is_whole_or_not_at_all(client: Placement, placement: PlacementS
     assert (held.user_id, held.project_id) == (USER, PROJECT)
 
 
+@pytest.mark.fast
 def test_a_second_claim_without_the_generation_is_refused(client: Placement, provider: str) -> None:
     instance = new()
     claim(client, instance, provider)
@@ -202,11 +221,13 @@ def test_a_second_claim_without_the_generation_is_refused(client: Placement, pro
     assert allocations.of_provider(client, provider) == {instance: SMALL}
 
 
+@pytest.mark.fast
 def test_a_consumer_nobody_knows_holds_nothing(client: Placement) -> None:
     assert allocations.consumer(client, new()) == allocations.Consumer()
     assert allocations.release_once(client, new(), allocations.Consumer())
 
 
+@pytest.mark.fast
 def test_taking_over_moves_the_claim_and_makes_the_late_release_fail(
     client: Placement, placement: PlacementServer, provider: str
 ) -> None:
@@ -223,6 +244,7 @@ def test_taking_over_moves_the_claim_and_makes_the_late_release_fail(
     assert placement.consumers(there) == {}
 
 
+@pytest.mark.fast
 def test_what_each_consumer_holds_of_a_provider(client: Placement, provider: str) -> None:
     assert allocations.of_provider(client, provider) == {}
     assert providers.usages(client, provider) == {'VCPU': 0, 'MEMORY_MB': 0, 'DISK_GB': 0}
@@ -238,6 +260,7 @@ def test_what_each_consumer_holds_of_a_provider(client: Placement, provider: str
 # Lost on the way
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('arrives', [True, False])
 def test_a_claim_that_is_lost_or_its_answer_is_an_unknown_outcome(
     placement: PlacementServer, provider: str, arrives: bool
@@ -255,6 +278,7 @@ def test_a_claim_that_is_lost_or_its_answer_is_an_unknown_outcome(
         assert client.get(f'/resource_providers/{provider}')['uuid'] == provider
 
 
+@pytest.mark.fast
 def test_a_closed_port_is_unreachable() -> None:
     url = f'http://127.0.0.1:{free_port()}'
     with connected(url) as client:
@@ -264,11 +288,13 @@ def test_a_closed_port_is_unreachable() -> None:
             assert not isinstance(caught.value, UnknownOutcome)  # nothing was ever sent
 
 
+@pytest.mark.fast
 def test_a_name_without_an_address_is_unreachable() -> None:
     with connected('http://no-such-host.invalid:8080') as client, pytest.raises(Unreachable, match='no connection'):
         client.write('PUT', '/x', {})
 
 
+@pytest.mark.fast
 def test_a_frozen_placement_keeps_nobody_for_ever(own_placement: PlacementServer) -> None:
     with connected(own_placement.url, (1.0, 0.3)) as client:
         own_placement.pause()
@@ -284,6 +310,7 @@ def test_a_frozen_placement_keeps_nobody_for_ever(own_placement: PlacementServer
         assert client.get('/resource_providers') == {'resource_providers': []}
 
 
+@pytest.mark.fast
 def test_who_waits_for_a_slow_answer_is_told_so(placement: PlacementServer) -> None:
     said: list[tuple[str, float]] = []
 
@@ -297,3 +324,230 @@ def test_who_waits_for_a_slow_answer_is_told_so(placement: PlacementServer) -> N
         faulty.heal()
         Placement(faulty.url, slow=(60.0, tell)).get('/resource_providers')
     assert len(said) == 1
+
+
+# Providers listed, reckoned up and removed, on a real placement.
+
+
+ROOM = {'MEMORY_MB': {'total': 512}, 'DISK_GB': {'total': 10}}
+
+
+def test_names(client: Placement, placement: PlacementServer) -> None:
+    ours, others = placement.make_provider(VCPU=1), new()
+    placement.call('POST', '/resource_providers', {'uuid': others, 'name': f'nova-{others}'})
+    names = providers.names(client)
+    assert (names[ours], names[others]) == (ours, f'nova-{others}')
+    assert providers.name(client, others) == f'nova-{others}'
+    assert providers.name(client, new()) is None
+
+
+def test_shares_of_a_free_a_full_a_closed_and_a_bare_provider(client: Placement, placement: PlacementServer) -> None:
+    free, full, closed = (placement.make_provider(VCPU=2, MEMORY_MB=512, DISK_GB=10) for _ in range(3))
+    claim(client, new(), free)
+    claim(client, new(), full, VCPU=2, MEMORY_MB=64)
+    claim(client, new(), closed)
+    providers.set_inventory(
+        client,
+        closed,
+        {
+            'VCPU': {'total': 2, 'reserved': 2},
+            'MEMORY_MB': {'total': 32, 'reserved': 0, 'allocation_ratio': 1.5},  # 64 are used
+            'DISK_GB': {'total': 10, 'reserved': 10},
+        },
+    )
+    bare = new()
+    providers.ensure(client, bare)
+    assert providers.shares(client, [free, full, closed, bare, new()]) == {
+        free: {'VCPU': Room(2, 1), 'MEMORY_MB': Room(512, 64), 'DISK_GB': Room(10, 1)},
+        full: {'VCPU': Room(2, 2), 'MEMORY_MB': Room(512, 64), 'DISK_GB': Room(10, 0)},
+        closed: {'VCPU': Room(0, 1, shut=True), 'MEMORY_MB': Room(48, 64), 'DISK_GB': Room(0, 1)},
+        bare: {},
+    }
+
+
+def test_what_both_ways_of_asking_say_is_the_same(client: Placement, placement: PlacementServer) -> None:
+    # A provider with room is in the one answer; without, it is asked for itself. Ratio and reserved count in both.
+    provider = placement.make_provider(VCPU=2)
+    roomy = {
+        'VCPU': {'total': 4, 'reserved': 1, 'allocation_ratio': 1.5},
+        'MEMORY_MB': {'total': 99, 'reserved': 10, 'allocation_ratio': 1.3},
+    }
+    providers.set_inventory(client, provider, roomy)
+    before = providers.shares(client, [provider])[provider]
+    assert before == {'VCPU': Room(4, 0), 'MEMORY_MB': Room(115, 0)}
+    claim(client, new(), provider, VCPU=4)
+    assert providers.shares(client, [provider])[provider] == {**before, 'VCPU': Room(4, 4)}
+
+
+def test_a_provider_is_removed_once(client: Placement, placement: PlacementServer) -> None:
+    provider = placement.make_provider(VCPU=2)
+    assert providers.delete(client, provider)
+    assert providers.name(client, provider) is None
+    assert not providers.delete(client, provider)
+
+
+def test_a_provider_in_use_or_with_children_stays(client: Placement, placement: PlacementServer) -> None:
+    used, parent, child = placement.make_provider(VCPU=2), placement.make_provider(VCPU=2), new()
+    claim(client, new(), used, VCPU=1)
+    placement.call('POST', '/resource_providers', {'uuid': child, 'name': child, 'parent_provider_uuid': parent})
+    for provider in (used, parent):
+        with pytest.raises(Conflict, match=provider):
+            providers.delete(client, provider)
+        assert providers.name(client, provider) == provider
+
+
+def test_a_lost_answer_is_read_back(placement: PlacementServer) -> None:
+    provider = placement.make_provider(VCPU=2)
+
+    def gone() -> bool:
+        return placement.inventory(provider) == {}
+
+    with Proxy(placement.port) as proxy, connected(f'http://{proxy.address}') as client:
+        proxy.lose_answer(b'DELETE', gone)
+        assert providers.delete(client, provider)
+        assert proxy.has_lost
+
+
+def test_a_lost_request_is_asked_again_and_if_lost_again_said(placement: PlacementServer) -> None:
+    provider = placement.make_provider(VCPU=2)
+    with Proxy(placement.port) as proxy, connected(f'http://{proxy.address}') as client:
+        proxy.lose_request(b'DELETE')
+        proxy.lose_request(b'DELETE')
+        with pytest.raises(UnknownOutcome, match=provider):
+            providers.delete(client, provider)
+        assert providers.name(client, provider) == provider
+        proxy.lose_request(b'DELETE')
+        assert providers.delete(client, provider)
+    assert placement.inventory(provider) == {}
+
+
+def test_what_a_generation_counts(client: Placement, placement: PlacementServer) -> None:
+    """All that makes a look at a provider worth while; but no DELETE of a consumer, as 2019's eschedule had it."""
+    provider, other = (placement.make_provider(VCPU=4, MEMORY_MB=512, DISK_GB=10) for _ in range(2))
+    one, two, three = new(), new(), new()
+    counted: dict[str, bool] = {}
+
+    def does(what: str, do: Callable[[], object]) -> None:
+        before = providers.generation(client, provider)
+        do()
+        counted[what] = providers.generation(client, provider) != before
+        assert providers.generations(client)[provider] == providers.generation(client, provider)
+
+    does('claim', lambda: claim(client, one, provider))
+    does('another', lambda: claim(client, two, provider))
+    does('moved here', lambda: (claim(client, three, other), claim(client, three, provider, 1)))
+    does('inventory', lambda: providers.set_inventory(client, provider, {'VCPU': {'total': 8}} | ROOM))
+    does('traits', lambda: change_names(client, provider, TRAITS, lambda _: frozenset({'COMPUTE_NODE'})))
+    does('aggregates', lambda: change_names(client, provider, AGGREGATES, lambda _: frozenset({new()})))
+    does('nothing', lambda: providers.inventories(client, provider))
+    does('released', lambda: allocations.release(client, [one], lambda _: (), lambda *_: None))
+    does('deleted', lambda: placement.call('DELETE', f'/allocations/{two}'))
+    counts = {'claim', 'another', 'moved here', 'inventory', 'traits', 'aggregates', 'released'}
+    assert {what for what, is_counted in counted.items() if is_counted} >= counts
+    assert not counted['nothing']
+
+
+# Connections to placement that are kept, and that somebody on the way has forgotten meanwhile.
+
+
+AT_ONCE = 3
+BODY = b'{"traits": []}'
+ANSWER = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n' % len(BODY) + BODY
+
+
+class Forgetful(Listening):
+    """Answers over its connections; over those that it has forgotten, nothing, and they stay."""
+
+    def __init__(self) -> None:
+        self.together: threading.Barrier | None = None
+        self._forgotten = 0
+        super().__init__()
+        self.url = f'http://{self.address}'
+
+    def forget(self) -> None:
+        """All that there are."""
+        self.together, self._forgotten = None, self.made
+
+    def serve(self, connection: socket.socket, number: int) -> None:
+        """See Listening."""
+        heard = b''
+        while data := connection.recv(65536):
+            heard += data
+            if heard.endswith(b'\r\n\r\n') and number > self._forgotten:
+                heard = b''
+                if self.together is not None:
+                    self.together.wait(20)
+                connection.sendall(ANSWER)
+
+
+@pytest.fixture
+def server() -> Iterator[Forgetful]:
+    with closing(Forgetful()) as made:
+        yield made
+
+
+@pytest.mark.fast
+def test_those_that_were_forgotten_on_the_way_cost_one_time_limit(server: Forgetful) -> None:
+    server.together = threading.Barrier(AT_ONCE)
+    with closing(Placement(server.url, (3.0, 1.0))) as client:
+        threads = [threading.Thread(target=client.get, args=('/traits',)) for _ in range(AT_ONCE)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert server.made == AT_ONCE
+        server.forget()
+        with pytest.raises(Unreachable, match='gave no answer in 1 s'):
+            client.get('/traits')
+        assert client.get('/traits') == {'traits': []}
+        assert server.made == AT_ONCE + 1
+
+
+@pytest.mark.fast
+def test_one_is_not_kept_until_somebody_forgets_it(server: Forgetful, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Placement(server.url)) as client:
+        for _ in range(3):
+            client.get('/traits')
+        assert server.made == 1
+        monkeypatch.setattr(by_http, 'KEPT', 0.01)
+        time.sleep(0.02)
+        client.get('/traits')
+        assert server.made == 2
+
+
+# What tests read in placement's file is what placement says.
+
+
+WHO = {'project_id': 'p', 'user_id': 'u', 'consumer_type': 'INSTANCE', 'consumer_generation': None}
+
+
+def test_both_say_the_same(placement: PlacementServer) -> None:
+    placement.database.empty()
+    first, second = placement.make_provider(VCPU=4, MEMORY_MB=512), placement.make_provider(VCPU=8)
+    wanted = {
+        str(uuid4()): {first: {'VCPU': 1, 'MEMORY_MB': 128}},
+        str(uuid4()): {first: {'VCPU': 2}, second: {'VCPU': 3}},
+    }
+    for consumer, held in wanted.items():
+        body = {**WHO, 'allocations': {provider: {'resources': each} for provider, each in held.items()}}
+        placement.call('PUT', f'/allocations/{consumer}', body)
+    assert placement.database.allocations() == wanted
+    for consumer, held in wanted.items():
+        asked = placement.call('GET', f'/allocations/{consumer}')['allocations']
+        assert {provider: each['resources'] for provider, each in asked.items()} == held
+        assert placement.allocations(consumer) == held
+    for provider in (first, second):
+        asked = placement.call('GET', f'/resource_providers/{provider}/allocations')['allocations']
+        assert {consumer: each['resources'] for consumer, each in asked.items()} == placement.consumers(provider)
+        assert placement.consumers(provider)
+        said = placement.call('GET', f'/resource_providers/{provider}/inventories')['inventories']
+        assert said == placement.inventory(provider)
+    placement.database.empty()
+    assert placement.call('GET', '/resource_providers') == {'resource_providers': []}
+
+
+def test_what_is_not_there(placement: PlacementServer) -> None:
+    nobody = str(uuid4())
+    assert (placement.allocations(nobody), placement.consumers(nobody), placement.inventory(nobody)) == ({}, {}, {})
+    with pytest.raises(urllib.error.HTTPError):
+        placement.call('GET', f'/resource_providers/{nobody}')

@@ -1,15 +1,16 @@
-"""Placement behind a front that asks who is there: certificates, a token, and what is said where one is wrong."""
+"""Placement behind TLS, and somebody else in its place."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import socket
 import ssl
 import uuid
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,29 @@ import pytest
 import yaml
 
 from ecomp.conf import PlacementConfig
-from ecomp.errors import EcompError, UnknownOutcome, Unreachable
-from ecomp.placement import providers
+from ecomp.errors import (
+    Conflict,
+    EcompError,
+    GenerationConflict,
+    NoCapacity,
+    NotFound,
+    PlacementRefusal,
+    UnknownOutcome,
+    Unreachable,
+)
+from ecomp.placement import allocations, providers
+from ecomp.placement.by_http import HEADERS
 from ecomp.placement.client import Placement
+from tests.functional.placement_client import claim, connected, new
 from tests.kit.certificates import Authority
 from tests.kit.commands import Control, Ecompute
 from tests.kit.faulty_placement import FaultyPlacement
+from tests.kit.listening import CannedServer, make_answer
 from tests.kit.servers import PlacementServer
 from tests.kit.story import SMALL, log_of, logged, logs, place, reached, record
+
+# Placement behind a front that asks who is there: certificates, a token, and what is said where one is wrong.
+
 
 NAMES = ('localhost', '127.0.0.1')
 OURS = re.compile('our certificate|certificate of ours')
@@ -95,35 +111,35 @@ def without(config: PlacementConfig, **changed: object) -> PlacementConfig:
 
 
 @pytest.fixture
-def client(config: PlacementConfig) -> Iterator[Placement]:
+def tls_client(config: PlacementConfig) -> Iterator[Placement]:
     with closing(Placement(config, (2.0, 5.0))) as made:
         yield made
 
 
-def test_who_has_a_certificate_and_the_token_reads_and_writes(client: Placement) -> None:
+def test_who_has_a_certificate_and_the_token_reads_and_writes(tls_client: Placement) -> None:
     compute = str(uuid.uuid4())
-    providers.ensure(client, compute)
-    assert client.get(f'/resource_providers/{compute}')['name'] == compute
-    client.write('DELETE', f'/resource_providers/{compute}', None)
+    providers.ensure(tls_client, compute)
+    assert tls_client.get(f'/resource_providers/{compute}')['name'] == compute
+    tls_client.write('DELETE', f'/resource_providers/{compute}', None)
 
 
-def test_a_token_is_read_anew_for_each_call(client: Placement, config: PlacementConfig, front: Front) -> None:
+def test_a_token_is_read_anew_for_each_call(tls_client: Placement, config: PlacementConfig, front: Front) -> None:
     front.token = 'another'
     with pytest.raises(EcompError, match='refuses with HTTP 401: who are you'):
-        client.get('/resource_providers')
+        tls_client.get('/resource_providers')
     front.says = b'<html>'
     with pytest.raises(EcompError, match='answers HTTP 401.* is token_file, cert_cert and `placement:` right'):
-        client.get('/resource_providers')
+        tls_client.get('/resource_providers')
     assert config.token_file is not None
     config.token_file.write_text('another')
-    assert 'resource_providers' in client.get('/resource_providers')
+    assert 'resource_providers' in tls_client.get('/resource_providers')
     for content, said in ((b'', 'one word'), (b'two words', 'one word'), (b'\xff', 'not ASCII'), (b'a\nb', 'one word')):
         config.token_file.write_bytes(content)
         with pytest.raises(Unreachable, match=f'token_file {config.token_file}: .*{said}'):
-            client.get('/resource_providers')
+            tls_client.get('/resource_providers')
     config.token_file.unlink()
     with pytest.raises(Unreachable, match='No such file'):
-        client.get('/resource_providers')
+        tls_client.get('/resource_providers')
 
 
 def refused(config: PlacementConfig) -> str:
@@ -157,12 +173,12 @@ def test_without_an_authority_of_its_own_the_system_s_count(
 ) -> None:
     assert config.ca_cert is not None
     monkeypatch.setenv('SSL_CERT_FILE', str(config.ca_cert))
-    with contextlib.closing(Placement(without(config, ca_cert=None), (2.0, 5.0))) as client:
-        assert 'resource_providers' in client.get('/resource_providers')
+    with contextlib.closing(Placement(without(config, ca_cert=None), (2.0, 5.0))) as tls_client:
+        assert 'resource_providers' in tls_client.get('/resource_providers')
 
 
 def test_an_expired_certificate_is_one_line_and_exchanged_on_disk(
-    client: Placement, config: PlacementConfig, front: Front, tmp_path: Path
+    tls_client: Placement, config: PlacementConfig, front: Front, tmp_path: Path
 ) -> None:
     front.authority.issue(tmp_path / 'own', 'client', days=-1)
     assert OURS.search(refused(config))
@@ -172,9 +188,9 @@ def test_an_expired_certificate_is_one_line_and_exchanged_on_disk(
     front.issue('elsewhere')
     assert refused(config).endswith('its certificate is made out to another name')
     with pytest.raises(Unreachable):
-        client.get('/resource_providers')
+        tls_client.get('/resource_providers')
     front.issue()
-    assert 'resource_providers' in client.get('/resource_providers')  # the same client as before
+    assert 'resource_providers' in tls_client.get('/resource_providers')  # the same client as before
 
 
 def test_files_that_are_no_certificates(config: PlacementConfig, tmp_path: Path) -> None:
@@ -199,12 +215,12 @@ def test_one_that_does_not_speak_tls(config: PlacementConfig, placement: Placeme
         assert 'does not speak TLS' in refused(without(config, endpoint=f'https://127.0.0.1:{plain.port}'))
 
 
-def test_a_write_is_never_sent_twice(client: Placement, front: Front) -> None:
-    client.get('/resource_providers')
+def test_a_write_is_never_sent_twice(tls_client: Placement, front: Front) -> None:
+    tls_client.get('/resource_providers')
     front.heard.clear()
     front.breaks = 1
     with pytest.raises(UnknownOutcome):
-        client.write('POST', '/resource_providers', {'name': str(uuid.uuid4())})
+        tls_client.write('POST', '/resource_providers', {'name': str(uuid.uuid4())})
     assert front.heard == ['POST /resource_providers']
 
 
@@ -254,6 +270,220 @@ def test_nobody_s_netrc_is_sent(config: PlacementConfig, tmp_path: Path, monkeyp
         return pass_on(front, method, path, headers, body)
 
     monkeypatch.setattr(Front, 'pass_on', listened)
-    with closing(Placement(config, (2.0, 5.0))) as client:
-        client.get('/resource_providers')
+    with closing(Placement(config, (2.0, 5.0))) as tls_client:
+        tls_client.get('/resource_providers')
     assert said == [None]
+
+
+# The placement client against everything that may stand where placement should be, and errors made up.
+
+
+@contextmanager
+def impostor(*answers: tuple[int, str, bytes]) -> Iterator[CannedServer]:
+    """Whoever answers everything so."""
+    more = {302: ('location: /elsewhere',), 503: ('retry-after: 3600',)}  # for which nobody waits
+    with closing(CannedServer(*(make_answer(*each, *more.get(each[0], ())) for each in answers))) as server:
+        yield server
+
+
+HTML = b'<html><body>Welcome to the proxy</body></html>'
+
+
+def error(
+    status: int, code: str = 'placement.undefined_code', detail: str = 'a\n\n   reason '
+) -> tuple[int, str, bytes]:
+    body = {'errors': [{'status': status, 'title': 't', 'detail': detail, 'code': code, 'request_id': 'r'}]}
+    return status, 'application/json', json.dumps(body).encode()
+
+
+NOT_PLACEMENT = [
+    (200, 'text/html', HTML),
+    (200, 'application/json', b'[]'),
+    (200, 'application/json', b'"text"'),
+    (200, 'application/json', b'{"a": '),
+    (200, 'application/json', b''),
+    (200, 'application/json', b'\xff\xfe'),
+    (302, 'text/html', HTML),
+    (400, 'text/html', HTML),
+    (401, 'text/html', HTML),
+    (404, 'text/html', HTML),
+    (403, 'application/json', b'{"errors": []}'),
+    (409, 'text/html', HTML),
+    (409, 'application/json', b'{"errors": "x"}'),
+    (418, 'application/json', b'[7]'),
+]
+
+
+@pytest.mark.parametrize('says', NOT_PLACEMENT)
+def test_what_is_not_placement_is_said_to_be_none(says: tuple[int, str, bytes]) -> None:
+    with impostor(says) as server, connected(server.url) as client:
+        with pytest.raises(Unreachable, match='not as placement does: is `placement:` right'):
+            client.get('/resource_providers')
+        assert server.asked == ['GET /resource_providers']
+
+
+def expect_no_answer(body: object, *asks: Callable[[Placement], object]) -> None:
+    """Expect each of these questions to refuse this JSON as no answer of placement."""
+    with impostor((200, 'application/json', json.dumps(body).encode())) as server, connected(server.url) as client:
+        for ask in asks:
+            with pytest.raises(Unreachable, match='not as placement does'):
+                ask(client)
+
+
+def look(client: Placement, traits: bool = False) -> object:
+    """Ask for all that there is to know of a provider."""
+    return providers.look(client, new(), True, traits=traits, aggregates=False)
+
+
+@pytest.mark.parametrize('says', [each for each in NOT_PLACEMENT if each[1] == 'text/html' or each[0] == 200])
+def test_a_page_that_welcomes_us_is_no_claim(says: tuple[int, str, bytes]) -> None:
+    with impostor(says) as server, connected(server.url) as client:
+        with pytest.raises(Unreachable, match='not as placement does'):
+            claim(client, new(), new())
+        assert len(server.asked) == 1
+
+
+INF = float('inf')
+
+
+@pytest.mark.parametrize(
+    'body',
+    [
+        {},
+        {'allocation_requests': 7},
+        {'allocation_requests': [{}]},
+        {'allocation_requests': [7]},
+        {'allocation_requests': [{'allocations': {'p': {}}}]},
+        {'allocation_requests': []},
+        {'allocation_requests': [], 'provider_summaries': []},
+        {'allocation_requests': [], 'provider_summaries': {'p': {}}},
+        {'allocation_requests': [], 'provider_summaries': {'p': {'resources': {'VCPU': {'capacity': 1}}}}},
+        {'allocation_requests': [], 'provider_summaries': {'p': {'resources': {'VCPU': {'capacity': 'x', 'used': 0}}}}},
+        {'allocation_requests': [], 'provider_summaries': {'p': {'resources': {'VCPU': {'capacity': INF, 'used': 0}}}}},
+    ],
+)
+def test_other_json_than_candidates(body: dict[str, Any]) -> None:
+    expect_no_answer(body, lambda client: allocations.candidates(client, 'resources=VCPU:1'))
+
+
+@pytest.mark.parametrize(
+    'body', [{}, {'allocations': 7}, {'allocations': {'p': {'resources': {'VCPU': 1}}}}, {'allocations': [1]}]
+)
+def test_other_json_than_a_consumer(body: dict[str, Any]) -> None:
+    expect_no_answer(body, lambda client: allocations.consumer(client, new()))
+    if body != {'allocations': {'p': {'resources': {'VCPU': 1}}}}:
+        expect_no_answer(body, lambda client: allocations.of_provider(client, new()))
+
+
+@pytest.mark.parametrize(
+    'usages',
+    [
+        None,
+        7,
+        [],
+        {'INSTANCE': 7},
+        {'INSTANCE': ['VCPU']},
+        {'INSTANCE': {'consumer_count': 'many'}},
+        {'INSTANCE': {'consumer_count': 1, 'VCPU': 'x'}},
+        {'INSTANCE': {'consumer_count': 1, 'VCPU': INF}},
+        {'unknown': {'VCPU': None}},
+    ],
+)
+def test_other_json_than_a_project_s_usages(usages: Any) -> None:
+    body = {} if usages is None else {'usages': usages}
+    expect_no_answer(body, lambda client: providers.project_usages(client, 'web'))
+
+
+GOOD = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
+
+
+@pytest.mark.parametrize(
+    'inventories',
+    [
+        {'VCPU': 7},
+        {'VCPU': []},
+        {'VCPU': {**GOOD, 'total': 'many'}},
+        {'VCPU': {**GOOD, 'total': None}},
+        {'VCPU': {**GOOD, 'allocation_ratio': INF}},
+        {'VCPU': {**GOOD, 'allocation_ratio': True}},
+        {'VCPU': {**GOOD, 'step_size': 0}},
+        {'VCPU': {each: GOOD[each] for each in GOOD if each != 'max_unit'}},
+    ],
+)
+def test_other_json_than_an_inventory(inventories: Any) -> None:
+    expect_no_answer({'inventories': inventories, 'usages': {}}, look, lambda client: providers.shares(client, [new()]))
+
+
+@pytest.mark.parametrize('usages', [{'VCPU': 'x'}, {'VCPU': None}, {'VCPU': INF}, {'VCPU': 0.5}, {'VCPU': {}}])
+def test_other_json_than_usages(usages: Any) -> None:
+    body = {'inventories': {'VCPU': GOOD}, 'usages': usages}
+    expect_no_answer(body, look, lambda client: providers.usages(client, new()))
+
+
+@pytest.mark.parametrize('traits', [7, 'abc', [7], [['x']], {'x': 1}])
+def test_other_json_than_traits(traits: Any) -> None:
+    body = {'inventories': {}, 'usages': {}, 'traits': traits, 'resource_provider_generation': 1}
+    expect_no_answer(body, lambda client: look(client, traits=True))
+
+
+ERRORS = [
+    (error(400), PlacementRefusal),
+    (error(401), EcompError),
+    (error(403), EcompError),
+    (error(404), NotFound),
+    (error(406), EcompError),
+    (error(409), NoCapacity),
+    (error(409, 'placement.concurrent_update'), GenerationConflict),
+    (error(409, 'placement.duplicate_name'), Conflict),
+    (error(409, 'placement.inventory.inuse'), Conflict),
+    (error(409, 'placement.resource_provider.inuse'), Conflict),
+    (error(409, 'a code of tomorrow'), NoCapacity),
+]
+
+
+@pytest.mark.parametrize(('says', 'kind'), ERRORS)
+def test_an_error_is_told_by_its_code_and_in_one_line(says: tuple[int, str, bytes], kind: type[EcompError]) -> None:
+    with impostor(says) as server, connected(server.url) as client:
+        for call in (lambda: client.get('/x'), lambda: client.write('PUT', '/x', {})):
+            with pytest.raises(kind) as caught:
+                call()
+            assert type(caught.value) is kind
+            assert '\n' not in str(caught.value)
+            if says[0] != 406:
+                assert 'a reason' in str(caught.value)
+        assert len(server.asked) == 2  # none of these is tried again
+
+
+def test_a_storm_of_500_is_not_made_worse() -> None:
+    with impostor((500, 'text/html', HTML)) as server, connected(server.url) as client:
+        with pytest.raises(Unreachable, match='fails with HTTP 500') as caught:
+            client.get('/x')
+        assert not isinstance(caught.value, UnknownOutcome)
+        with pytest.raises(UnknownOutcome, match='fails with HTTP 500'):
+            client.write('PUT', '/x', {})
+        assert server.asked == ['GET /x', 'PUT /x']
+
+
+def test_a_gateway_s_busy_is_asked_again_but_never_written_again() -> None:
+    busy = (503, 'text/html', HTML)
+    with impostor(busy, busy, (200, 'application/json', b'{"a": 1}')) as server, connected(server.url) as client:
+        assert client.get('/x') == {'a': 1}
+        assert len(server.asked) == 3
+    with impostor(busy) as server, connected(server.url) as client:
+        with pytest.raises(Unreachable, match='HTTP 503'):
+            client.get('/x')
+        assert len(server.asked) == 3
+        with pytest.raises(UnknownOutcome, match='HTTP 503'):
+            client.write('PUT', '/x', {})
+        assert len(server.asked) == 4
+
+
+def test_what_http_does_not_allow_in_a_path_is_quoted_and_what_is_quoted_stays() -> None:
+    with impostor((200, 'application/json', b'{}')) as server, connected(server.url + '/a b') as client:
+        client.get('/x?name=é #\ud800&y=%41:1,!z')
+        assert server.asked == ['GET /a%20b/x?name=%C3%A9%20%23%5Cud800&y=%41:1,!z']
+
+
+def test_one_microversion_is_named() -> None:
+    # Named in the code rather than `latest`: placement's next version must not change our requests.
+    assert HEADERS['openstack-api-version'] == 'placement 1.39'

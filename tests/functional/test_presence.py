@@ -1,4 +1,4 @@
-"""The key that says a compute is alive, on a real etcd: whose it is, and for how long."""
+"""The presence key and its lease: lost, regained, and what it says."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
+from ecomp import backends
+from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.errors import Conflict, NoSpace, Unreachable
 from ecomp.store.client import RENEWED, Delete, Put, Store, Unchanged
-from ecomp.store.presence import Presence
+from ecomp.store.presence import SECONDS, Lease, Presence, hashed
 from tests.functional.present import presence, start_and_stop
-from tests.kit.servers import PATIENCE, Etcd, until
+from tests.kit.etcd_proxy import GrpcProxy
+from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
 from tests.kit.store_client import connected, read_entry
+
+# The key that says a compute is alive, on a real etcd: whose it is, and for how long.
 
 
 def test_presence_is_there_until_it_stops(etcd: Etcd, store: Store, prefix: str) -> None:
@@ -287,4 +292,258 @@ def test_who_overslept_and_finds_etcd_full_may_delete_as_long_as_nobody_has_the_
             with full(own_etcd), pytest.raises(Unreachable, match='is not as we put it'):
                 store.commit([], [Delete('/z')])
             assert others.get('/z') is not None
+    assert lost == []
+
+
+# A presence key that was lost, to whomever, is put again once it is free: its compute is read-only until then.
+
+
+MINE = {'hostname': 'h', 'since': 'today', 'token': 'mine'}
+
+
+@pytest.fixture
+def grpc_proxy(etcd: Etcd) -> Iterator[GrpcProxy]:
+    with GrpcProxy(etcd.endpoint) as started:
+        yield started
+
+
+@pytest.mark.parametrize('token', ['theirs', hashed('mine')], ids=['another', 'a-copy'])
+def test_a_key_that_was_overwritten_is_put_again_once_it_is_free(
+    etcd: Etcd, store: Store, prefix: str, token: str
+) -> None:
+    """S5: one put on a short lease made a compute read-only until it was restarted."""
+    key, lost, back = prefix + 'c', list[str](), list[bool]()
+    with start_and_stop(Presence(store, key, MINE, lost.append, on_back=lambda: back.append(True))) as alive:
+        with connected(etcd.endpoint) as others:
+            lease = others.grant(60)
+            others.commit([], [Put(key, json.dumps({'token': token, 'hostname': 'elsewhere', 'since': 'now'}), lease)])
+            alive.look()
+            until(lambda: lost, 10, 'it is told')
+            with pytest.raises(Unreachable):
+                store.commit([], [Put(prefix + 'x', '1')])
+            alive.look()
+            others.revoke(lease)
+        alive.on_computes({})
+        until(lambda: back, 10, 'the key is its own again')
+        assert store.commit([], [Put(prefix + 'x', '2')])
+        assert json.loads(read_entry(store, key).value)['token'] == hashed('mine')
+        assert len(lost) == len(back) == 1
+    assert store.get(key) is None
+
+
+def test_what_is_to_be_said_does_not_hide_that_the_key_is_its_own_again(store: Store, prefix: str) -> None:
+    lost, back = list[str](), list[bool]()
+    with start_and_stop(Presence(store, prefix + 'c', MINE, lost.append, on_back=lambda: back.append(True))) as alive:
+        alive.lapse('its lease was not renewed')
+        alive.say(kind='fake')
+        alive.keep()
+        assert (len(lost), back) == (1, [True])
+
+
+class Unrenewed(Store):
+    """An etcd that renews no lease while `fails`, and answers all else."""
+
+    fails = False
+
+    def keep_alive(self, lease: int) -> int:
+        if self.fails:
+            raise Unreachable('etcd at somewhere cannot be reached: context canceled', 'etcd at somewhere')
+        return super().keep_alive(lease)
+
+
+def test_a_lease_that_is_not_renewed_is_told_of_and_replaced(etcd: Etcd, prefix: str) -> None:
+    """F1: the class, whatever the reason is that renewals alone fail."""
+    lost, back, key = list[str](), list[bool](), prefix + 'c'
+    with closing(Unrenewed(EtcdConfig((etcd.endpoint,)))) as store:
+        lease = Lease(store, 1)
+        with start_and_stop(Presence(store, key, MINE, lost.append, lease, on_back=lambda: back.append(True))):
+            store.fails = True
+            until(lambda: lost, 20, 'it is told')
+            until(lambda: store.get(key) is None, 20, 'the lease has ended')
+            assert 'etcd answers, and has not renewed the lease' in lost[0]
+            assert 'context canceled. Fix: ' in lost[0]
+            store.fails = False
+            until(lambda: back, 20, 'it is alive again')
+            assert store.get(key) is not None
+            assert len(lost) == 1
+
+
+def test_behind_a_grpc_proxy_a_lease_is_renewed(grpc_proxy: GrpcProxy, placement: PlacementServer) -> None:
+    """F1: the proxy cancels a renewal whose stream is half closed before it has answered."""
+    with connected(grpc_proxy.endpoint) as store:
+        lease = store.grant(60)
+        assert [store.keep_alive(lease) for _ in range(3)] == [60, 60, 60]
+        store.revoke(lease)
+        assert store.keep_alive(lease) == 0
+    config = EtcdConfig((grpc_proxy.endpoint,)), PlacementConfig(placement.url)
+    assert backends.look(*config, None, 'compute.yaml').no_etcd == ''
+
+
+def test_check_says_that_no_lease_is_renewed(
+    etcd: Etcd, placement: PlacementServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1: ecompute --check and doctor see what would make a compute silent."""
+    monkeypatch.setattr(backends, 'Store', Unrenewed)
+    monkeypatch.setattr(Unrenewed, 'fails', True)
+    config = EtcdConfig((etcd.endpoint,)), PlacementConfig(placement.url)
+    said = backends.look(*config, None, 'compute.yaml').no_etcd
+    assert 'answers, but renews no lease, so no compute can live' in said
+
+
+# What a compute says in its key besides that it is alive: put when the key is renewed, and no sign of a copy.
+
+
+def test_what_else_there_is_to_say_is_put_at_a_renewal_and_only_when_it_is_another(
+    etcd: Etcd, store: Store, prefix: str
+) -> None:
+    key, lost = prefix + 'c', list[str]()
+    with start_and_stop(presence(store, key, 'mine', lost)) as says:
+
+        def there() -> dict[str, object]:
+            return json.loads(etcd.get(key) or b'{}')
+
+        first = read_entry(store, key)
+        for room in (1, 2):
+            says.say(room=room)
+            says.look()
+            until(lambda room=room: there().get('room') == room, 10, 'it is said')
+        entry = read_entry(store, key)
+        assert (entry.lease, entry.created) == (first.lease, first.created)
+        assert there()['hostname'] == 'host-of-mine'
+        for _ in range(3):
+            renewed = store.keep_alive(entry.lease)
+            says.look()
+            assert renewed
+        # What is written now is written by who it is, and nothing has changed that key since.
+        assert store.commit([], [Put(prefix + 'x', '1')])
+        assert store.get(key) == entry
+        says.say(room=None)
+        says.look()
+        until(lambda: there()['room'] is None, 10, 'it is not said any more')
+        assert lost == []
+
+
+def test_what_is_written_while_it_says_more_is_written(etcd: Etcd, store: Store, prefix: str) -> None:
+    key, lost, number = prefix + 'c', list[str](), 0
+    with start_and_stop(presence(store, key, 'mine', lost)) as says:
+        with ThreadPoolExecutor(4) as pool:
+            for number in range(20):
+                says.say(room=number)
+                says.look()
+                written = [pool.submit(store.commit, [], [Put(f'{prefix}{number}/{each}', 'x')]) for each in range(4)]
+                assert all(each.result(PATIENCE) for each in written)
+        until(lambda: json.loads(etcd.get(key) or b'{}').get('room') == number, 10, 'the last is said')
+        assert lost == []
+
+
+def test_one_that_said_more_and_does_not_know_whether_it_got_there_is_no_copy(
+    etcd: Etcd, store: Store, prefix: str
+) -> None:
+    key, lost = prefix + 'c', list[str]()
+    with start_and_stop(presence(store, key, 'mine', lost)) as says:
+        entry = read_entry(store, key)
+        # It got there, and we were not told.
+        landed = json.dumps({**json.loads(entry.value), 'room': 7})
+        with connected(etcd.endpoint) as other:
+            assert other.commit([Unchanged(key, entry.revision)], [Put(key, landed, entry.lease)])
+        says.say(room=8)
+        says.look()
+        until(lambda: json.loads(etcd.get(key) or b'{}').get('room') == 8, 10, 'it is put again')
+        assert store.commit([], [Put(prefix + 'x', '1')])
+        assert lost == []
+
+
+def test_what_is_said_later_is_put_with_the_next_renewal(
+    store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('ecomp.store.presence.SECONDS', 3)
+    key, lost = prefix + 'c', list[str]()
+    with start_and_stop(presence(store, key, 'mine', lost)) as alive:
+        assert store.get(key) is not None
+        alive.say(room={'VCPU': [4, 50]})
+
+        def said() -> bool:
+            entry = store.get(key)
+            return entry is not None and json.loads(entry.value).get('room') == {'VCPU': [4, 50]}
+
+        assert not said()
+        until(said, 20, 'it says so')
+        assert store.commit([], [Put(prefix + 'x', '1')]), 'and its fence is the new one'
+        alive.say(room={'VCPU': [4, 25]})
+        alive.look()
+    assert lost == []
+
+
+# The lease of a process: its keys are on one until the last of them stops, and each that loses its key ends alone.
+
+
+def shared(store: Store, prefix: str, number: int, lost: list[str]) -> tuple[Lease, list[Presence]]:
+    """So many, each with a fence of its own; they are started."""
+    lease, made = Lease(store, SECONDS), list[Presence]()
+    for each in range(number):
+        who = {'hostname': 'h', 'since': 'today', 'token': f'of-{each}'}
+        made.append(Presence(store.beside(), f'{prefix}{each}', who, lost.append, lease))
+        made[-1].start()
+    return lease, made
+
+
+def leases(store: Store, prefix: str) -> dict[str, int]:
+    return {key.removeprefix(prefix): each.lease for key, each in store.snapshot(prefix).entries.items()}
+
+
+def test_those_of_a_process_share_a_lease_until_the_last_has_stopped(store: Store, prefix: str) -> None:
+    lost: list[str] = []
+    _, (first, second, third) = shared(store, prefix, 3, lost)
+    there = leases(store, prefix)
+    assert there.keys() == set('012')
+    assert len(set(there.values())) == 1
+    second.stop()
+    assert leases(store, prefix).keys() == set('02')
+    first.stop()
+    third.stop()
+    assert (leases(store, prefix), lost) == ({}, [])
+    assert store.keep_alive(there['0']) == 0
+
+
+def test_a_lost_lease_is_replaced_by_one_for_all(store: Store, prefix: str) -> None:
+    lost: list[str] = []
+    _, made = shared(store, prefix, 5, lost)
+    before = leases(store, prefix)
+    store.revoke(before['0'])
+    made[3].look()  # one of them is told
+    until(lambda: leases(store, prefix).keys() == before.keys(), 20, 'all are there again')
+    after = leases(store, prefix)
+    assert len(set(after.values())) == 1
+    assert after['0'] != before['0']
+    assert {each.lease for each in made} == {after['0']}
+    for each in made:
+        each.stop()
+    assert (leases(store, prefix), lost) == ({}, [])
+
+
+def test_one_that_is_somebody_else_s_by_now_ends_alone(etcd: Etcd, store: Store, prefix: str) -> None:
+    lost: list[str] = []
+    _, (first, second) = shared(store, prefix, 2, lost)
+    store.commit([], [Delete(f'{prefix}0')], fenced=False)
+    with connected(etcd.endpoint) as others, start_and_stop(presence(others, f'{prefix}0', 'theirs')):
+        first.look()
+        until(lambda: lost, 20, 'it is told')
+        store.revoke(second.lease)
+        second.look()
+        until(lambda: '1' in leases(store, prefix), 20, 'the other one is put again')
+        first.stop()
+        assert leases(store, prefix).keys() == set('01'), 'what is theirs stays'
+    second.stop()
+    assert len(lost) == 1
+
+
+def test_who_hears_that_the_key_is_gone_puts_it_again_at_once(store: Store, prefix: str) -> None:
+    lost: list[str] = []
+    _, made = shared(store, prefix, 2, lost)
+    made[1].on_computes(store.snapshot(prefix).entries)
+    store.commit([], [Delete(f'{prefix}1')], fenced=False)
+    made[1].on_computes(store.snapshot(prefix).entries)
+    until(lambda: '1' in leases(store, prefix), 5, 'the key is there again, long before a third of its lease')
+    for each in made:
+        each.stop()
     assert lost == []

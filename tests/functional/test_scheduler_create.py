@@ -1,36 +1,48 @@
-"""eschedule's create on real etcd and placement: one instance, with one claim, or nothing, also by two at one uuid."""
+"""Create: among all computes, and among a few of many."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
+import uuid
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity
+from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, OverQuota
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
-from ecomp.model.choose import Offer
+from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Offer
 from ecomp.model.host import to_json as hostname_to_json
+from ecomp.model.order import Request, SetOrder, parse_request
+from ecomp.model.quota import Quota
+from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations
+from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing import claim as claims
+from ecomp.scheduler.placing import create as attempts
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.create import create
-from ecomp.store.client import Store
+from ecomp.scheduler.placing.place import ASKED, NAMED, VAIN, plain
+from ecomp.store.client import Put, Store
 from tests.functional.cloud import IMAGE, RESOURCES, SMALL, WHO, Cloud, CountingStore, at_it, new
-from tests.kit.servers import PATIENCE, until
+from tests.kit.in_process import InProcess, put
+from tests.kit.servers import PATIENCE, Etcd, until
 
-pytestmark = pytest.mark.fast
+# eschedule's create on real etcd and placement: one instance, with one claim, or nothing, also by two at one uuid.
+
 
 # The plain way
 
 
+@pytest.mark.fast
 def test_a_request_is_delivered_and_while_it_is_asked_somebody_is_at_it(cloud: Cloud) -> None:
     compute, wanted = cloud.make_order()
     seen: list[bytes | None] = []
@@ -48,6 +60,7 @@ def test_a_request_is_delivered_and_while_it_is_asked_somebody_is_at_it(cloud: C
     assert request.stages == {'requested': 'today', 'scheduled': 'now'}
 
 
+@pytest.mark.fast
 def test_a_dead_compute_is_skipped_and_named(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
     dead, alive = cloud.compute(alive=False), cloud.compute()
     cloud.etcd.put(keys.hostname(dead), hostname_to_json('hv-dead'))
@@ -62,6 +75,7 @@ def test_a_dead_compute_is_skipped_and_named(cloud: Cloud, caplog: pytest.LogCap
     cloud.has_nothing_of(other, dead)
 
 
+@pytest.mark.fast
 def test_others_in_the_same_placement_are_no_reason(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
     """The nodes of a cloud beside this one are not alive here, and never were."""
     cloud.compute()
@@ -71,6 +85,7 @@ def test_others_in_the_same_placement_are_no_reason(cloud: Cloud, caplog: pytest
     assert caplog.records == []
 
 
+@pytest.mark.fast
 def test_a_uuid_of_a_large_set_costs_a_few_lists_whatever_the_number_of_computes(cloud: Cloud) -> None:
     """Each of its instances was looked for among all of them: the set was not placed before its lease had ended."""
     compute = cloud.compute(VCPU=50, MEMORY_MB=4096, DISK_GB=50)
@@ -88,6 +103,7 @@ def test_a_uuid_of_a_large_set_costs_a_few_lists_whatever_the_number_of_computes
     assert store.asked < 50
 
 
+@pytest.mark.fast
 def test_a_refused_claim_is_tried_on_the_next(cloud: Cloud) -> None:
     full, free = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1), cloud.compute()
     cloud.create(cloud.wanted(full))
@@ -115,6 +131,7 @@ class Refreshing(Store):
         return super().keep_alive(lease)
 
 
+@pytest.mark.fast
 def test_who_is_at_it_for_long_says_so_again_and_where_all_are_taken_leaves_nothing(cloud: Cloud) -> None:
     full, free = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1), cloud.compute()
     cloud.create(cloud.wanted(full))
@@ -129,6 +146,7 @@ def test_who_is_at_it_for_long_says_so_again_and_where_all_are_taken_leaves_noth
         assert set(store.refreshed) == {store.granted[-1]}
 
 
+@pytest.mark.fast
 def test_racing_for_the_last_places_loses_and_leaks_nothing(cloud: Cloud) -> None:
     computes = [cloud.compute(VCPU=2, MEMORY_MB=128, DISK_GB=2) for _ in range(2)]
     found: list[Allocations] = [{compute: SMALL} for compute in computes]
@@ -156,6 +174,7 @@ def test_racing_for_the_last_places_loses_and_leaks_nothing(cloud: Cloud) -> Non
         )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit, ValueError])
 def test_an_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[BaseException]) -> None:
     compute, wanted = cloud.make_order()
@@ -172,6 +191,7 @@ def test_an_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[B
 # The same uuid again
 
 
+@pytest.mark.fast
 def test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothing(cloud: Cloud) -> None:
     first, second = cloud.compute(), cloud.compute()
     wanted = cloud.wanted(first)
@@ -189,6 +209,7 @@ def test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothi
     assert cloud.server.consumers(second) == {}
 
 
+@pytest.mark.fast
 def test_a_claim_of_another_attempt_is_neither_moved_nor_released(cloud: Cloud) -> None:
     """Rule 13: whoever made the claim may have built the guest there."""
     first, second, silent = cloud.compute(), cloud.compute(), cloud.compute(alive=False)
@@ -201,6 +222,7 @@ def test_a_claim_of_another_attempt_is_neither_moved_nor_released(cloud: Cloud) 
         assert cloud.etcd.get(keys.attempt(wanted.instance)) is None
 
 
+@pytest.mark.fast
 def test_of_a_set_the_rest_is_placed_where_one_is_claimed_on_a_silent_compute(
     cloud: Cloud, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -219,6 +241,7 @@ def test_of_a_set_the_rest_is_placed_where_one_is_claimed_on_a_silent_compute(
     assert cloud.server.consumers(compute).keys() == set(others)
 
 
+@pytest.mark.fast
 def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> None:
     compute, wanted = cloud.make_order()
     lease = cloud.store.grant(60)
@@ -236,6 +259,7 @@ def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> N
     cloud.store.revoke(lease)
 
 
+@pytest.mark.fast
 def test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back(cloud: Cloud) -> None:
     slow, quick = cloud.compute(), cloud.compute()
     wanted = cloud.wanted(quick)
@@ -252,6 +276,7 @@ def test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back(cloud: C
     assert cloud.server.consumers(slow) == {}
 
 
+@pytest.mark.fast
 def test_many_at_one_uuid_end_in_one_instance(cloud: Cloud) -> None:
     computes = [cloud.compute() for _ in range(3)]
     wanted = replace(cloud.wanted(computes[0]), query=RESOURCES)
@@ -267,3 +292,252 @@ def test_many_at_one_uuid_end_in_one_instance(cloud: Cloud) -> None:
     assert len(answers) == 1
     cloud.is_whole(answers.pop(), wanted)
     assert sum(len(cloud.server.consumers(compute)) for compute in computes) == 1
+
+
+# A create in a large cluster asks placement about a few computes: which, how often, and what where hints lie.
+
+
+TOTALS = {'VCPU': 4, 'MEMORY_MB': 256, 'DISK_GB': 4}
+ONE_IN_SQL, ALL_IN_SQL = 37, 36
+"""SQL statements of placement 16.0.0 over SQLite for a question about one compute, and about all, and a claim."""
+
+
+@dataclass
+class Cluster:
+    """Computes that are keys and providers, with four places each; `used` there, and `said` to be."""
+
+    etcd: Etcd
+    store: CountingStore
+    placement: InProcess
+
+    def compute(self, used: int = 0, said: int | None = None) -> str:
+        """One more. `said` None: it says nothing."""
+        compute = str(uuid.uuid4())
+        self.placement.write('POST', '/resource_providers', {'uuid': compute, 'name': compute})
+        inventories = {name: {'total': total} for name, total in TOTALS.items()}
+        put(self.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
+        for _ in range(used):
+            body = {'allocations': {compute: {'resources': SMALL}}, 'user_id': 'u', 'project_id': 'p'}
+            more = {'consumer_generation': None, 'consumer_type': 'INSTANCE'}
+            self.placement.write('PUT', f'/allocations/{uuid.uuid4()}', {**body, **more})
+        self.says(compute, said)
+        return compute
+
+    def says(self, compute: str, said: int | None) -> None:
+        """Write what it says that it has used."""
+        room = {} if said is None else {'room': {name: [total, 100 - 25 * said] for name, total in TOTALS.items()}}
+        self.etcd.put(keys.compute(compute), json.dumps({'token': 'x', **room}), self.etcd.grant())
+
+    def create(self, large: int | None = 0, weigh: str = SPREAD, **what: Any) -> str:
+        """Place one; where. What is asked meanwhile is in `placement.calls`, `statements` and `store.asked`."""
+        wanted = SetOrder(new(), query=RESOURCES, image=IMAGE, user_id='u', project_id='p', stages={'requested': 'x'})
+        wanted = replace(wanted, weigh=weigh, **what)
+        backend: Future[tuple[Placement, Offer]] = Future()
+        self.placement.calls.clear()
+        self.store.asked, before = 0, self.placement.statements
+        backend.set_result((self.placement, Offer(()) if large is not None else candidates(self.placement, RESOURCES)))
+        delivered = create(self.store, backend, wanted, WHO, False, random.Random(1), lambda: 'now', large)
+        (compute,) = (each.compute for each in delivered.values())
+        self.statements = self.placement.statements - before
+        value = self.etcd.get(keys.request(compute, wanted.instance))
+        request = parse_request(compute, keys.request(compute, wanted.instance), value or b'')
+        assert isinstance(request, Request)
+        assert request.allocations == {compute: SMALL}
+        assert request.why is not None
+        self.of = request.why.of
+        return compute
+
+    @property
+    def asked(self) -> list[str]:
+        """What placement was asked: about whom, or `all`, or `claim`."""
+        said = []
+        for each in self.placement.calls:
+            about = each.rpartition('in_tree=')[2].partition('&')[0] if 'in_tree=' in each else 'all'
+            said.append('claim' if each.startswith('PUT /allocations') else about)
+        return said
+
+
+@pytest.fixture
+def cluster(own_etcd: Etcd, in_process: InProcess) -> Iterator[Cluster]:
+    with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
+        yield Cluster(own_etcd, store, in_process)
+
+
+def test_one_question_about_one_compute_and_one_claim_however_many_there_are(cluster: Cluster) -> None:
+    best = cluster.compute(said=0)
+    for _ in range(9):
+        cluster.compute(used=1, said=1)
+    assert cluster.create() == best
+    assert cluster.asked == [best, 'claim']
+    few = cluster.store.asked
+    assert cluster.of == 10
+    # The quota, a lease, the attempt, a few computes, the quota once more, and the delivery.
+    assert few == 6
+    assert cluster.create(large=None) != ''
+    assert cluster.asked == ['all', 'claim']
+    # In place of a few the names of all, and who else is at it.
+    assert cluster.store.asked == few + 1
+
+
+@pytest.mark.parametrize('computes', [10, 40])
+def test_the_sql_that_one_takes_does_not_grow_with_the_computes(
+    cluster: Cluster, computes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, 'FRESH', 60.0)  # on a slow machine placement would be asked once more
+    for _ in range(computes):
+        cluster.compute(said=0)
+    cluster.says(cluster.create(), 1)  # from now on placement remembers who asks, and the names of traits
+    compute = cluster.create()  # one of those that are read: with 40 computes these are not all
+    assert cluster.asked == [compute, 'claim']
+    assert cluster.statements == ONE_IN_SQL
+    assert cluster.create(large=None) != ''
+    assert cluster.statements == ALL_IN_SQL
+
+
+def test_a_small_cluster_is_asked_about_as_a_whole(cluster: Cluster) -> None:
+    for _ in range(3):
+        cluster.compute(said=0)
+    cluster.create(large=3)
+    assert cluster.asked == ['all', 'claim']
+
+
+@pytest.mark.parametrize(('weigh', 'number'), [(SPREAD, 0), (PACK, 3)])
+def test_the_one_that_is_asked_about_is_the_best_for_how_it_is_to_be_weighed(
+    cluster: Cluster, weigh: str, number: int
+) -> None:
+    computes = [cluster.compute(used=used, said=used) for used in range(5)]
+    assert cluster.create(weigh=weigh) == computes[number]
+    assert cluster.asked == [computes[number], 'claim']
+    assert cluster.of == 4  # the fifth is full
+
+
+def test_by_chance_any_of_them_is_asked_about(cluster: Cluster) -> None:
+    computes = {cluster.compute(said=used) for used in range(4)}
+    assert cluster.create(weigh=RANDOM) in computes
+    assert len(cluster.asked) == 2
+
+
+@pytest.mark.parametrize('computes', [[(3, 0), (1, 1), (2, 2)], [(4, 0), (2, 2)]], ids=['not as empty', 'full'])
+def test_one_that_is_not_as_it_said_gives_way_to_the_next(cluster: Cluster, computes: list[tuple[int, int]]) -> None:
+    stale, better, *_ = [cluster.compute(used=used, said=said) for used, said in computes]
+    assert cluster.create() == better
+    assert cluster.asked == [stale, better, 'claim']
+
+
+def test_where_hints_lie_all_are_asked_about(cluster: Cluster) -> None:
+    for _ in range(5):
+        cluster.compute(used=4, said=0)
+    room = cluster.compute(used=3, said=4)
+    assert cluster.create() == room
+    assert cluster.asked[VAIN:] == ['all', 'claim']
+    assert 'all' not in cluster.asked[:VAIN]
+
+
+def test_before_a_refusal_all_are_asked_about(cluster: Cluster) -> None:
+    for _ in range(5):
+        cluster.compute(used=4, said=0)
+    with pytest.raises(NoCapacity, match='placement names no provider'):
+        cluster.create()
+    assert len(cluster.asked) == VAIN + 1
+    assert cluster.asked[-1] == 'all'
+    assert not cluster.etcd.keys(keys.ATTEMPTS)
+
+
+def test_a_disabled_one_is_not_offered_however_empty_it_says_it_is(cluster: Cluster) -> None:
+    disabled, other = cluster.compute(said=0), cluster.compute(used=1, said=1)
+    put(cluster.placement, f'/resource_providers/{disabled}/traits', traits=['COMPUTE_STATUS_DISABLED'])
+    assert cluster.create() == other
+    assert cluster.asked == [disabled, other, 'claim']
+
+
+@pytest.mark.parametrize('value', ['{"room": 7}', 'rubbish', '{"room": {"VCPU": [1e400, 5]}}'])
+def test_what_says_nothing_that_can_be_understood_is_found_among_all(cluster: Cluster, value: str) -> None:
+    compute = cluster.compute()
+    cluster.etcd.put(keys.compute(compute), value, cluster.etcd.grant())
+    assert cluster.create() == compute
+    assert cluster.asked == ['all', 'claim']
+
+
+def test_a_key_without_a_lease_is_nobody_s_life(cluster: Cluster) -> None:
+    dead, alive = cluster.compute(said=0), cluster.compute(used=1, said=1)
+    room = json.dumps({'room': {name: [total, 100] for name, total in TOTALS.items()}})
+    cluster.etcd.put(keys.compute(dead), room)
+    assert cluster.create() == alive
+
+
+def test_a_quota_holds_and_leaves_nothing(cluster: Cluster) -> None:
+    compute = cluster.compute(said=0)
+    cluster.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 1}, {'instances': 1})))])
+    with pytest.raises(OverQuota):
+        cluster.create()
+    assert cluster.placement.get(f'/resource_providers/{compute}/usages')['usages']['VCPU'] == 0
+    assert not cluster.etcd.keys(keys.ATTEMPTS)
+
+
+def test_every_compute_is_reached_from_some_beginning(cluster: Cluster) -> None:
+    computes = sorted(cluster.compute(said=0) for _ in range(40))
+    found = set()
+    for start in ('0' * 8, computes[20], 'f' * 8):
+        entries, number = cluster.store.around(keys.COMPUTES, keys.compute(start), 16)
+        assert number == 40
+        assert len(entries) == 16
+        found |= {keys.last(each.key) for each in entries}
+    assert len(found) == 32
+    many, _ = cluster.store.around(keys.COMPUTES, keys.compute(computes[39]), 100)
+    assert [keys.last(each.key) for each in many] == [computes[39], *computes[:39]]
+
+
+@pytest.mark.parametrize(('query', 'asked'), [
+    (RESOURCES, SMALL),
+    ('resources=VCPU:1%2CMEMORY_MB:2', {'VCPU': 1, 'MEMORY_MB': 2}),
+    *((f'{RESOURCES}&{more}', None) for more in ('required=HW_CPU_X86_AVX2', 'member_of=x', 'in_tree=x', 'limit=1')),
+    *((f'{RESOURCES}&{more}', None) for more in ('resources1=VCPU:1', 'root_required=X', 'resources=VCPU:1')),
+    ('required=X&resources=VCPU:1', None),
+    ('resources=VCPU', None),
+    ('', None),
+])  # fmt: skip
+def test_only_amounts_alone_are_asked_of_a_few(query: str, asked: object) -> None:
+    assert plain(query, 1, SPREAD) == asked
+    assert plain(query, 2, SPREAD) is None
+    assert plain(query, 1, FIRST) is None
+
+
+def test_so_many_are_asked_about_at_most(cluster: Cluster) -> None:
+    for number in range(4):
+        cluster.compute(used=3, said=number % 3)
+    cluster.create()
+    assert len(cluster.asked) == ASKED + 1
+
+
+def test_of_many_that_are_not_alive_a_few_are_named_and_their_names_are_read_once(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    alive = cluster.compute()
+    for _ in range(NAMED + 3):
+        cluster.etcd.delete(keys.compute(dead := cluster.compute()))
+        cluster.etcd.put(keys.hostname(dead), hostname_to_json(f'hv-{dead[:8]}'))
+    assert cluster.create(large=None) == alive
+    said = [record.message for record in caplog.records if 'not alive' in record.message]
+    assert len(said) == NAMED + 1
+    assert said[-1] == '3 more computes are not alive: skipped'
+    # Three more than where all are alive: the computes, and what their hosts are called, in two pages.
+    assert cluster.store.asked == 10
+
+
+def test_what_is_rounded_is_not_taken_for_another(cluster: Cluster) -> None:
+    for _ in range(5):
+        compute = cluster.compute(used=1)
+        room = {'VCPU': [4, 76], 'MEMORY_MB': [256, 76], 'DISK_GB': [4, 76]}
+        cluster.etcd.put(keys.compute(compute), json.dumps({'room': room}), cluster.etcd.grant())
+    cluster.create()
+    assert len(cluster.asked) == 2
+
+
+def test_a_key_that_is_no_compute_s_is_asked_about_of_nobody(cluster: Cluster) -> None:
+    """Whoever may write there would have creates refused: `in_tree=test` is no uuid; a & begins more of a query."""
+    cluster.compute(used=1, said=1)
+    room = {name: [total, 100] for name, total in TOTALS.items()}
+    for name in ('test', 'x&required=HW_CPU_X86_AVX2', str(uuid.uuid4()).upper()):
+        cluster.etcd.put(keys.compute(name), json.dumps({'token': 'x', 'room': room}), cluster.etcd.grant())
+    compute = cluster.create()
+    assert cluster.asked == [compute, 'claim']

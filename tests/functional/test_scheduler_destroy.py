@@ -1,4 +1,4 @@
-"""eschedule's destroy, and what it finds: on real etcd and placement, also when an answer is lost."""
+"""Destroy, stop, start and reboot, as eschedule asks for them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from typing import Any
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import NotFound
+from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model import order as requests
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.order import Request, Shares
-from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, new_record, to_json
-from ecomp.scheduler.changing.change import clear, destroy
+from ecomp.model.order import ASKED, OFF, REBOOT, START, STOP, Power, Request, Shares
+from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, new_record, to_json
+from ecomp.scheduler.changing.change import Acceptance, clear, destroy, power
+from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_power
 from ecomp.scheduler.looking.find import find, living
 from ecomp.store.client import Delete, Put, Snapshot, Store
 from ecomp.store.sharing import index
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, new
 from tests.kit.proxy import Proxy
-from tests.kit.servers import Etcd
+from tests.kit.servers import PATIENCE, Etcd, until
 from tests.kit.store_client import read_entry
 
-pytestmark = pytest.mark.fast
+# eschedule's destroy, and what it finds: on real etcd and placement, also when an answer is lost.
+
 
 # Destroy, find
 
 
+@pytest.mark.fast
 def test_a_destroy_is_a_tombstone(cloud: Cloud) -> None:
     compute, wanted = cloud.make_order()
     cloud.create(wanted)
@@ -47,6 +50,7 @@ def test_a_destroy_is_a_tombstone(cloud: Cloud) -> None:
     assert living(cloud.store, wanted.instance).is_destroying
 
 
+@pytest.mark.fast
 def test_a_destroy_by_two_is_one(cloud: Cloud) -> None:
     compute, wanted = cloud.make_order()
     cloud.create(wanted)
@@ -56,6 +60,7 @@ def test_a_destroy_by_two_is_one(cloud: Cloud) -> None:
     assert sum('already' in answer for answer in answers) == 3
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('has_request', [True, False])
 @pytest.mark.parametrize('call', ['read', 'commit'])
 def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, call: str, has_request: bool) -> None:
@@ -75,6 +80,7 @@ def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, ca
     assert cloud.etcd.get(keys.request(compute, instance)) is None
 
 
+@pytest.mark.fast
 def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:
     compute, wanted = cloud.make_order()
     cloud.create(wanted)
@@ -83,6 +89,7 @@ def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:
     assert cloud.delivered(compute, wanted.instance).is_tombstone
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('state', [GONE, ERROR])
 def test_what_lives_again_is_neither_cleared_nor_destroyed(cloud: Cloud, state: str) -> None:
     instance, compute = new(), new()
@@ -111,6 +118,7 @@ class ListingStore(Store):
         return super().snapshot(*given, **named)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('there', [1, 20])
 def test_clear_lists_once_however_many_there_are(own_etcd: Etcd, there: int) -> None:
     compute, store = new(), ListingStore(EtcdConfig((own_etcd.endpoint,)))
@@ -123,6 +131,7 @@ def test_clear_lists_once_however_many_there_are(own_etcd: Etcd, there: int) -> 
     store.close()
 
 
+@pytest.mark.fast
 def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud: Cloud) -> None:
     """A newer eschedule delivered it. Its compute sees the tombstone alone."""
     compute, instance = new(), new()
@@ -149,6 +158,7 @@ def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud
     assert requests.shares(tombstone) == Shares(name, group.name, 'a-project', SMALL)
 
 
+@pytest.mark.fast
 def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
     # The key was removed by hand: the domain is kept, and only this takes it down.
     instance, compute = new(), new()
@@ -157,6 +167,7 @@ def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
     assert cloud.delivered(compute, instance).is_tombstone
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('arrives', [True, False])
 def test_a_destroy_that_is_lost_or_whose_answer_is(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
@@ -173,6 +184,7 @@ def test_a_destroy_that_is_lost_or_whose_answer_is(
     assert cloud.delivered(compute, wanted.instance).is_tombstone
 
 
+@pytest.mark.fast
 def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
     compute, wanted = cloud.make_order()
     assert find(cloud.store, wanted.instance) is None
@@ -189,6 +201,7 @@ def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
     assert not found.is_destroying
 
 
+@pytest.mark.fast
 def test_with_an_index_one_of_many_is_found_by_one_question(own_etcd: Etcd) -> None:
     """Without it each costs a question for every 64 computes."""
     with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
@@ -227,6 +240,7 @@ def test_with_an_index_one_of_many_is_found_by_one_question(own_etcd: Etcd) -> N
         assert destroy(store, late, among) == f'{late}: destroy accepted, {computes[9]} carries it out'
 
 
+@pytest.mark.fast
 def test_the_names_of_records_are_listed_once_for_those_that_no_compute_is_asked_for(own_etcd: Etcd) -> None:
     """A record is four times as long as its name, and etcd reads it all the same; two lists are twice as many names."""
     with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
@@ -256,3 +270,143 @@ def test_the_names_of_records_are_listed_once_for_those_that_no_compute_is_asked
             assert (found.record.compute, found.record.state) == (computes[2], state)
             assert store.asked == before + questions
             assert found == find(store, instance)
+
+
+# eschedule's stop, start and reboot: what they write, and what they refuse, also when an answer is lost.
+
+
+def lives(cloud: Cloud, state: str = ACTIVE, said: str | None = None) -> tuple[str, str]:
+    """A compute, and an instance on it in this state."""
+    compute, wanted = cloud.make_order()
+    cloud.create(wanted)
+    write(cloud, compute, wanted.instance, state, said)
+    return compute, wanted.instance
+
+
+def write(cloud: Cloud, compute: str, instance: str, state: str, said: str | None, fault: str | None = None) -> None:
+    record = Record(instance, compute, state, image=IMAGE, fault=fault, power=said)
+    cloud.etcd.put_record(to_json(record))
+
+
+def test_it_is_written_beside_all_that_is_there(cloud: Cloud) -> None:
+    compute, instance = lives(cloud)
+    before = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
+    stop = Power(STOP, new())
+    accepted = power(cloud.store, instance, stop)
+    assert accepted.said == f'{instance}: stop accepted, {compute} carries it out'
+    assert accepted.power == stop
+    after = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
+    assert after == {**before, 'power': {'action': 'stop', 'id': stop.id}}
+    assert list(after)[:-1] == list(before)
+    assert cloud.delivered(compute, instance).power == stop
+    cloud.etcd.delete(keys.compute(compute))
+    assert power(cloud.store, instance, Power(REBOOT, new())).said.endswith('when it is back: it is silent now')
+
+
+def test_the_same_again_changes_nothing(cloud: Cloud) -> None:
+    compute, instance = lives(cloud)
+    stop, other = Power(STOP, new()), Power(STOP, new())
+    power(cloud.store, instance, stop)
+    before = cloud.etcd.get(keys.request(compute, instance))
+    again = power(cloud.store, instance, other)
+    assert again.said == f'{instance}: stop was asked for before, {compute} is at it'
+    assert again.power == stop, 'that one is to be waited for'
+    write(cloud, compute, instance, STOPPED, stop.id)
+    assert power(cloud.store, instance, other) == Acceptance(f'{instance}: is stopped already')
+    assert cloud.etcd.get(keys.request(compute, instance)) == before
+    # A reboot is never "so already".
+    assert power(cloud.store, instance, Power(REBOOT, new())).power is not None
+
+
+def test_who_has_no_power_to_switch(cloud: Cloud) -> None:
+    stop = Power(STOP, new())
+    with pytest.raises(NotFound, match='no such instance'):
+        power(cloud.store, new(), stop)
+    for state, said in (('building', 'is being built: wait for it'), ('error', 'is in error'), ('scheduled', 'wait')):
+        _, instance = lives(cloud, state)
+        with pytest.raises(Conflict, match=said):
+            power(cloud.store, instance, stop)
+    compute, instance = lives(cloud)
+    cloud.etcd.put(keys.request(compute, instance), 'nonsense')
+    with pytest.raises(Conflict, match='cannot be understood: not JSON'):
+        power(cloud.store, instance, stop)
+    cloud.etcd.delete(keys.request(compute, instance))
+    with pytest.raises(Conflict, match='nobody asks for it'):
+        power(cloud.store, instance, stop)
+    _, instance = lives(cloud)
+    destroy(cloud.store, instance)
+    with pytest.raises(Conflict, match='is being destroyed'):
+        power(cloud.store, instance, stop)
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_an_order_that_is_lost_or_whose_answer_is(
+    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
+) -> None:
+    compute, instance = lives(cloud)
+    stop = Power(STOP, new())
+    with pytest.raises(NotFound):
+        power(shaky_store, new(), stop)  # it is connected
+    applied = (lambda: cloud.delivered(compute, instance).power == stop) if arrives else None
+    etcd_proxy.lose(stop.id.encode(), applied)
+    accepted = power(shaky_store, instance, stop)
+    assert etcd_proxy.has_lost
+    assert accepted.said == f'{instance}: stop accepted, {compute} carries it out'
+    assert (accepted.power, cloud.delivered(compute, instance).power) == (stop, stop)
+
+
+def test_several_at_once_are_one(cloud: Cloud) -> None:
+    compute, instance = lives(cloud)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: power(cloud.store, instance, Power(REBOOT, new())), range(4)))
+    assert {each.power for each in answers} == {cloud.delivered(compute, instance).power}
+    assert sum('accepted' in each.said for each in answers) == 1
+
+
+# Waiting for it
+
+
+def test_its_steps_are_told_and_its_end(cloud: Cloud) -> None:
+    told: list[str] = []
+    before, reboot = new(), Power(REBOOT, new())
+    compute, instance = lives(cloud, said=before)
+    accepted = power(cloud.store, instance, reboot)
+    config = EtcdConfig((cloud.etcd.endpoint,))
+
+    def waits_for(what: str) -> bool:
+        return any(f'waiting for: {what}' in each for each in told)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_power, Wait(config, instance, Deadline(60), told.append), accepted)
+        until(lambda: waits_for('its compute to take it'), 10, 'nobody is at it')
+        write(cloud, compute, instance, ACTIVE, reboot.at(ASKED))
+        until(lambda: waits_for('the guest to turn itself off'), 10, 'it is asked')
+        write(cloud, compute, instance, STOPPED, reboot.at(OFF))
+        until(lambda: waits_for('its domain to start'), 10, 'it is off')
+        write(cloud, compute, instance, ACTIVE, reboot.id)
+        assert waiting.result(PATIENCE * 20).state == ACTIVE
+
+
+def test_a_wait_in_vain_ends(cloud: Cloud) -> None:
+    start = Power(START, new())
+    compute, instance = lives(cloud, STOPPED)
+    accepted, config = power(cloud.store, instance, start), EtcdConfig((cloud.etcd.endpoint,))
+
+    def wait(seconds: float = 20) -> Record:
+        return wait_for_power(Wait(config, instance, Deadline(seconds), lambda _: None), accepted)
+
+    with pytest.raises(StillGoing, match='waiting for: its compute to take it; it goes on'):
+        wait(0.1)
+    write(cloud, compute, instance, STOPPED, start.id, 'it could not be started: no room')
+    with pytest.raises(EcompError, match='it could not be started: no room') as caught:
+        wait()
+    assert caught.value.exit_code == 1
+    write(cloud, compute, instance, STOPPED, start.id)
+    with pytest.raises(EcompError, match='it was started, and is off again'):
+        wait()
+    write(cloud, compute, instance, STOPPED, new())
+    with pytest.raises(Conflict, match='something else'):
+        wait()
+    write(cloud, compute, instance, GONE, start.id)
+    with pytest.raises(NotFound, match='destroyed while waiting'):
+        wait()

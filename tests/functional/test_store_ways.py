@@ -1,4 +1,4 @@
-"""The way to etcd where addresses lead nowhere, members are off, or certificates are being exchanged."""
+"""The ways to an etcd: its members, and more than a client can take."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
 
 import ecomp.conf
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
+from ecomp.store.by_h2 import Member as H2Member
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.messages import (
+    DEADLINE_EXCEEDED,
     FAILED_PRECONDITION,
     UNAVAILABLE,
     CallFailure,
@@ -33,9 +37,10 @@ from tests.kit.certificates import Authority
 from tests.kit.etcd_member import Member, Tls
 from tests.kit.holes import hole
 from tests.kit.listening import Listening
-from tests.kit.servers import Etcd, PlacementServer, until
+from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
 
-pytestmark = pytest.mark.fast
+# The way to etcd where addresses lead nowhere, members are off, or certificates are being exchanged.
+
 
 OFF = ('127.0.0.2', '127.0.0.3')
 NAME = 'localhost'
@@ -58,6 +63,7 @@ def config(*endpoints: str, timeout: float = 5.0) -> EtcdConfig:
     return EtcdConfig(endpoints, timeout=timeout)
 
 
+@pytest.mark.fast
 @pytest.mark.usefixtures('names')
 def test_a_name_whose_first_addresses_lead_nowhere(etcd: Etcd, prefix: str) -> None:
     with hole(etcd.port, *OFF):
@@ -68,6 +74,7 @@ def test_a_name_whose_first_addresses_lead_nowhere(etcd: Etcd, prefix: str) -> N
             prefix += 'x'
 
 
+@pytest.mark.fast
 @pytest.mark.usefixtures('names')
 def test_placement_is_reached_at_the_address_that_answers(placement: PlacementServer) -> None:
     with hole(placement.port, *OFF), closing(Placement(f'http://{NAME}:{placement.port}')) as client:
@@ -76,6 +83,7 @@ def test_placement_is_reached_at_the_address_that_answers(placement: PlacementSe
         assert time.monotonic() - began < 3
 
 
+@pytest.mark.fast
 def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd, prefix: str) -> None:
     endpoints = [*(f'{each}:{etcd.port}' for each in OFF), *(etcd.endpoint,) * 3]
     with hole(etcd.port, *OFF):
@@ -85,6 +93,7 @@ def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd
             assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
 
 
+@pytest.mark.fast
 def test_members_that_are_slow_to_begin_are_waited_for(etcd: Etcd, prefix: str) -> None:
     """Each takes longer than its share of five, and is there: a slow link, or a busy machine."""
     with closing(Slow(etcd.port, 1.4)) as between, closing(Store(config(*(between.address,) * 5))) as store:
@@ -113,6 +122,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
+@pytest.mark.fast
 def test_an_address_that_is_only_slow_is_tried_again_where_the_last_one_refuses() -> None:
     asked: list[tuple[str, float]] = []
 
@@ -157,6 +167,7 @@ def _learns(member: Member) -> bool:
     return False
 
 
+@pytest.mark.fast
 def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str]) -> None:
     def asked(call: Callable[[Store], Any]) -> Any:
         with closing(Store(config(*with_learner))) as store:  # each one asks the learner first
@@ -170,6 +181,7 @@ def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str
     assert asked(lambda store: store.keep_alive(lease)) == 0
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('code', [UNAVAILABLE, FAILED_PRECONDITION])
 def test_whatever_code_a_learner_says_it_with(code: str) -> None:
     error = CallFailure(code, 'etcdserver: rpc not supported for learner')
@@ -202,6 +214,7 @@ def secured(tmp_path: Path) -> Iterator[Secured]:
         yield made
 
 
+@pytest.mark.fast
 def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured: Secured) -> None:
     key = secured.config.cert_key
     with closing(Store(secured.config)) as store:
@@ -222,6 +235,7 @@ def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured
             store.get('/x')
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ('says', 'why'),
     [
@@ -253,6 +267,7 @@ def test_what_is_no_etcd_behind_tls(tmp_path: Path, says: bytes | None, why: str
         assert str(caught.value) == f'etcd at {other.address} cannot be reached: {why}'
 
 
+@pytest.mark.fast
 def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secured, tmp_path: Path) -> None:
     """First there is no connection, and then no certificate."""
     stranger = Authority(tmp_path / 'stranger')
@@ -266,3 +281,50 @@ def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secure
             with pytest.raises(Unreachable, match=f'certificate {secured.config.cert_cert}: No such file') as caught:
                 call()
             assert not isinstance(caught.value, UnknownOutcome)
+
+
+# Somebody in etcd's place who speaks HTTP/2, never answers, and never stops sending either.
+
+
+SECONDS = 20
+"""Until the flood ends by itself."""
+UNKNOWN = b'\0\0\0\x42\0\0\0\0\0' * 10_000
+"""Frames of a kind that nobody knows, which are passed over (RFC 9113, 4.1): always one more than is read."""
+
+
+class Flood(Listening):
+    """Never stops sending."""
+
+    def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
+        """See Listening."""
+        http = H2Connection(H2Configuration(client_side=False))
+        http.initiate_connection()
+        until = time.monotonic() + SECONDS * PATIENCE
+        connection.sendall(http.data_to_send())
+        while time.monotonic() < until:
+            connection.sendall(UNKNOWN)  # what is asked is never looked at
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with closing(Flood()) as flood:
+        yield flood.address
+
+
+def test_who_never_stops_sending_is_no_longer_waited_for_than_who_is_silent(endpoint: str) -> None:
+    began = time.monotonic()
+    with closing(Store(EtcdConfig((endpoint,), timeout=1.0))) as store, pytest.raises(Unreachable):
+        store.get('/x')
+    assert time.monotonic() - began < SECONDS
+
+
+def test_a_watch_of_it_ends_with_its_time(endpoint: str) -> None:
+    began = time.monotonic()
+    member = H2Member(EtcdConfig((endpoint,), timeout=1.0), endpoint)
+    try:
+        with pytest.raises(CallFailure) as caught:
+            list(member.watch([WatchCreate(b'/x', b'/y', 1)], 1.0))
+    finally:
+        member.close()
+    assert caught.value.code in (DEADLINE_EXCEEDED, UNAVAILABLE)
+    assert time.monotonic() - began < SECONDS

@@ -1,16 +1,37 @@
-"""A follower on a real etcd: it sees each change, whatever becomes of etcd or of the way to it."""
+"""Watches of etcd, of one prefix and several, and the guard before each answer."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
+import grpc
 import pytest
 
-from ecomp.store.client import Delete, Put, Store
-from tests.functional.following import Following
+from ecomp.agent.host import state
+from ecomp.agent.host.state import KnownEtcd
+from ecomp.errors import EcompError, StrangeEtcd, UsageError
+from ecomp.model import cluster, keys
+from ecomp.model.cluster import KnownCluster
+from ecomp.model.record import ERROR, Failure, Record
+from ecomp.store.client import Delete, Entry, Guard, Put, Store, Unchanged
+from ecomp.store.presence import Presence
+from ecomp.store.sharing import write_end
+from ecomp.store.watch import Follower
+from tests.functional.fake_etcd import FakeEtcd, Frame
+from tests.functional.following import Following, Hearing
+from tests.functional.present import start_and_stop
+from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, until
+from tests.kit.store_client import config
+
+# A follower on a real etcd: it sees each change, whatever becomes of etcd or of the way to it.
 
 
 def test_a_follower_sees_what_is_there_then_each_change(etcd: Etcd, store: Store, prefix: str) -> None:
@@ -120,3 +141,376 @@ def test_stop_does_not_wait(own_etcd: Etcd) -> None:
     own_etcd.resume()
     own_etcd.kill()
     stopped('etcd is gone', Following(own_etcd.endpoint, '/t/').__enter__())
+
+
+# One follower of many prefixes, on a real etcd: each callback sees its own, as a follower of its own would.
+
+
+class SeveralFollowing:
+    """A follower, and what was said of etcd."""
+
+    def __init__(self, endpoint: str, prefixes: Sequence[str], resync: float = 60.0) -> None:
+        self.lost: list[EcompError] = []
+        self.back: list[bool] = []
+        self.heard = [Hearing() for _ in prefixes]
+        subscriptions = [(prefix, each.on_state) for prefix, each in zip(prefixes, self.heard, strict=True)]
+        told = {'on_lost': self.lost.append, 'on_back': lambda: self.back.append(True)}
+        self.follower = Follower(config(endpoint, 2.0), subscriptions, resync, **told)  # type: ignore[arg-type]
+        self.follower.start()
+
+
+@pytest.fixture
+def follow(etcd_proxy: Proxy) -> Iterator[Callable[..., SeveralFollowing]]:
+    made: list[SeveralFollowing] = []
+
+    def start(*prefixes: str, resync: float = 60.0) -> SeveralFollowing:
+        made.append(SeveralFollowing(etcd_proxy.address, prefixes, resync))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.follower.stop()
+
+
+def test_each_sees_its_own_and_nothing_else(follow: Callable[..., SeveralFollowing], store: Store, prefix: str) -> None:
+    a, b, nobody = prefix + 'a/1', prefix + 'b/1', prefix + 'c/1'
+    store.commit([], [Put(a, '1'), Put(nobody, '1')])
+    one, two, twin, late = follow(prefix + 'a/', prefix + 'b/', prefix + 'a/', prefix + 'd/').heard
+    one.sees({a: b'1'})
+    two.sees({})
+    store.commit([], [Put(b, '1'), Put(a, '2')])
+    one.sees({a: b'2'})
+    two.sees({b: b'1'})
+    store.commit([], [Delete(b), Put(nobody, '2')])
+    two.sees({})
+    twin.sees({a: b'2'})
+    store.commit([], [Delete(a)])
+    one.sees({})
+    twin.sees({})
+    assert one.states == twin.states == [{a: b'1'}, {a: b'2'}, {}]
+    assert two.states == [{}, {b: b'1'}, {}]
+    assert late.states == [{}]
+
+
+def test_every_change_of_many_prefixes_between_list_and_watch_is_seen(
+    follow: Callable[..., SeveralFollowing], store: Store, prefix: str
+) -> None:
+    names = [f'{prefix}{number:03d}/' for number in range(50)]
+    following = follow(*names, resync=0.2)
+    for value in range(10):
+        for name in names:
+            store.commit([], [Put(f'{name}x', str(value))])
+    for name, each in zip(names, following.heard, strict=True):
+        each.sees({f'{name}x': b'9'})
+        shown = [int(state[f'{name}x']) for state in each.states if state]
+        assert shown == sorted(shown)
+
+
+def test_what_changed_while_etcd_was_away_is_seen_once_it_is_back(
+    follow: Callable[..., SeveralFollowing], etcd_proxy: Proxy, store: Store, prefix: str
+) -> None:
+    a, b = prefix + 'a/1', prefix + 'b/1'
+    store.commit([], [Put(a, '1'), Put(b, '1')])
+    following = follow(prefix + 'a/', prefix + 'b/')
+    one, two = following.heard
+    one.sees({a: b'1'})
+    two.sees({b: b'1'})
+    etcd_proxy.go_away()
+    until(lambda: following.lost, 30, 'it is told of the loss')
+    store.commit([], [Delete(a), Put(b, '2')])
+    etcd_proxy.come_back()
+    one.sees({})
+    two.sees({b: b'2'})
+    assert (len(following.lost), following.back) == (1, [True])
+
+
+def test_one_prefix_s_history_is_gone(own_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
+    """What is compacted before a watch begins ends the watches of all, and all are listed anew."""
+    caplog.set_level(logging.DEBUG, 'ecomp.store.watch')
+    with Proxy(own_etcd.port) as proxy:
+        own_etcd.put('/t/a/1', '1')
+        own_etcd.put('/t/b/1', '1')
+        following = SeveralFollowing(proxy.address, ['/t/a/', '/t/b/'])
+        one, two = following.heard
+        two.sees({'/t/b/1': b'1'})
+        proxy.go_away()
+        own_etcd.put('/t/a/1', '2')
+        own_etcd.delete('/t/b/1')
+        own_etcd.compact()
+        proxy.come_back()
+        one.sees({'/t/a/1': b'2'})
+        two.sees({})
+        own_etcd.put('/t/b/2', '3')
+        two.sees({'/t/b/2': b'3'})
+        following.follower.stop()
+
+
+# Rule 10 on the wire: what is taken for another etcd, and what is not; and frames a real etcd seldom sends.
+
+
+IDENTITY, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+HERE = cluster.new(IDENTITY, 'now').encode()
+KNOWN = KnownCluster(IDENTITY, 1, 10, 2)
+
+
+class GuardedFollower(Following):
+    """A follower of /t/ with a guard; what it was told, and what the guard had to remember or to say."""
+
+    def __init__(self, endpoint: str, known: KnownCluster = KNOWN) -> None:
+        self.learnt: list[KnownCluster] = []
+        self.strange: list[str] = []
+        self.guard = Guard(known, self.learnt.append)
+        self.guard.when_strange(self.strange.append)
+        super().__init__(endpoint, '/t/', guard=self.guard)
+
+
+@pytest.mark.parametrize(
+    'frames',
+    [
+        pytest.param(lambda fake: [fake.reply(created=True, canceled=True, cancel_reason='no')], id='refused'),
+        pytest.param(lambda fake: [fake.reply(compact_revision=9)], id='compacted'),
+        pytest.param(lambda fake: [fake.reply(created=True), fake.reply(canceled=True)], id='cancelled later'),
+        pytest.param(lambda fake: [fake.reply(created=True), None], id='ended'),
+        pytest.param(lambda fake: [fake.reply(created=True), grpc.StatusCode.UNAVAILABLE], id='broken'),
+        pytest.param(lambda fake: [fake.event(b'/t/a', b'wrong', header=(1, 10, 1))], id='older term'),
+        pytest.param(lambda fake: [fake.event(b'/t/a', b'wrong', header=(1, 9, 2))], id='older revision'),
+        pytest.param(lambda fake: [fake.event(b'/t/a', b'wrong', header=(2, 11, 2))], id='other cluster'),
+    ],
+)
+def test_a_watch_that_cannot_be_trusted_is_listed_anew(frames: object) -> None:
+    with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
+        script: list[Frame] = frames(fake)  # type: ignore[operator]
+        fake.watches.put(script)
+        fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 11, 2))])
+        with GuardedFollower(fake.endpoint) as seen:
+            seen.sees({'/t/a': b'2'})
+            assert seen.states == [{'/t/a': b'1'}, {'/t/a': b'2'}] or seen.states == [
+                {'/t/a': b'1'}, {'/t/a': b'1'}, {'/t/a': b'2'}
+            ]
+            assert fake.lists == 2
+            assert seen.strange == []
+
+
+def test_a_watch_knows_no_less_than_the_list_before_it() -> None:
+    """Also where less than that was known before: an etcd that was put back is met again between the two."""
+    with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
+        fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'wrong', header=(1, 9, 2))])
+        fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 11, 2))])
+        with GuardedFollower(fake.endpoint, KnownCluster(IDENTITY, 1, 5, 2)) as seen:
+            seen.sees({'/t/a': b'2'})
+            assert {'/t/a': b'wrong'} not in seen.states
+            assert fake.lists == 2
+            assert seen.strange == []
+
+
+def test_what_others_have_been_answered_by_now_does_not_make_a_watch_old() -> None:
+    """On a busy host every change is followed by another one of ours before it is heard of."""
+
+    class Busy(GuardedFollower):
+        def on_state(self, state: Mapping[str, Entry]) -> None:
+            super().on_state(state)
+            self.guard.check(self.guard.known, cluster.Header(1, 20, 2), 'e')
+
+    with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
+        events = [fake.event(b'/t/a', value, header=(1, 11, 2)) for value in (b'2', b'3')]
+        fake.watches.put([fake.reply(created=True), *events])
+        with Busy(fake.endpoint) as seen:
+            seen.sees({'/t/a': b'3'})
+            assert seen.states == [{'/t/a': b'1'}, {'/t/a': b'2'}, {'/t/a': b'3'}]
+            assert fake.lists == 1
+            assert seen.strange == []
+
+
+def test_a_watch_that_is_always_refused_is_tried_ever_more_seldom() -> None:
+    with FakeEtcd({b'/cluster': HERE}) as fake:
+        for _ in range(100):
+            fake.watches.put([fake.reply(created=True, canceled=True, cancel_reason='permission denied')])
+        with GuardedFollower(fake.endpoint):
+            until(lambda: fake.lists >= 3, 10, 'it lists again')
+            before = fake.lists
+            threading.Event().wait(4.0)  # a measurement, not a synchronisation
+            assert fake.lists - before <= 4
+
+
+@pytest.mark.parametrize(
+    ('header', 'value', 'said'),
+    [
+        ((1, 9, 2), HERE, 'it is at revision 9, and 10 was seen'),
+        ((1, 10, 1), HERE, 'it is at raft term 1, and 2 was seen'),
+        ((2, 10, 2), HERE, 'its cluster id is 2, and 1 was known'),
+        ((1, 10, 2), cluster.new(OTHER, 'now').encode(), f'its identity is {OTHER}, and {IDENTITY} was known'),
+        ((1, 10, 2), None, f'/cluster is not there, and identity {IDENTITY} was known'),
+        ((1, 10, 2), b'?', '/cluster cannot be read'),
+    ],
+)
+def test_a_list_of_another_etcd(header: tuple[int, int, int], value: bytes | None, said: str) -> None:
+    with FakeEtcd({b'/t/a': b'1', **({b'/cluster': value} if value else {})}, header) as fake:
+        with GuardedFollower(fake.endpoint) as seen:
+            until(lambda: seen.strange, 10, 'it is told')
+            with closing(Store(config(fake.endpoint), seen.guard)) as store:
+                for call in (lambda: store.get('/x'), lambda: store.grant(5), lambda: store.keep_alive(1)):
+                    with pytest.raises(StrangeEtcd):
+                        call()
+                with pytest.raises(StrangeEtcd):
+                    store.commit([], [Put('/x', 'x')])  # which this fake could not answer
+        assert len(seen.strange) == 1
+        assert said in seen.strange[0]
+        assert '--accept-new-etcd' in seen.strange[0]
+        assert seen.states == []
+        assert not any(each.revision > 10 or each.cluster != 1 for each in seen.learnt)
+
+
+def test_it_turns_strange_between_two_lists() -> None:
+    with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
+        fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 12, 3)), None])
+        with GuardedFollower(fake.endpoint) as seen:
+            until(lambda: seen.strange, 10, 'the second list is behind the first')
+            assert 'it is at revision 10, and 12 was seen' in seen.strange[0]
+            assert seen.states == [{'/t/a': b'1'}, {'/t/a': b'2'}]
+
+
+def test_what_was_compared_is_what_was_known_when_it_was_asked() -> None:
+    """Two answers may cross: the older of them is no sign of anything."""
+    learnt: list[KnownCluster] = []
+    guard = Guard(KNOWN, learnt.append)
+    before = guard.known
+    guard.check(before, cluster.Header(1, 20, 2), 'e')
+    guard.check(before, cluster.Header(1, 15, 2), 'e')
+    assert guard.known == KnownCluster(IDENTITY, 1, 20, 2)
+    assert learnt == [KnownCluster(IDENTITY, 1, 20, 2)]
+    with pytest.raises(StrangeEtcd):
+        guard.check(guard.known, cluster.Header(1, 19, 2), 'e')
+    with pytest.raises(StrangeEtcd):
+        guard.admit()
+
+
+def test_a_member_that_has_just_stood_for_election_is_no_other_etcd() -> None:
+    """Its watch says the term that it stands with; its leader answers on for a moment, with its own."""
+    guard = Guard(KnownCluster(IDENTITY, 1, 10, 2), lambda _: None)
+    assert guard.observe(guard.known, cluster.Header(1, 12, 3))
+    guard.check(guard.known, cluster.Header(1, 12, 2), 'e')
+    assert guard.known == KnownCluster(IDENTITY, 1, 12, 2)
+    guard.check(guard.known, cluster.Header(1, 12, 3), 'e')
+    with pytest.raises(StrangeEtcd, match='raft term 2, and 3 was seen'):
+        guard.check(guard.known, cluster.Header(1, 12, 2), 'e')
+
+
+# On a real etcd
+
+
+def test_presence_is_not_published_under_another(own_etcd: Etcd) -> None:
+    """Its revision and its term may be higher than what was seen."""
+    with (
+        closing(Store(config(own_etcd.endpoint), Guard(KnownCluster(IDENTITY, 0, 1, 1), lambda _: None))) as store,
+        pytest.raises(StrangeEtcd, match='/cluster is not there'),
+    ):
+        Presence(store, '/c', {'token': 'mine'}, lambda _: None).start()
+    assert own_etcd.get('/c') is None
+
+
+def test_the_first_writes_who_it_is_and_the_next_takes_it(own_etcd: Etcd) -> None:
+    first, second = Guard(KnownCluster(), lambda _: None), Guard(KnownCluster(), lambda _: None)
+    for guard, identity in ((first, IDENTITY), (second, OTHER)):
+        with closing(Store(config(own_etcd.endpoint), guard)) as store:
+            store.adopt(cluster.new(identity, 'now'))
+            store.recognise()
+    assert own_etcd.get('/cluster') == HERE
+    assert first.known.identity == second.known.identity == IDENTITY
+    assert second.known.revision == 2
+
+
+def test_an_answer_lost_while_it_writes_who_it_is(own_etcd: Etcd) -> None:
+    with Proxy(own_etcd.port) as proxy:
+        guard = Guard(KnownCluster(), lambda _: None)
+        with closing(Store(config(proxy.address), guard)) as store:
+            assert store.get('/x') is None
+            proxy.lose_answer(b'"identity"', lambda: own_etcd.get('/cluster') is not None)
+            store.adopt(HERE.decode())
+    assert guard.known.identity == IDENTITY
+
+
+def test_what_names_no_identity_is_not_taken(own_etcd: Etcd) -> None:
+    own_etcd.put('/cluster', '{}')
+    with (
+        closing(Store(config(own_etcd.endpoint), Guard(KnownCluster(), lambda _: None))) as store,
+        pytest.raises(EcompError, match='remove that key'),
+    ):
+        store.adopt(HERE.decode())
+
+
+# The file
+
+
+def test_an_end_that_was_written_stays_where_etcd_is_found_strange_by_then(
+    own_etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread has found it so before the answer is looked at: its lease ended, and the record with it."""
+    plain, guard = Store(config(own_etcd.endpoint)), Guard(KnownCluster(), lambda _: None)
+    store, instance, compute = Store(config(own_etcd.endpoint), guard), str(uuid4()), str(uuid4())
+    request, record = keys.request(compute, instance), keys.record(compute, instance)
+    own_etcd.put(request, '{}')
+    entry, ask = plain.get(request), store._connection.ask
+    assert entry is not None
+
+    def asked(*words: Any) -> Any:
+        answer = ask(*words)
+        if request in words[-1]:
+            guard._strange = 'it is not the one that this compute knew'
+        return answer
+
+    monkeypatch.setattr(store._connection, 'ask', asked)
+    error = Failure('image', 'no such image', 'nothing is left')
+    with pytest.raises(StrangeEtcd):
+        write_end(store, Record(instance, compute, ERROR, error=error), [Unchanged(request, entry.revision)], [request])
+    assert plain.get(request) is None
+    assert plain.get(record) is not None
+
+
+def test_it_is_remembered_soon_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[Path] = []
+    real = state.write_durably
+    monkeypatch.setattr(state, 'write_durably', lambda path, text: (writes.append(path), real(path, text)))
+    known = KnownEtcd(tmp_path)
+    assert known.load() == KnownCluster()
+    with start_and_stop(known):
+        for revision in range(500):
+            known.note(KnownCluster(IDENTITY, 1, revision, 2))
+        until(lambda: KnownEtcd(tmp_path).load().revision == 499, 5, 'the last is written without a further change')
+        assert len(writes) <= 3
+        known.note(KnownCluster(IDENTITY, 1, 500, 2))
+    assert KnownEtcd(tmp_path).load() == KnownCluster(IDENTITY, 1, 500, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ['etcd.json']
+
+
+def test_at_which_revision_it_was_first_seen_is_remembered_and_an_older_acceptance_handed_over(tmp_path: Path) -> None:
+    known = KnownEtcd(tmp_path)
+    assert (known.accepted(), known.first_seen()) == (0, 0)
+    (tmp_path / 'accepted').write_text('345\n')
+    assert known.accepted() == 345
+    known.note_first_seen(350, has_noted_acceptance=False)
+    assert (KnownEtcd(tmp_path).accepted(), KnownEtcd(tmp_path).first_seen()) == (345, 350)
+    known.note_first_seen(350, has_noted_acceptance=True)
+    assert KnownEtcd(tmp_path).accepted() == 0
+    for name, read in (('accepted', known.accepted), ('first-seen', known.first_seen)):
+        (tmp_path / name).write_text('rubbish')
+        with pytest.raises(UsageError, match=f'{name}: .*restore it, or ecompute --accept-new-etcd'):
+            read()
+
+
+def test_a_full_disk_is_said_once_and_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known = KnownEtcd(tmp_path / 'not' / 'there')
+    known.note(KNOWN)
+    with start_and_stop(known):
+        until(lambda: caplog.records, 5, 'it is said')
+        known.note(KnownCluster(IDENTITY, 1, 11, 2))
+        (tmp_path / 'not' / 'there').mkdir(parents=True)
+        known.note(KnownCluster(IDENTITY, 1, 12, 2))
+        until(lambda: KnownEtcd(tmp_path / 'not' / 'there').load().revision == 12, 5, 'it is written when it can be')
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize('text', ['', '{}', '[]', 'x', '{"version": 2}', cluster.to_json(KNOWN).replace('10', '"10"')])
+def test_a_file_that_is_not_ours_is_no_memory(tmp_path: Path, text: str) -> None:
+    (tmp_path / 'etcd.json').write_text(text)
+    with pytest.raises(UsageError, match=r'etcd\.json'):
+        KnownEtcd(tmp_path).load()

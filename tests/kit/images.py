@@ -17,13 +17,13 @@ from ecomp.model.image import image_sources
 from ecomp.virt import image
 
 MIB = 2**20
-# Where the servers of tests are. What nobody lists is not fetched from: see tests/security/test_image_sources.py.
+# Where the servers of tests are. What nobody lists is not fetched from: see tests/security/test_images.py.
 LOOPBACK = Reach(image_sources(['127.0.0.0/8']))
 LIMITS = CacheLimits(cache=2**30, disk=100 * 2**30)
 
 
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
-    """What the product does in a child, here: a third of a second. security/test_image_looks.py has the child."""
+    """What the product does in a child, here: a third of a second. security/test_images.py has the child."""
     checkpoint()
     return image.inspect(path)
 

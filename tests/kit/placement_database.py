@@ -1,6 +1,6 @@
 """A test's placement by its SQLite file: a question to its server costs it some ten milliseconds, and tests ask often.
 
-What a test wants to know of the server itself, it asks the server. functional/test_placement_database.py holds that
+What a test wants to know of the server itself, it asks the server. functional/test_placement.py holds that
 both say the same.
 """
 

@@ -1,21 +1,26 @@
-"""Whatever is typed, or closed behind a command: one clear line, the right exit code, and nothing left behind.
-
-Wrong configurations, and servers that are not there, are in test_bad_configuration.py.
-"""
+"""What is typed or configured wrongly, and starts that are refused."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.kit.commands import Control, Ecompute, Result, run
-from tests.kit.invariants import allocations, everything
-from tests.kit.servers import environment
-from tests.kit.story import NOBODY, SMALL, addressed, boot, one_line
+from ecomp.model import keys
+from tests.kit.commands import Control, Ecompute, Result, eschedule, run, write_config
+from tests.kit.invariants import allocations, check, everything
+from tests.kit.servers import environment, free_port
+from tests.kit.story import NOBODY, SMALL, addressed, boot, logged, one_line, place
+
+# Whatever is typed, or closed behind a command: one clear line, the right exit code, and nothing left behind.
+#
+# Wrong configurations, and servers that are not there, are in test_bad_configuration.py.
 
 
 @pytest.mark.parametrize(
@@ -296,3 +301,231 @@ def test_a_request_whose_answer_cannot_be_written(cluster: Control, compute: Eco
         one_line(ended, 1, instance, compute.uuid, 'was placed', 'No space left')
     # It was placed all the same: an answer that is lost loses nothing.
     addressed(cluster, instance)
+
+
+# Whatever is configured, and whoever answers there or does not: one clear line, and the right exit code.
+
+
+WRONG_YAML = """\
+# line 1
+resise: False
+etcd:
+  hots: localhost
+  port: many
+  password: secret
+placement:
+  endpoint: localhost:8080
+uuid: 17
+"""
+
+
+@pytest.mark.parametrize(
+    ('module', 'name', 'extra'),
+    [('ecomp.compute', 'compute.yaml', {'resise': 2, 'uuid': 9}), ('ecomp.schedule', 'schedule.yaml', {'uuid': 9})],
+)
+def test_every_wrong_key_is_named_with_its_line(tmp_path: Path, module: str, name: str, extra: dict[str, int]) -> None:
+    (tmp_path / name).write_text(WRONG_YAML)
+    words = ['list'] if module == 'ecomp.schedule' else ['--fake', 'VCPU:1,DISK_GB:1,MEMORY_MB:1']
+    command = 'eschedule' if module == 'ecomp.schedule' else 'ecompute'
+    refused = run(module, *words, directory=tmp_path)
+    assert refused.code == 2
+    assert refused.stdout == ''
+    # One message, with a line for each mistake.
+    first, *rest = refused.stderr.splitlines()
+    assert first.startswith(f'{command}: {name}:'), refused
+    assert all(line.startswith(f'{name}:') for line in rest), refused
+    lines = [first, *rest]
+    wanted = {'hots': 4, 'port': 5, 'password': 6, 'endpoint': 8, **extra}
+    for key, number in wanted.items():
+        assert [line for line in lines if f'{name}:{number}: ' in line and key in line], (key, refused)
+    assert 'secret' not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ('text', 'says'), [('etcd: [', 'not YAML'), ('- a\n- b\n', 'keys with values'), ('a: b: c\n', ':1:'), ('x', 'keys')]
+)
+def test_configuration_that_is_none(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / 'schedule.yaml').write_text(text)
+    one_line(run('ecomp.schedule', 'list', directory=tmp_path), 2, 'schedule.yaml', says)
+
+
+def test_grpc_options_are_ignored_with_one_line(cluster: Control) -> None:
+    said = 'etcd.grpc_options is ignored: etcd is asked without gRPC now. Fix: remove the key; version 2.0 refuses it'
+    compute = cluster.ecompute()
+    for config in (cluster.schedule_yaml, compute.config):
+        content = yaml.safe_load(config.read_text())
+        content['etcd']['grpc_options'] = {'grpc.keepalive_time_ms': 1000}
+        config.write_text(yaml.safe_dump(content))
+    done = eschedule(cluster.schedule_yaml, 'list')
+    assert (done.code, done.stderr) == (0, f'eschedule: {cluster.schedule_yaml}: {said}\n')
+    compute.restart()
+    assert len(logged(compute, ' WARNING ', f'{compute.config}: {said}')) == 1
+
+
+def test_eschedule_without_etcd(cluster: Control) -> None:
+    cluster.ecompute()
+    nowhere = f'127.0.0.1:{free_port()}'
+    config = write_config(cluster.directory / 'no-etcd.yaml', nowhere, cluster.placement.url)
+    for words in ([SMALL], [SMALL, '--uuid', NOBODY], [NOBODY], ['list'], ['show', NOBODY], ['destroy', NOBODY]):
+        refused = eschedule(config, *words, timeout=15)
+        one_line(refused, 7, 'etcd', nowhere, 'cannot be reached', f'(told by {config})')
+        assert refused.stdout == ''
+    assert allocations(cluster) == {}
+
+
+def test_who_was_told_by_no_file_says_so(tmp_path: Path) -> None:
+    """Nobody listens on the port of this machine's that is guessed, or somebody who is no etcd: behind TLS, say."""
+    alone = {**environment(), 'HOME': str(tmp_path)}
+    for module, name in (('schedule', 'schedule.yaml'), ('compute', 'compute.yaml')):
+        words = ['list'] if module == 'schedule' else ['--fake', 'VCPU:1']
+        inside = ['unshare', '-n', sys.executable, '-m', f'ecomp.{module}', *words]
+        done = subprocess.run(inside, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=60)
+        said = done.stderr.splitlines()[-1]
+        assert (done.returncode, 'localhost:2379 cannot be reached' in said) == (7, True), done
+        assert said.endswith(f' (a guess: no {name} was found, --config FILE names one)')
+
+
+def test_eschedule_without_placement(cluster: Control, compute: Ecompute) -> None:
+    nowhere = f'http://127.0.0.1:{free_port()}'
+    config = write_config(cluster.directory / 'no-placement.yaml', cluster.etcd.endpoint, nowhere)
+    for words in ([SMALL], [SMALL, '--uuid', NOBODY]):
+        refused = eschedule(config, *words, timeout=15)
+        one_line(refused, 7, 'placement', nowhere, 'cannot be reached')
+        assert refused.stdout == ''
+    assert set(everything(cluster)) - {'/cluster'} == {f'/computes/{compute.uuid}', f'/hostnames/{compute.uuid}'}
+    # What does not need placement does not ask for it.
+    assert eschedule(config, 'list').code == 0
+
+
+def test_something_else_answers_in_placements_place(cluster: Control) -> None:
+    cluster.ecompute()
+    config = write_config(cluster.directory / 'odd.yaml', cluster.etcd.endpoint, f'http://{cluster.etcd.endpoint}')
+    one_line(eschedule(config, SMALL), 7, cluster.etcd.endpoint, 'is `placement:` right?')
+    assert cluster.etcd.keys('/requests/') == []
+
+
+def test_frozen_servers_are_not_waited_for_for_ever(own_control: Control) -> None:
+    own_control.ecompute()
+    config = yaml.safe_load(own_control.schedule_yaml.read_text())
+    config['etcd']['timeout'] = 1
+    own_control.schedule_yaml.write_text(yaml.safe_dump(config))
+    own_control.etcd.pause()
+    one_line(own_control.eschedule(SMALL, timeout=15), 7, 'etcd', own_control.etcd.endpoint)
+    own_control.etcd.resume()
+    check(own_control)
+
+
+# An ecompute that is refused at its start leaves the state directory as it was: the next one is who it was.
+
+
+OTHER = '0b5e55ed-0000-4000-8000-000000000000'
+INVENTORY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+
+
+def everything_in(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """What is in a directory and below: mode and content of each path, a directory's own mode included."""
+    paths = [directory, *sorted(directory.rglob('*'))]
+    return {str(path): (path.stat().st_mode, path.read_bytes() if path.is_file() else b'') for path in paths}
+
+
+def start(compute: Ecompute, **settings: object) -> Result:
+    """What becomes of a start over the state directory of `compute` with these settings in place of its own."""
+    own = yaml.safe_load(compute.config.read_text())
+    fake = str(settings.pop('fake', INVENTORY))
+    merged = {key: value for key, value in {**own, **settings}.items() if value is not None}
+    config = compute.directory / 'refused.yaml'
+    config.write_text(yaml.safe_dump(merged))
+    words = ('--config', str(config), '--fake', fake)
+    return run('ecomp.compute', *words, directory=compute.directory)
+
+
+@pytest.fixture
+def stopped(cluster: Control) -> Ecompute:
+    """An ecompute that is stopped, with an instance and a state directory that somebody has put half a file in."""
+    compute = cluster.ecompute(traits=['CUSTOM_OURS'])
+    addressed(cluster, place(cluster)[1])
+    compute.stop()
+    (compute.directory / 'state/.etcd.json.part').write_text('half')
+    return compute
+
+
+REFUSALS: Mapping[str, tuple[dict[str, object], int, str]] = {
+    'a typo in uuid:': ({'uuid': OTHER}, 5, 'put `uuid: '),
+    'a trait that placement does not know': ({'traits': ['HW_CPU_NO_SUCH']}, 2, 'HW_CPU_NO_SUCH'),
+    'a ratio of what there is not': ({'allocation_ratios': {'SRIOV_NET_VF': 2.0}}, 2, 'SRIOV_NET_VF'),
+    'a class that placement does not know': ({'fake': 'VCPU:4,MEMORY:512,DISK_GB:10'}, 2, 'resource class MEMORY (did'),
+    'KVM for what is pretended': ({'virt_type': 'kvm'}, 2, 'only pretended'),
+    'both': ({'uuid': OTHER, 'virt_type': 'kvm'}, 2, 'only pretended'),
+}
+
+
+@pytest.mark.parametrize('what', REFUSALS)
+def test_nothing_of_it_is_changed(stopped: Ecompute, what: str) -> None:
+    settings, code, says = REFUSALS[what]
+    before = everything_in(stopped.directory / 'state')
+    refused = start(stopped, **settings)
+    assert (refused.code, says in refused.stderr.splitlines()[-1]) == (code, True), refused
+    assert everything_in(stopped.directory / 'state') == before
+    # And who has no uuid: any more is who it was.
+    stopped.start()
+    assert f'compute {stopped.uuid}, ' in stopped.last_words()
+
+
+def test_nor_where_the_other_one_is_alive_by_a_key_on_no_lease(stopped: Ecompute, cluster: Control) -> None:
+    cluster.etcd.put(keys.compute(stopped.uuid), '{}')
+    try:
+        refused = start(stopped, uuid=OTHER)
+    finally:
+        cluster.etcd.delete(keys.compute(stopped.uuid))
+    assert (refused.code, f'put `uuid: {stopped.uuid}`' in refused.stderr) == (5, True), refused
+
+
+@pytest.mark.parametrize('backend', ['etcd', 'placement'])
+def test_nor_where_nobody_answers(stopped: Ecompute, backend: str) -> None:
+    nowhere = f'127.0.0.1:{free_port()}'
+    section = {'endpoints': [nowhere]} if backend == 'etcd' else {'endpoint': f'http://{nowhere}'}
+    before = everything_in(stopped.directory / 'state')
+    refused = start(stopped, uuid=OTHER, **{backend: section})
+    assert (refused.code, f'{backend} at' in refused.stderr) == (7 if backend == 'etcd' else 5, backend == 'etcd')
+    assert everything_in(stopped.directory / 'state') == before
+    refused = start(stopped, **{backend: section})
+    assert (refused.code, f'{backend} at' in refused.stderr) == (7, True)
+    assert everything_in(stopped.directory / 'state') == before
+
+
+def test_nor_where_another_ecompute_is_this_one(stopped: Ecompute, cluster: Control) -> None:
+    stopped.start()
+    second = write_config(
+        cluster.directory / 'second.yaml', cluster.etcd.endpoint, cluster.placement.url,
+        state=str(cluster.directory / 'second'), uuid=stopped.uuid,
+    )  # fmt: skip
+    there = cluster.directory / 'second'
+    there.mkdir()
+    for name in ('uuid', 'token'):
+        (there / name).write_text(f'{uuid.uuid4()}\n')
+    (there / 'lock').touch(0o600)
+    before = everything_in(there)
+    refused = run('ecomp.compute', '--config', str(second), '--fake', INVENTORY, directory=cluster.directory)
+    assert (refused.code, 'is held by another ecompute' in refused.stderr) == (5, True), refused
+    assert everything_in(there) == before
+
+
+def test_nor_where_another_ecompute_has_it(stopped: Ecompute) -> None:
+    stopped.start()
+    files = ('lock', 'uuid', 'token', 'fake.json', 'provider.json')
+    before = {name: (stopped.directory / 'state' / name).read_bytes() for name in files}
+    refused = start(stopped, uuid=OTHER)
+    one_line(refused, 5, f'is used by the ecompute with pid {stopped.pid}', command='ecompute')
+    assert {name: (stopped.directory / 'state' / name).read_bytes() for name in files} == before
+
+
+def test_nor_where_what_it_remembers_cannot_be_understood(stopped: Ecompute) -> None:
+    for name, kept in (('provider.json', '{"version": 99}'), ('etcd.json', 'x'), ('token', 'none\n')):
+        path = stopped.directory / 'state' / name
+        there = path.read_bytes()
+        path.write_text(kept)
+        before = everything_in(stopped.directory / 'state')
+        refused = start(stopped)
+        assert (refused.code, str(path) in refused.stderr) == (2, True), refused
+        assert everything_in(stopped.directory / 'state') == before
+        path.write_bytes(there)

@@ -1,4 +1,4 @@
-"""Story 1 of the guests: a stock cloud image with systemd, sshd and cloud-init, told of itself in both ways."""
+"""Stock cloud images boot with a key, a name and an address."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ import pytest
 
 from ecomp.errors import EcompError
 from tests.kit.commands import Result
+from tests.kit.kept import kept
 from tests.kit.lab import Lab, lab_name
+from tests.kit.machine import Machine, lacking, machine
 from tests.kit.servers import environment, until
+from tests.kit.tree import copy_tree
 from tests.scenario.debian_image import debian_image
+
+# Story 1 of the guests: a stock cloud image with systemd, sshd and cloud-init, told of itself in both ways.
+
 
 QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
 READY = 1200
@@ -39,13 +45,6 @@ from cloudinit.sources.helpers import ec2
 where = ('2009-04-04', 'http://169.254.169.254')
 print(json.dumps([ec2.get_instance_metadata(*where), ec2.get_instance_userdata(*where).decode()]))
 """
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(3000),
-    pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
-]
-
 
 @dataclass
 class Guest:
@@ -117,6 +116,9 @@ def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Gu
         lab.close()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 @pytest.mark.parametrize('way', WAYS)
 def test_a_stock_cloud_image_boots_as_it_was_asked_to(guests: Mapping[str, Guest], way: str) -> None:
     """ssh with the key, the name, the user-data, the root's size, and ready when cloud-init had said so."""
@@ -135,6 +137,9 @@ def test_a_stock_cloud_image_boots_as_it_was_asked_to(guests: Mapping[str, Guest
     assert source.startswith({'network': 'seed-dir (dmi,http://169.254.169.254/', 'iso': 'config-disk (/dev/vdb)'}[way])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_a_second_interface_is_up_and_the_first_one_is_the_way_out(guests: Mapping[str, Guest]) -> None:
     guest = guests['iso']
     asked = 'ip -j route show default; ip -j link; ip -j -4 address show scope global'
@@ -150,6 +155,9 @@ def test_a_second_interface_is_up_and_the_first_one_is_the_way_out(guests: Mappi
     assert (first, 100) in {(macs[each['dev']], each['metric']) for each in routes}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_a_key_opens_its_own_guest_and_no_other(guests: Mapping[str, Guest]) -> None:
     network, iso = guests['network'], guests['iso']
     stranger = Guest(iso.lab, iso.host, iso.name, network.private, iso.done)
@@ -158,6 +166,9 @@ def test_a_key_opens_its_own_guest_and_no_other(guests: Mapping[str, Guest]) -> 
     assert 'Permission denied' in refused.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_its_processor_can_run_what_is_built_for_a_newer_one(guests: Mapping[str, Guest]) -> None:
     """EL 9 is built for x86-64-v2, EL 10 for v3, and ends in a kernel's panic on less. glibc says what it finds."""
     said = guests['iso'].says('/lib64/ld-linux-x86-64.so.2 --help')
@@ -165,6 +176,9 @@ def test_its_processor_can_run_what_is_built_for_a_newer_one(guests: Mapping[str
         assert re.search(rf'^ *x86-64-{level} \(supported', said, re.MULTILINE), said
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_cloud_init_reads_the_ec2_paths_too(guests: Mapping[str, Guest]) -> None:
     guest = guests['network']
     public = guest.private.with_suffix('.pub').read_text().strip()
@@ -176,6 +190,9 @@ def test_cloud_init_reads_the_ec2_paths_too(guests: Mapping[str, Guest]) -> None
     assert user_data == SCRIPT
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_its_host_key_is_pinned_and_its_log_has_no_warning_of_ours(guests: Mapping[str, Guest]) -> None:
     for guest in guests.values():
         record = json.loads(guest.lab.eschedule('show', guest.name, '-f', 'json').stdout)
@@ -186,6 +203,9 @@ def test_its_host_key_is_pinned_and_its_log_has_no_warning_of_ours(guests: Mappi
         assert 'Cloud-init v. ' in guest.lab.eschedule('log', guest.name).stdout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_another_host_key_on_the_way_is_refused(guests: Mapping[str, Guest]) -> None:
     """As it would be seen if somebody else answered in its place; its own key again is taken again."""
     guest = guests['iso']
@@ -203,6 +223,9 @@ def test_another_host_key_on_the_way_is_refused(guests: Mapping[str, Guest]) -> 
 
 # The small guest's reboot always runs; this one takes a minute more.
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
+@pytest.mark.slow
 def test_a_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Guest]) -> None:
     """cloud-init runs the user-data of an instance once; the host keys stay, too."""
     guest = guests['network']
@@ -218,6 +241,9 @@ def test_a_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Gu
     assert guest.ssh('test -e /var/tmp/ran').returncode == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_a_reboot_without_its_ecompute_is_no_first_boot_either(guests: Mapping[str, Guest]) -> None:
     """The metadata server is away with it: to cloud-init that is another instance, whose host keys are made anew."""
     guest = guests['network']
@@ -242,12 +268,18 @@ def test_a_reboot_without_its_ecompute_is_no_first_boot_either(guests: Mapping[s
     until(lambda: guest.ssh('true').returncode == 0, 60, 'it is entered as before')
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_they_go_without_a_trace(guests: Mapping[str, Guest]) -> None:
     lab = guests['iso'].lab
     lab.destroy(*(guest.name for guest in guests.values()))
     lab.check()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_canaries_of_it_are_entered_on_every_host_and_go(
     guests: Mapping[str, Guest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,3 +306,78 @@ def test_canaries_of_it_are_entered_on_every_host_and_go(
     [canary] = said['canaries']
     assert (canary['reached'], canary['gone']) == ('ready', True)
     lab.check()
+
+
+# Debian 13, with its Python 3.13, libvirt 11.3, QEMU 10.0 and etcd 3.5: the quickstart, and the tests that say most.
+#
+# A minimal system from Debian's packages, on a machine of its own, with a copy of this tree in it as a clone has it.
+
+
+CLONE = Path('/clone')
+RECIPE = ['--variant=minbase', '--include=git,python3,python3-venv,ca-certificates,iproute2,procps', 'trixie']
+CERTIFICATES = Path('/etc/ssl/certs/ca-certificates.crt')
+PIP = [path for path in (Path('/etc/pip.conf'),) if path.exists()]
+
+
+@pytest.fixture(scope='module')
+def trixie(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """Debian 13 with this tree at CLONE: nothing it needs is installed."""
+    if why := lacking():
+        pytest.skip(why)
+    root = tmp_path_factory.mktemp('trixie') / 'root'
+    root.mkdir(mode=0o755)
+    try:
+        subprocess.run(['tar', '-xf', str(kept('debian-13.tar', RECIPE, _make)), '-C', str(root)], check=True)
+        # Where the machine's packages come through a proxy of its own, its authority and where pip looks are needed.
+        shutil.copyfile(CERTIFICATES, root / CERTIFICATES.relative_to('/'))
+        for path in PIP:
+            shutil.copyfile(path, root / path.relative_to('/'))
+        copy_tree(root / CLONE.relative_to('/'))
+        with machine(root) as made:
+            for words in (['init', '--quiet'], ['add', '--all']):
+                run(made, 'git', *words)
+            yield made
+    finally:
+        shutil.rmtree(root.parent, ignore_errors=True)
+
+
+def _make(work: Path) -> Path:
+    archive = work / 'root.tar'
+    made = subprocess.run(['mmdebstrap', '--quiet', *RECIPE, str(archive)], check=False, capture_output=True, text=True)
+    assert made.returncode == 0, f'mmdebstrap cannot make Debian 13: {made.stderr[-2000:]}'
+    return archive
+
+
+def run(trixie: Machine, *command: str) -> str:
+    """Run a command in the clone, as root's shell there would; what it printed, which is shown if it fails."""
+    passed_on = [f'{name}={value}' for name, value in os.environ.items() if name.startswith('PIP_')]
+    clean = ['env', '-i', 'HOME=/root', 'LC_ALL=C.UTF-8', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin', *passed_on]
+    done = trixie.run([*clean, *command], CLONE)
+    print(done.stdout)
+    assert done.returncode == 0, f'{command}: {done.returncode}\n{done.stdout[-6000:]}{done.stderr[-4000:]}'
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_the_quickstart_and_its_commands(trixie: Machine) -> None:
+    said = run(trixie, './quickstart.sh')
+    assert 'NOTIFIED TARGET' in said
+    assert 'This took ' in said
+    tried = [line.strip() for line in said.partition('Try next')[2].splitlines() if line.startswith('  .venv')]
+    assert len(tried) == 3
+    placed, status, destroyed = (run(trixie, 'sh', '-c', each) for each in tried)
+    assert placed.startswith('NOTIFIED TARGET')
+    assert status.count('ready') == 8
+    assert destroyed == ''
+    assert '3 computes' in run(trixie, 'sh', '-c', f'{tried[2].split(" destroy ")[0]} audit 2>&1')
+    run(trixie, './quickstart.sh', 'down')
+    assert trixie.run(['ls', '/var/lib/elab']).stdout == ''
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize('part', ['unit', 'functional'])
+def test_the_tests(trixie: Machine, part: str) -> None:
+    said = run(trixie, 'tests/run', part)
+    assert ' passed' in said

@@ -1,16 +1,25 @@
-"""eschedule hosts: computes that are up, closed, silent or orphaned, and what each plane knows of them."""
+"""Hosts: names, tables, disabled and enabled."""
 
 from __future__ import annotations
 
+import json
 import socket
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 
 from ecomp import __version__
-from tests.kit.commands import Control
+from tests.kit.commands import Control, Ecompute, write_config
+from tests.kit.faulty_placement import FaultyPlacement
+from tests.kit.hands import Eschedule
 from tests.kit.invariants import check
 from tests.kit.servers import until
 from tests.kit.sharing import hosts, silence, states
-from tests.kit.story import NOBODY, SMALL, addressed, boot_all, one_line, place, reached
+from tests.kit.story import NOBODY, SMALL, addressed, boot, boot_all, one_line, place, reached
+
+# eschedule hosts: computes that are up, closed, silent or orphaned, and what each plane knows of them.
 
 
 def test_up_closed_silent_and_orphaned(cluster: Control) -> None:
@@ -112,3 +121,333 @@ def test_a_record_that_cannot_be_read_is_named_with_its_cure_and_the_rest_is_sho
     assert cluster.eschedule('list').code == 0
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     check(cluster, compute)
+
+
+# A compute is its host's name wherever people read or type, also while it is away.
+
+
+def rename(control: Control, compute: Ecompute, name: str) -> None:
+    """Have another host name remembered of a compute that is away: those of a test are all on one host."""
+    key = f'/hostnames/{compute.uuid}'
+    until(lambda: control.etcd.keys(key), 30, 'it has written down its name')
+    control.etcd.put(key, json.dumps({'version': 1, 'hostname': name}))
+
+
+def test_closed_and_silent_it_goes_by_its_name_until_it_is_forgotten(cluster: Control) -> None:
+    here, closed, silent = (cluster.ecompute() for _ in range(3))
+    instance = boot(cluster, f'{SMALL}&in_tree={silent.uuid}')
+    closed.stop()
+    rename(cluster, closed, 'hv4')
+    silence(cluster, silent)
+    rename(cluster, silent, 'hv5')
+
+    assert {each: found['hostname'] for each, found in hosts(cluster).items()} == {
+        here.uuid: hosts(cluster)[here.uuid]['hostname'], closed.uuid: 'hv4', silent.uuid: 'hv5',
+    }  # fmt: skip
+    (line,) = [each for each in cluster.eschedule('list').stdout.splitlines() if instance in each]
+    assert 'hv5' in line
+    assert json.loads(cluster.eschedule('show', '-f', 'json', instance).stdout)['host'] == 'hv5'
+    found = cluster.eschedule('host', 'show', 'hv6', 'hv4')
+    assert (found.code, 'hv4' in found.stdout) == (4, True), found
+    assert found.stderr.startswith('eschedule: hv6: no compute has this host name or uuid')
+    for command, done in (('disable', 'disabled: '), ('drain', 'is disabled already'), ('enable', 'enabled, as soon')):
+        said = cluster.eschedule('host', command, 'hv4')
+        assert (said.code, said.stderr.splitlines()[0][: len(done) + 16]) == (0, f'eschedule: hv4: {done}'), said
+    refused = cluster.eschedule('--on', 'hv4', SMALL)
+    assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), refused
+    assert 'eschedule: hv4: is closed: its ecompute was stopped' in refused.stderr.splitlines()
+
+    one_line(cluster.eschedule('host', 'forget', 'hv5'), 5, 'compute hv5 is not forgotten', instance)
+    assert cluster.eschedule('destroy', instance).code == 0
+    both = cluster.eschedule('host', 'forget', '--fenced', 'hv4', 'hv5', 'hv6')
+    assert both.code == 4, both
+    assert 'eschedule: hv4: its resource provider is removed' in both.stderr
+    assert 'eschedule: hv5: its resource provider is removed' in both.stderr
+    assert both.stderr.splitlines()[-1].startswith('eschedule: hv6: no compute has this host name or uuid')
+    assert list(hosts(cluster)) == [here.uuid]
+    assert cluster.etcd.keys('/hostnames/') == [f'/hostnames/{here.uuid}']
+    # A record of what is gone there is kept for a day, and says nothing of a compute any more.
+    assert silent.uuid not in cluster.eschedule('audit').stderr
+    one_line(cluster.eschedule('host', 'forget', 'hv5'), 4, 'no compute has this host name')
+
+
+def test_two_of_one_name_are_told_apart_by_their_uuids(cluster: Control) -> None:
+    one, two = cluster.ecompute(), cluster.ecompute()
+    name = str(hosts(cluster)[one.uuid]['hostname'])
+    for words in (('--on', name, SMALL), ('host', 'drain', name), ('host', 'forget', name)):
+        one_line(cluster.eschedule(*words), 5, f'{name} is the host name of 2 computes', one.uuid, two.uuid)
+    assert place(cluster, SMALL, '--on', two.uuid[:6])[0] == two.uuid
+    # A host that was set up anew, or one that calls itself as another does: the dead one has its name until forgotten.
+    until(lambda: len(cluster.etcd.keys('/hostnames/')) == 2, 30, 'both have written down their names')
+    one.stop()
+    for words in (('--on', name, SMALL), ('host', 'forget', name)):
+        one_line(cluster.eschedule(*words), 5, f'{name} is the host name of 2 computes', one.uuid, two.uuid)
+    assert cluster.eschedule('host', 'forget', one.uuid[:8]).code == 0
+    assert place(cluster, SMALL, '--on', name)[0] == two.uuid
+    same = ['feed0000-0000-4000-8000-00000000000' + digit for digit in '12']
+    for each in same:
+        cluster.etcd.put(f'/hostnames/{each}', '{"version": 1, "hostname": "hv9"}')
+    one_line(cluster.eschedule('host', 'enable', 'feed'), 2, 'feed: 2 computes begin so', *same)
+    for each in same:
+        assert cluster.eschedule('host', 'forget', each).stderr == f'eschedule: {each}: its name is forgotten\n'
+
+
+def test_a_name_is_written_once_and_again_where_it_is_lost(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    key = f'/hostnames/{compute.uuid}'
+    until(lambda: cluster.etcd.keys(key), 30, 'it has written down its name')
+    value = cluster.etcd.get(key)
+    compute.restart()
+    assert cluster.etcd.get(key) == value
+    compute.stop()
+    cluster.etcd.put(key, 'rubbish')
+    name = str(hosts(cluster)[compute.uuid]['hostname'])
+    assert name == 'None', 'what makes no sense is no name'
+    compute.start()
+    until(lambda: cluster.etcd.get(key) == value, 30, 'it has written it down again')
+
+
+def test_what_is_written_there_is_believed_as_a_name_alone(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    key = f'/hostnames/{compute.uuid}'
+    until(lambda: cluster.etcd.keys(key), 30, 'it has written down its name')
+    compute.stop()
+    for name in ('\x1b[2J', 'a b', str(uuid.uuid4()), 'x' * 10_000, 7, None):
+        cluster.etcd.put(key, json.dumps({'version': 1, 'hostname': name}))
+        shown = cluster.eschedule('hosts')
+        assert shown.code == 0, shown
+        assert shown.stdout.splitlines()[1].split()[:3] == [compute.uuid, '-', 'closed']
+
+
+# host disable, drain and enable: what is disabled gets nothing new, whoever restarts or kills it.
+
+
+BOTH = {'COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED'}
+
+
+def traits(control: Control, compute: Ecompute) -> set[str]:
+    return set(control.placement.call('GET', f'/resource_providers/{compute.uuid}/traits')['traits'])
+
+
+def host(control: Control, command: str, word: str, *options: str) -> list[str]:
+    """What `host disable|drain|enable` says."""
+    result = control.eschedule('host', command, word, *options)
+    assert (result.code, result.stdout) == (0, ''), result
+    return [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
+
+
+def named(control: Control, **settings: object) -> tuple[Ecompute, str]:
+    """A compute, and its host name as etcd has it."""
+    compute = control.ecompute(**settings)  # type: ignore[arg-type]
+    return compute, str(hosts(control)[compute.uuid]['hostname'])
+
+
+def refused(control: Control, *words: str) -> list[str]:
+    result = control.eschedule(*(words or (SMALL,)))
+    assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), result
+    return [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
+
+
+def test_disabled_it_gets_nothing_while_others_do_and_enabled_it_does(cluster: Control) -> None:
+    one, two = cluster.ecompute(), cluster.ecompute()
+    kept = place(cluster, f'{SMALL}&in_tree={one.uuid}')[1]
+    address = addressed(cluster, kept)
+    assert host(cluster, 'disable', one.uuid) == [
+        f'{one.uuid}: disabled: nothing new is placed there, and what lives there goes on'
+    ]
+    assert host(cluster, 'disable', one.uuid.upper()) == [f'{one.uuid}: is disabled already']
+    assert states(cluster) == {one.uuid: 'disabled', two.uuid: 'up'}
+    assert f'{one.uuid}  ' in cluster.eschedule('hosts').stdout
+    assert [each['disabled'] for each in hosts(cluster).values()] == [each == one.uuid for each in hosts(cluster)]
+    # Four fill it: --count asks as well, and so does plan.
+    plan = cluster.eschedule('plan', SMALL).stdout
+    assert two.uuid in plan
+    assert one.uuid not in plan
+    placed = cluster.eschedule('--count', '4', SMALL)
+    assert placed.code == 0, placed
+    assert placed.stdout.count(f'NOTIFIED TARGET, {two.uuid}, ') == 4
+    assert any('is disabled (eschedule host enable ' in line for line in refused(cluster))
+    assert addressed(cluster, kept) == address
+    assert host(cluster, 'enable', one.uuid) == [f'{one.uuid}: enabled']
+    assert host(cluster, 'enable', one.uuid) == [f'{one.uuid}: is enabled already']
+    assert place(cluster)[0] == one.uuid
+    check(cluster, one, two)
+
+
+def test_by_its_host_name_and_what_is_none(cluster: Control) -> None:
+    compute, name = named(cluster)
+    assert host(cluster, 'disable', name)[0].startswith(f'{name}: disabled')
+    assert refused(cluster) == [
+        'placement names no provider with that much free and all that is required',
+        f'{name}: is disabled (eschedule host enable {name})',
+        f'the nearest miss is {name}',
+        f'the smallest change that fits: eschedule host enable {name}',
+    ]
+    assert refused(cluster, '--on', name, SMALL) == [
+        'placement names no provider with that much free and all that is required',
+        f'{name}: is disabled (eschedule host enable {name})',
+        f'the smallest change that fits: eschedule host enable {name}',
+    ]
+    assert host(cluster, 'enable', compute.uuid[:8]) == [f'{compute.uuid[:8]}: enabled']
+    for command in ('disable', 'drain', 'enable'):
+        one_line(cluster.eschedule('host', command, 'no-such-host'), 4, 'no compute has this host name or uuid')
+        one_line(cluster.eschedule('host', command, NOBODY), 4, NOBODY, 'no such compute')
+        one_line(cluster.eschedule('host', command), 2, 'which compute?')
+    cluster.placement.call('POST', '/resource_providers', {'uuid': NOBODY, 'name': 'nova-compute-7'})
+    one_line(cluster.eschedule('host', 'disable', NOBODY), 4, 'no ecompute made it')
+    two, _ = named(cluster)
+    one_line(cluster.eschedule('host', 'disable', name), 5, 'the host name of 2 computes', compute.uuid, two.uuid)
+
+
+def test_who_asks_for_disabled_ones_gets_them(cluster: Control, compute: Ecompute) -> None:
+    host(cluster, 'disable', compute.uuid)
+    query = f'{SMALL}&required=COMPUTE_STATUS_DISABLED'
+    uuid, instance = place(cluster, query)
+    assert uuid == compute.uuid
+    # The record has the words of the user, and so the same request is the same.
+    assert reached(cluster, instance, 'active')['query'] == query
+    host(cluster, 'enable', compute.uuid)
+    _, plain = place(cluster)
+    assert reached(cluster, plain, 'active')['query'] == SMALL
+    one_line(cluster.eschedule('--uuid', plain, SMALL), 0, 'was requested before')
+
+
+def test_stopped_and_started_it_is_as_the_operator_left_it(cluster: Control) -> None:
+    compute = cluster.ecompute(traits=['CUSTOM_RACK_7'])
+    assert traits(cluster, compute) == {'CUSTOM_RACK_7'}
+    compute.stop()
+    assert traits(cluster, compute) == {'CUSTOM_RACK_7', 'COMPUTE_STATUS_DISABLED'}
+    assert (states(cluster), hosts(cluster)[compute.uuid]['disabled']) == ({compute.uuid: 'closed'}, False)
+    compute.start()
+    assert traits(cluster, compute) == {'CUSTOM_RACK_7'}
+    host(cluster, 'disable', compute.uuid)
+    for end in (compute.stop, compute.kill):
+        end()
+        compute.start()
+        assert traits(cluster, compute) == {'CUSTOM_RACK_7', *BOTH}
+        refused(cluster)
+    # Enabled while it is stopped, it is open as soon as it is started.
+    compute.stop()
+    assert (states(cluster), hosts(cluster)[compute.uuid]['disabled']) == ({compute.uuid: 'closed'}, True)
+    assert 'closed, disabled' in cluster.eschedule('hosts').stdout
+    assert host(cluster, 'enable', compute.uuid) == [f'{compute.uuid}: enabled, as soon as its ecompute is started']
+    assert traits(cluster, compute) == {'CUSTOM_RACK_7', 'COMPUTE_STATUS_DISABLED'}
+    compute.start()
+    place(cluster)
+    # Disabled and enabled while nobody knows whether it will be back.
+    silence(cluster, compute)
+    assert 'disabled: nothing new' in host(cluster, 'disable', compute.uuid)[0]
+    host(cluster, 'enable', compute.uuid)
+    compute.start()
+    assert traits(cluster, compute) == {'CUSTOM_RACK_7'}
+    place(cluster)
+
+
+def test_drain_says_what_lives_there_and_waits_for_it(cluster: Control, compute: Ecompute) -> None:
+    assert host(cluster, 'drain', compute.uuid, '--wait') == [
+        f'{compute.uuid}: disabled: nothing new is placed there, and what lives there goes on',
+        f'{compute.uuid}: no instances there',
+        f'{compute.uuid}: nothing lives there any more',
+    ]
+    host(cluster, 'enable', compute.uuid)
+    named = place(cluster, SMALL, '--name', 'web1')[1]
+    instances = sorted([named, place(cluster)[1]])
+    for each in instances:
+        addressed(cluster, each)
+    said = host(cluster, 'drain', compute.uuid)
+    assert said[1] == f'{compute.uuid}: 2 instances there'
+    assert said[2:] == [f'{"web1" if each == named else each}: active' for each in instances]
+    late = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
+    assert late.code == 6, late
+    assert 'still waiting for: 2 instances to go; it stays disabled' in late.stderr.splitlines()[-1]
+    with Eschedule(cluster, 'host', 'drain', '--wait', compute.uuid) as draining:
+        # Nothing is destroyed but by who wants it.
+        assert cluster.eschedule('destroy', '--wait', instances[0]).code == 0
+        assert not draining.has_ended
+        assert cluster.eschedule('destroy', instances[1]).code == 0
+        result = draining.end()
+    assert result.code == 0, result
+    assert result.stderr.splitlines()[-1].endswith(f'{compute.uuid}: nothing lives there any more')
+    assert not cluster.etcd.keys(f'/hosts/{compute.uuid}/')
+    assert cluster.placement.consumers(compute.uuid) == {}
+
+
+@contextmanager
+def draining_in_sight(control: Control, compute: Ecompute, looks: int = 2) -> Iterator[Eschedule]:
+    """A drain that has looked so often at what is there, about once a second: it knows who was at it before."""
+    asked: list[str] = []
+    with FaultyPlacement(control.placement.port) as placement:
+        placement.fail('broken', lambda _, path: bool(asked.append(path)))
+        config = write_config(control.directory / 'drain.yaml', control.etcd.endpoint, placement.url)
+        with Eschedule(control, 'host', 'drain', '--wait', compute.uuid, config=config) as draining:
+            # Once for what it says, and then at each look, behind the one at who is at it.
+            held = f'/resource_providers/{compute.uuid}/allocations'
+            until(lambda: asked.count(held) > looks, 40, 'it has looked')
+            yield draining
+
+
+def test_drain_waits_for_one_that_asked_before(cluster: Control, compute: Ecompute) -> None:
+    """It has its candidates, and claims and delivers when it goes on."""
+    with Eschedule(cluster, SMALL, failpoint='announced:stop') as slow:
+        slow.stopped_at('announced')
+        with draining_in_sight(cluster, compute) as draining:
+            assert traits(cluster, compute) >= BOTH
+            assert not draining.has_ended
+            slow.go_on()
+            result = slow.end()
+            if result.code == 0:  # placement had answered before
+                instance = result.stdout.split()[-1]
+                addressed(cluster, instance)
+                assert not draining.has_ended
+                assert cluster.eschedule('destroy', instance).code == 0
+            assert draining.end().code == 0
+    assert cluster.placement.consumers(compute.uuid) == {}
+
+
+def test_drain_waits_for_one_that_is_being_taken_from_a_queue(cluster: Control) -> None:
+    """The taker may have heard that it is open; who marks a request from then on hears that it is not."""
+    assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
+    compute = cluster.ecompute()
+    queued = cluster.eschedule('--queue', '--flavor', 'small')
+    assert queued.code == 0, queued
+    key = f'/queues/small/{queued.stdout.split()[-1]}/taker'
+
+    def mark() -> None:
+        cluster.etcd.put(key, f'{{"version": 1, "compute": "{compute.uuid}"}}', cluster.etcd.grant())
+
+    mark()
+    late = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
+    assert late.code == 6, late
+    assert 'requests under way, which may be for it; it stays disabled' in late.stderr.splitlines()[-1]
+    # Who marks it in the first two seconds may have looked at its compute before that was disabled.
+    with draining_in_sight(cluster, compute, looks=6) as draining:
+        assert not draining.has_ended
+        mark()  # as another does after the first has given it back
+        assert draining.end().code == 0
+    cluster.etcd.delete(key)
+
+
+@pytest.mark.slow
+def test_enabled_in_the_moment_it_starts(cluster: Control) -> None:
+    """The start saw it disabled, and enable saw it stopped: within a minute it is open all the same."""
+    compute = cluster.ecompute()
+    host(cluster, 'disable', compute.uuid)
+    path = f'/resource_providers/{compute.uuid}/traits'
+    there = cluster.placement.call('GET', path)
+    body = {**there, 'traits': ['COMPUTE_STATUS_DISABLED']}
+    cluster.placement.call('PUT', path, body)
+    until(lambda: not traits(cluster, compute), 90, 'it is enabled')
+    place(cluster)
+
+
+def test_traits_aggregates_and_ratios(cluster: Control) -> None:
+    group, traits_of_one = NOBODY, ['CUSTOM_RACK_7', 'STORAGE_DISK_SSD']
+    settings = {'traits': traits_of_one, 'aggregates': [group], 'allocation_ratios': {'VCPU': 2}}
+    one = cluster.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:512', **settings)
+    cluster.ecompute()
+    assert traits(cluster, one) == {'CUSTOM_RACK_7', 'STORAGE_DISK_SSD'}, 'a fake has no processor'
+    assert place(cluster, f'{SMALL}&required=CUSTOM_RACK_7')[0] == one.uuid
+    assert place(cluster, f'{SMALL}&member_of={group}&required=STORAGE_DISK_SSD')[0] == one.uuid
+    said = refused(cluster, f'{SMALL}&required=CUSTOM_RACK_7')
+    assert any('VCPU short by 1 (free 0 of 2)' in line for line in said), said
+    assert any(line.endswith('lacks CUSTOM_RACK_7') for line in said), said

@@ -1,14 +1,18 @@
-"""Numbers, depth and text of what stands in etcd: what a reader takes can be written again, else it says why not."""
+"""Numbers, depth and text of what stands in etcd, chosen and by chance."""
 
 from __future__ import annotations
 
 import ast
 import json
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ecomp.model import flavor, group, keys, order, planes, queue, quota
 from ecomp.model.allocation import LARGEST, MOST
@@ -19,13 +23,16 @@ from ecomp.model.order import SIZE_LIMIT, Invalid, Request, parse_request
 from ecomp.model.record import ACTIVE, Record, new_record
 from ecomp.model.record import from_json as record_from_json
 from ecomp.model.record import to_json as record_to_json
-from ecomp.store.client import Delete, Put, Unchanged
+from ecomp.schedule import terminal
+from ecomp.store.client import Delete, Entry, Put, Unchanged
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER, request
 from tests.kit.servers import TOP, Etcd
 from tests.kit.store_client import connected
-from tests.security.mutants import nested
+from tests.security.mutants import NASTY, mutant, nested
+from tests.security.readers import PLACES, READERS, case, cases, compared
 
-pytestmark = pytest.mark.fast
+# Numbers, depth and text of what stands in etcd: what a reader takes can be written again, else it says why not.
+
 
 KEY = keys.request(COMPUTE, INSTANCE)
 HUGE, HUGER, VAST = '1e999', '-1e999', '9' * 4300
@@ -47,6 +54,7 @@ def stored(**changed: Any) -> dict[str, Any]:
 WHY = {'weigh': 'spread', 'weight': 'HERE', 'of': 3}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('number', [HUGE, HUGER, VAST, '1e400', '-' + VAST])
 def test_a_number_that_is_none_stands_in_no_value(number: str) -> None:
     """`"weight": 1e999` made an instance that could be neither shown nor destroyed (ENEMY 6)."""
@@ -58,6 +66,7 @@ def test_a_number_that_is_none_stands_in_no_value(number: str) -> None:
         record_from_json(with_number(stored(why=WHY), number))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('number', ['1e300', '-1e300', '9' * 400, str(LARGEST + 1), 'true', '"x"', '[1]'])
 def test_a_weight_that_nobody_weighed_is_none(number: str) -> None:
     found = parse_request(COMPUTE, KEY, with_number(request(why=WHY), number))
@@ -69,12 +78,14 @@ def test_a_weight_that_nobody_weighed_is_none(number: str) -> None:
     assert record_from_json(record_to_json(record).encode()) == record
 
 
+@pytest.mark.fast
 def test_a_weight_is_kept() -> None:
     found = parse_request(COMPUTE, KEY, with_number(request(why=WHY), '0.75'))
     assert isinstance(found, Request)
     assert found.why == Why('spread', 0.75, 3)
 
 
+@pytest.mark.fast
 def test_nothing_is_written_that_nobody_reads() -> None:
     with pytest.raises(ValueError, match='not JSON compliant|Out of range'):
         record_to_json(Record(INSTANCE, COMPUTE, ACTIVE, image=IMAGE, why=Why('spread', float('inf'), 3)))
@@ -91,6 +102,7 @@ def dumped_elsewhere(source: str) -> list[int]:
     return [node.lineno for node in calls if ast.unparse(node.func) in ('json.dumps', 'json.dump')]
 
 
+@pytest.mark.fast
 def test_one_function_writes_json() -> None:
     """What goes to etcd, to the memory of it and to a terminal."""
     rooms = ['model', 'scheduler', 'store', 'agent/host/digest.py', 'agent/host/state.py', 'schedule.py', 'compute.py']
@@ -111,6 +123,7 @@ AMOUNTS: list[tuple[Callable[[bytes], Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('number', [str(MOST + 1), '9' * 400, '-1', '1.5', 'true', VAST])
 @pytest.mark.parametrize(('read', 'value'), AMOUNTS)
 def test_an_amount_has_bounds(read: Callable[[bytes], Any], value: dict[str, Any], number: str) -> None:
@@ -119,6 +132,7 @@ def test_an_amount_has_bounds(read: Callable[[bytes], Any], value: dict[str, Any
         read(with_number(value, number))
 
 
+@pytest.mark.fast
 def test_a_quota_counts_to_its_bound() -> None:
     full = quota.from_json('p', with_number({'version': 1, 'limits': {}, 'used': {'VCPU': 'HERE'}}, str(MOST)))
     more = full.with_used({'VCPU': LARGEST})
@@ -135,6 +149,7 @@ VERSIONS: list[Callable[[Any], Any]] = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('version', [[1], {'a': 1}, True, 1.0, '1', None, 10**400, 'x' * 100_000, SHALLOW])
 @pytest.mark.parametrize('read', VERSIONS)
 def test_a_version_is_a_whole_number(read: Callable[[Any], Any], version: Any) -> None:
@@ -144,6 +159,7 @@ def test_a_version_is_a_whole_number(read: Callable[[Any], Any], version: Any) -
     assert len(str(caught.value)) < 2000
 
 
+@pytest.mark.fast
 def test_what_is_too_deep_is_refused_and_what_is_not_can_be_quoted() -> None:
     for deep in (DEEP, {'a': DEEP}, nested(DEPTH)):
         with pytest.raises(ValueError, match='nested too deeply'):
@@ -157,6 +173,7 @@ def test_what_is_too_deep_is_refused_and_what_is_not_can_be_quoted() -> None:
             shared_user_data(value, 'x')
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     'guest',
     [
@@ -173,6 +190,7 @@ def test_a_guest_of_a_digest_is_one(guest: Any) -> None:
         planes.from_pages([json.dumps({'version': 1, 'pages': 1, 'guests': [guest]}).encode()])
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('value', [7, None, {'a': 1}, ['x']])
 def test_what_a_digest_names_is_text(value: Any) -> None:
     for name in ('without_base', 'seeds', 'isos', 'reservations', 'parts'):
@@ -183,6 +201,7 @@ def test_what_a_digest_names_is_text(value: Any) -> None:
         planes.clearance_from_json(json.dumps({'version': 1, 'leftovers': [leftover]}).encode())
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('value', [b'7', b'{}', b'["x", 7]', b'[' * 100_000, b'[' + b'9' * 5000 + b']', b'\xff', b''])
 def test_what_a_compute_says_that_it_removed_is_lines(value: bytes) -> None:
     with pytest.raises(ValueError, match='.'):
@@ -190,6 +209,7 @@ def test_what_a_compute_says_that_it_removed_is_lines(value: bytes) -> None:
     assert planes.cleared_from_json(b'["disk x: removed"]') == ['disk x: removed']
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('name', ['user_id', 'project_id'])
 def test_half_of_a_character_waits_in_no_queue(name: str) -> None:
     """Placement fails over a claim for it, and whoever takes from the queue would try just that for ever."""
@@ -201,6 +221,7 @@ def test_half_of_a_character_waits_in_no_queue(name: str) -> None:
     assert found.reason.startswith(f'{name}: ')
 
 
+@pytest.mark.fast
 def test_half_of_a_character_is_a_key_like_any_other(etcd: Etcd) -> None:
     """A guest of such a project, or in such a group, could be made, and its end never written down."""
     key = keys.quota(f'{INSTANCE}{HALF}')
@@ -215,6 +236,7 @@ def test_half_of_a_character_is_a_key_like_any_other(etcd: Etcd) -> None:
         assert store.get(key) is None
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('character', ['é', 'x', '中', '\U0001f600', '"', '\x7f'])
 def test_the_record_of_the_largest_request_is_read_again(character: str) -> None:
     """Text is escaped in what we write, and may be three times as long there."""
@@ -230,12 +252,14 @@ def test_the_record_of_the_largest_request_is_read_again(character: str) -> None
     assert record_from_json(written) == record
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize('amount', [{}, [], None, 1.5, {'a': SHALLOW}])
 def test_a_flavor_s_amounts_are_numbers(amount: Any) -> None:
     with pytest.raises(ValueError, match='expected amounts'):
         flavor.from_json('f', json.dumps({'version': 1, 'resources': {'VCPU': amount}}).encode())
 
 
+@pytest.mark.fast
 def test_digits_without_end() -> None:
     with pytest.raises(ValueError, match='not a whole number from 1'):
         flavor.parse_flavor('f', f'resources=VCPU:{VAST}9')
@@ -246,6 +270,7 @@ def test_digits_without_end() -> None:
     assert isinstance(found, Invalid)
 
 
+@pytest.mark.fast
 def test_user_data_in_etcd_is_read_with_care() -> None:
     shared = SharedUserData.of(b'#cloud-config\n')
     assert shared_user_data(shared.text.encode(), shared.sha256) == b'#cloud-config\n'
@@ -255,6 +280,7 @@ def test_user_data_in_etcd_is_read_with_care() -> None:
             shared_user_data(value, shared.sha256)
 
 
+@pytest.mark.fast
 def test_a_count_has_a_bound() -> None:
     for count in (LARGEST + 1, 10**400):
         found = parse_request(COMPUTE, KEY, json.dumps(request(count=count)).encode())
@@ -262,6 +288,7 @@ def test_a_count_has_a_bound() -> None:
         assert 'is no number of instances' in found.reason
 
 
+@pytest.mark.fast
 def test_a_place_in_allocations_names_a_provider() -> None:
     """What is claimed on another provider is no part of a key unless it is text."""
     resources = {'resources': {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}
@@ -269,3 +296,65 @@ def test_a_place_in_allocations_names_a_provider() -> None:
     assert isinstance(found, Invalid)
     fine = parse_request(COMPUTE, KEY, json.dumps(request(allocations={COMPUTE: resources, OTHER: resources})).encode())
     assert isinstance(fine, Request)
+
+
+# Readers of all that others write, on values that were good ones: what is understood is written, read again and shown.
+#
+# A case is known by its number: the same number makes the same value. Anything that is raised but the product's own
+# errors is a defect, and so is what does not end. Answers of placement are in test_fuzz_placement.py.
+
+
+@cases(60)
+@pytest.mark.parametrize('name', READERS)
+def test_a_value_is_understood_or_refused_in_words(name: str, number: int) -> None:
+    read, good = READERS[name]
+    read(json.dumps(good).encode())
+    for each in range(number):
+        value = mutant(good, random.Random(f'{name}/{each}'))
+        with case(name, each, value):
+            read(value)
+
+
+@given(
+    st.sampled_from(sorted(READERS)),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(NASTY),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+        max_leaves=12,
+    ),
+)
+def test_any_json_at_all(name: str, value: Any) -> None:
+    text = json.dumps(value).encode()
+    with case(name, 0, text):
+        READERS[name][0](text)
+
+
+@cases(150)
+def test_an_audit_of_it_all_comes_to_its_end(number: int) -> None:
+    for each in range(number):
+        rng = random.Random(f'audit/{each}')
+        etcd = {}
+        for name, key in PLACES.items():
+            good = READERS[name][1]
+            value = mutant(good, rng) if rng.random() < 0.4 else json.dumps(good).encode()
+            if name == 'record' and rng.random() < 0.2:
+                etcd[keys.old_record(INSTANCE)] = Entry('/', value, rng.randrange(3), rng.randrange(2))
+            if rng.random() < 0.8:
+                etcd[key] = Entry(key, value, rng.randrange(3), rng.randrange(2))
+        digests = {}
+        with suppress(ValueError):
+            digests[COMPUTE] = planes.from_pages([mutant(READERS['digest'][1], rng)])
+        with case('audit', each, etcd):
+            compared(etcd, digests)
+
+
+@cases(60)
+def test_what_is_put_on_a_terminal_is_printable(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    for each in range(number):
+        rng = random.Random(f'terminal/{each}')
+        codes = (rng.randrange(rng.choice((32, 256, 0x110000))) for _ in range(80))
+        text = ''.join(map(chr, codes))
+        terminal().put(text)
+        terminal().say(text)
+    for said in capsys.readouterr():
+        assert said.replace('\n', '').isprintable()

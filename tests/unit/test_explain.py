@@ -1,5 +1,5 @@
 """What a provider lacks, in words and numbers; which is nearest; and the smallest change. The rules themselves are held
-against placement in tests/functional/test_why_no_room.py."""
+against placement in tests/functional/test_scheduler_explain.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What is found wrong, by the facts; a machine and a cluster that are well have nothing."""
+"""What is found wrong with a machine or a cluster, and the sentences for it."""
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.model import health
+from ecomp.model.canary import CHECKED, CURES, ENTERED, Canary, check_names_no_host, how_far, line, of_canaries
 from ecomp.model.guest import Attachment
 from ecomp.model.health import (
     MISSING,
@@ -24,8 +26,12 @@ from ecomp.model.health import (
 )
 from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
-from ecomp.tls import ETCD_SENTENCES, SENTENCES, TlsFailure
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, SCHEDULED, STAGES, Failure, Record
+from ecomp.tls import ETCD_SENTENCES, SENTENCES, TlsFailure, tls_failure
 from tests.kit.certificates import Authority
+
+# What is found wrong, by the facts; a machine and a cluster that are well have nothing.
+
 
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
 A, B = '0b5e55ed-0000-4000-8000-000000000000', '5ca1ab1e-0000-4000-8000-000000000000'
@@ -221,3 +227,106 @@ def test_half_a_certificate(tmp_path: Path) -> None:
             ends(b'\n'.join([*lines[:keep], lines[-1]]))
         except ValueError as error:
             assert 'certificate' in str(error)  # noqa: PT017  (or its end is before the cut)
+
+
+# What is said of canaries, and what is found by them.
+
+
+HOST, INSTANCE = 'c0000000-0000-4000-8000-000000000001', '1a5c0de0-0000-4000-8000-000000000001'
+NONE = Canary(HOST, 'hv1', 'hv1', why='it is disabled')
+CANARY = Canary(HOST, 'hv1', 'hv1', INSTANCE, 'canary-1a5c0de0', 'addressed', 4.25, 'no ssh key')
+ENTERED_ONE = CANARY._replace(reached=ENTERED, why='')
+BROKEN = CANARY._replace(reached='scheduled', seconds=None, why='no such image', broken='image')
+LEFT = ENTERED_ONE._replace(left='etcd is away')
+
+
+@pytest.mark.parametrize(
+    ('canary', 'says'),
+    [
+        (NONE, 'no canary: it is disabled'),
+        (CANARY, 'canary-1a5c0de0 booted after 4.2 s, not entered: no ssh key; gone'),
+        (CANARY._replace(reached='disk'), 'canary-1a5c0de0 reached disk after 4.2 s, not entered: no ssh key; gone'),
+        (ENTERED_ONE, 'canary-1a5c0de0 was entered after 4.2 s; gone'),
+        (BROKEN, 'canary-1a5c0de0: no such image; gone'),
+        (LEFT, 'canary-1a5c0de0 was entered after 4.2 s; it may be left: etcd is away'),
+    ],
+)
+def test_each_is_a_line(canary: Canary, says: str) -> None:
+    assert line(canary) == f'{HOST}: {says}'
+
+
+def test_what_broke_is_found_and_what_is_left() -> None:
+    assert of_canaries([NONE, CANARY, ENTERED_ONE], False) == []
+    assert of_canaries([BROKEN, LEFT], False) == [
+        Ailment('canary', 'on hv1 a canary did not come through: no such image', CURES['image']),
+        Ailment('canary', 'canary-1a5c0de0 on hv1 may be left: etcd is away', f'eschedule destroy --wait {INSTANCE}'),
+    ]
+    assert of_canaries([BROKEN._replace(broken='disk')], False)[0].cure == CHECKED
+
+
+def test_that_there_was_none_is_found_unless_somebody_ended_it() -> None:
+    for none in ([], [NONE]):
+        assert [each.check for each in of_canaries(none, False)] == ['canary']
+        assert of_canaries(none, True) == []
+
+
+def test_for_programs() -> None:
+    said = LEFT.to_dict()
+    assert (said['reached'], said['seconds'], said['said'], said['gone']) == (ENTERED, 4.25, None, False)
+    assert (CANARY.to_dict()['gone'], NONE.to_dict()['gone'], NONE.to_dict()['said']) == (True, None, 'it is disabled')
+
+
+def test_how_far_it_came() -> None:
+    taken = Record(INSTANCE, HOST, BUILDING, stages=dict.fromkeys(STAGES[:3], 'then'))
+    assert how_far(None) == ('requested', 'requested')
+    waits = replace(taken, state=SCHEDULED, stages=dict.fromkeys(STAGES[:2], 'then'))
+    assert how_far(waits) == ('scheduled', SCHEDULED)
+    assert how_far(taken) == ('image', 'disk')
+    assert how_far(replace(taken, state=ERROR, error=Failure('started', 'x', 'y'))) == ('image', 'started')
+    assert how_far(replace(taken, state=ACTIVE, stages=dict.fromkeys(STAGES, 'then'))) == ('ready', 'ready')
+
+
+def test_a_query_names_no_host() -> None:
+    check_names_no_host('resources=VCPU:1&required=in_tree')
+    for key in ('in_tree', 'in_tree_1'):
+        with pytest.raises(ValueError, match='--on'):
+            check_names_no_host(f'resources=VCPU:1&{key}=')
+
+
+# Why TLS failed is told by OpenSSL's own reason, and has a sentence.
+
+
+def test_each_failure_has_a_sentence() -> None:
+    assert SENTENCES.keys() == ETCD_SENTENCES.keys() == set(TlsFailure)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'said', 'failure'),
+    [
+        *((ssl.SSLCertVerificationError, {'verify_code': code}, failure) for code, failure in (
+            (9, TlsFailure.NOT_YET_VALID), (10, TlsFailure.EXPIRED), (20, TlsFailure.UNTRUSTED),
+            (62, TlsFailure.OTHER_NAME), (64, TlsFailure.OTHER_ADDRESS), (66, TlsFailure.TOO_WEAK),
+            (85, TlsFailure.NO_KEY_IDENTIFIER),
+        )),
+        (ssl.SSLCertVerificationError, {}, TlsFailure.UNTRUSTED),
+        *((ssl.SSLError, {'reason': reason}, failure) for reason, failure in (
+            ('SSLV3_ALERT_CERTIFICATE_EXPIRED', TlsFailure.OWN_EXPIRED),
+            ('TLSV13_ALERT_CERTIFICATE_REQUIRED', TlsFailure.OWN_MISSING),
+            ('TLSV1_ALERT_UNKNOWN_CA', TlsFailure.OWN_REFUSED),
+            ('SSLV3_ALERT_BAD_CERTIFICATE', TlsFailure.OWN_REFUSED),
+            ('TLSV1_ALERT_ACCESS_DENIED', TlsFailure.OWN_REFUSED),
+            ('TLSV1_ALERT_PROTOCOL_VERSION', TlsFailure.OTHER),
+            ('WRONG_VERSION_NUMBER', TlsFailure.PLAIN_TEXT),
+            ('UNSUPPORTED_PROTOCOL', TlsFailure.OTHER),
+        )),
+        (ssl.SSLError, {}, TlsFailure.OTHER),
+        *((kind, {}, TlsFailure.HUNG_UP) for kind in (ssl.SSLEOFError, ssl.SSLZeroReturnError)),
+    ],
+)
+def test_failure_is_told_by_its_number_its_reason_or_its_kind(
+    kind: type[ssl.SSLError], said: dict[str, object], failure: TlsFailure
+) -> None:
+    error = kind('whatever the server says')
+    for name, value in said.items():
+        setattr(error, name, value)
+    assert tls_failure(error) is failure

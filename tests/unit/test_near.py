@@ -1,10 +1,22 @@
-"""What was probably meant: the nearest known word, or none."""
+"""What was probably meant: a known word that is near, or what another tool calls it."""
 
 from __future__ import annotations
 
-import pytest
+import re
+import string
+from collections.abc import Mapping
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.cli.commands import COMMANDS, parse
+from ecomp.cli.near import ELSEWHERE, IN_FAMILIES, LOSSES, NOUNS
+from ecomp.errors import UsageError
 from ecomp.model.text import did_you_mean, near
+
+# What was probably meant: the nearest known word, or none.
+
 
 CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB', 'VGPU', 'instances')
 NAMES = ('hv12', 'hv3', 'web')
@@ -35,3 +47,121 @@ NAMES = ('hv12', 'hv3', 'web')
 def test_the_nearest_word(word: str, known: tuple[str, ...], meant: str | None) -> None:
     assert near(word, known) == meant
     assert did_you_mean(word, known) == (f' (did you mean {meant}?)' if meant else '')
+
+
+# The words of other tools, and typing errors: what they hint at, and what they never hint at.
+
+
+NEW = "create 'resources=…' [IMAGE_URL]"
+NO_LIMIT = 'quota set PROJECT CLASS=none'
+NEIGHBOURS: Mapping[str, Mapping[str, str]] = {
+    'docker': {
+        'ps': 'list', 'ls': 'list', 'container ls': 'list', 'run': NEW, 'rm': 'destroy', 'container rm': 'destroy',
+        'kill': 'stop', 'pause': 'stop', 'unpause': 'start', 'restart': 'reboot', 'exec': 'ssh', 'cp': 'ssh-config',
+        'logs': 'log', 'inspect': 'show', 'attach': 'console', 'stats': 'hosts', 'top': 'hosts', 'version': '--version',
+        'prune': 'clear', 'history': 'events', 'node ls': 'host list', 'node inspect': 'host show',
+    },
+    'virsh': {
+        'undefine': 'destroy', 'define': NEW, 'shutdown': 'stop', 'suspend': 'stop', 'resume': 'start',
+        'reset': 'reboot', 'dominfo': 'show', 'domstate': 'show', 'dumpxml': 'show', 'managedsave': 'stop',
+        'nodeinfo': 'hosts', 'ttyconsole': 'console', 'event': 'events', 'domifaddr': 'show',
+    },
+    'incus': {
+        'launch': NEW, 'init': NEW, 'delete': 'destroy', 'info': 'show', 'shell': 'ssh', 'file push': 'ssh-config',
+        'monitor': 'events', 'cluster list': 'host list', 'profile list': 'flavor list', 'profile create': 'flavor set',
+        'profile delete': 'flavor delete',
+    },
+    'nomad': {
+        'node status': 'host show', 'node drain': 'host drain', 'alloc exec': 'ssh', 'alloc logs': 'log',
+        'alloc stop': 'stop', 'job stop': 'stop', 'job run': NEW, 'job status': 'show', 'status': 'show',
+        'server members': 'hosts', 'nodes': 'host list', 'quota inspect': 'quota show', 'gc': 'clear',
+    },
+    'openstack': {
+        'server list': 'list', 'server create': NEW, 'server delete': 'destroy', 'server destroy': 'destroy',
+        'server show': 'show', 'server ssh': 'ssh', 'server pause': 'stop', 'servers': 'list',
+        'server unpause': 'start', 'server reboot': 'reboot',
+        'server event list': 'events', 'hypervisor list': 'host list', 'hypervisor show': 'host show',
+        'compute service list': 'host list', 'flavor create': 'flavor set', 'flavor unset': 'flavor delete',
+        'quota delete': NO_LIMIT, 'quota unset': NO_LIMIT, 'limits show': 'quota show',
+    },
+    'kubectl': {
+        'get': 'list', 'get pods': 'list', 'get nodes': 'host list', 'describe': 'show', 'describe node': 'host show',
+        'describe pod': 'show', 'delete pod': 'destroy', 'apply': '', 'cordon': 'host disable', 'scp': 'ssh-config',
+        'cordon node': 'host disable', 'uncordon': 'host enable', 'undrain': 'host enable', 'drain': 'host drain',
+        'drain node': 'host drain', 'taint': 'host disable', 'cluster-info': 'hosts', 'explain': 'why',
+    },
+    'a power button': {
+        'off': 'stop', 'halt': 'stop', 'poweroff': 'stop', 'down': 'stop', 'on': 'start', 'up': 'start',
+        'poweron': 'start', 'host undrain': 'host enable', 'host uncordon': 'host enable',
+        'host cordon': 'host disable',
+        'host off': 'host disable', 'host on': 'host enable', 'host rm': 'host forget', 'host describe': 'host show',
+        'host kill': 'host disable', 'quota rm': NO_LIMIT, 'quota clear': NO_LIMIT, 'flavor rm': 'flavor delete',
+        'group ls': 'group list', 'enable': 'host enable', 'disable': 'host disable',
+        'host disenable': 'host disable',  # a negated command may hint at its opposite
+    },
+}  # fmt: skip
+OPPOSITES = [('start', 'stop'), ('host enable', 'host disable'), ('host enable', 'host drain')]
+
+
+def refusal(line: str) -> str:
+    with pytest.raises(UsageError) as refused:
+        parse([*line.split(), 'web1', 'more'])
+    return str(refused.value)
+
+
+def suggested(line: str) -> str:
+    """The command that the refusal of a line suggests, '' for none."""
+    found = re.search(r'did you mean eschedule ([^?,]*)', refusal(line))
+    return found[1] if found else ''
+
+
+@pytest.mark.parametrize(
+    ('line', 'meant'),
+    [pytest.param(*pair, id=f'{tool} {pair[0]}') for tool, each in NEIGHBOURS.items() for pair in each.items()],
+)
+def test_a_word_of_another_tool_hints_at_the_same_command_here(line: str, meant: str) -> None:
+    assert suggested(line) == meant
+    assert suggested(line.upper()) == meant
+    names_the_loss = 'did you mean eschedule destroy, which deletes the disk?' in refusal(line)
+    assert names_the_loss == (meant == 'destroy')
+
+
+def test_every_command_that_is_suggested_exists() -> None:
+    commands = {*ELSEWHERE.values(), *(name for each in IN_FAMILIES.values() for name in each.values())}
+    for command in commands - {'--version', "'resources=…'"}:
+        words = command.split()
+        assert ' '.join(words[:2]) in COMMANDS or words[0] in COMMANDS, command
+
+
+@st.composite
+def misspelt(draw: st.DrawFn) -> tuple[str, str, str]:
+    """A command, its line with an edit or two in the last word, and the negation put before that word ('' for none)."""
+    command = draw(st.sampled_from(sorted({*COMMANDS} - {'query'})))
+    *before, word = command.split()
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(word)))
+        letter = draw(st.sampled_from(['', *string.ascii_lowercase]))
+        word = word[:at] + letter + word[at + draw(st.integers(0, 1)) :]
+    negation = draw(st.sampled_from(['', '', 'un', 'dis', 'de', 'no', 'non', 'in']))
+    return command, ' '.join([*before, negation + word]), negation
+
+
+@given(misspelt())
+def test_no_typing_error_hints_at_a_loss_or_the_opposite(case: tuple[str, str, str]) -> None:
+    command, line, negation = case
+    words = line.split()
+    exact = {*ELSEWHERE, *NOUNS, *IN_FAMILIES.get(words[0], ()), *(name.partition(' ')[0] for name in COMMANDS)}
+    if words[-1] in exact or line in COMMANDS or len(words) != len(command.split()):
+        return  # no typing error, or no word left
+    hint = suggested(line)
+    assert hint not in LOSSES
+    for pair in OPPOSITES:
+        if command in pair and not negation:
+            assert hint not in {*pair} - {command}
+
+
+@pytest.mark.parametrize('name', sorted({*COMMANDS} - {'query'}))
+@pytest.mark.parametrize('prefix', ['un', 'dis', 'de', 'no', 'no-', 'non', 'in'])
+def test_the_negation_of_a_command_never_hints_at_it(name: str, prefix: str) -> None:
+    *before, word = name.split()
+    assert suggested(' '.join([*before, prefix + word])) != name

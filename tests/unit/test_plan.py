@@ -1,4 +1,4 @@
-"""The whole table of what is asked for against what is there: every state, with every guest, for every wish."""
+"""The table of what is asked for against what is there."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from itertools import product
 
 import pytest
 
+from ecomp.agent.instance.instances import Shutdowns
 from ecomp.agent.instance.plan import (
     GONE_BOTH,
     GONE_DISK,
     GONE_DOMAIN,
     UNDEFINED,
     Kind,
+    Patience,
     Sightings,
     Task,
     Wish,
@@ -38,7 +40,20 @@ from ecomp.model.guest import (
     mac_address,
 )
 from ecomp.model.guest import BaseImage as Base
-from ecomp.model.order import Invalid, Request
+from ecomp.model.order import (
+    ACTIONS,
+    ASKED,
+    NOT_STARTED,
+    OFF,
+    REBOOT,
+    START,
+    STOP,
+    Invalid,
+    Power,
+    Request,
+    action_id,
+    phase,
+)
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -51,16 +66,19 @@ from ecomp.model.record import (
     Record,
 )
 
+# The whole table of what is asked for against what is there: every state, with every guest, for every wish.
+
+
 HERE, ELSEWHERE = 'b8756be5-a30d-4311-920c-0ad996367a8e', '0a1b2c3d-0000-4000-8000-000000000001'
 INSTANCE, NEIGHBOUR = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 MAC = mac_address(INSTANCE, 0)
 
-ASKED = Request(
+ASKED_STATES = Request(
     INSTANCE, {HERE: {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}}, image='http://h/i', user_id='u', project_id='p'
 )
 TOMBSTONE = Request(INSTANCE, {}, image=None, user_id='u', project_id='p')
 UNREADABLE = Invalid(INSTANCE, 'not JSON')
-WISHES: dict[str, Wish] = {'asked': ASKED, 'tombstone': TOMBSTONE, 'unreadable': UNREADABLE}
+WISHES: dict[str, Wish] = {'asked': ASKED_STATES, 'tombstone': TOMBSTONE, 'unreadable': UNREADABLE}
 
 GUESTS = {
     'nothing': None,
@@ -135,14 +153,14 @@ def test_only_a_tombstone_destroys(wish: str, state: str | None, guest: str) -> 
 
 
 def test_instances_are_planned_each_by_itself() -> None:
-    neighbour = Request(NEIGHBOUR, ASKED.allocations, image='http://h/i', user_id='u', project_id='p')
+    neighbour = Request(NEIGHBOUR, ASKED_STATES.allocations, image='http://h/i', user_id='u', project_id='p')
     seen = replace(NOTHING, guests={INSTANCE: GUESTS['runs']})
     tasks = plan({INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: record(ACTIVE)}, seen)
     assert [(task.instance, task.kind) for task in tasks] == [(INSTANCE, Kind.DESTROY), (NEIGHBOUR, Kind.BUILD)]
 
 
 def test_power_says_what_is_wrong() -> None:
-    reasons = {name: planned(ASKED, record(ACTIVE), guest) for name, guest in GUESTS.items()}
+    reasons = {name: planned(ASKED_STATES, record(ACTIVE), guest) for name, guest in GUESTS.items()}
     assert {name: tasks[0].reason for name, tasks in reasons.items() if tasks} == {
         'nothing': 'its domain and its disk are gone',
         'is off': 'it is off',
@@ -153,7 +171,7 @@ def test_power_says_what_is_wrong() -> None:
         'is off without a disk': 'its disk is gone',
         'only a disk': 'its domain is gone, its disk is there',
     }
-    assert planned(ASKED, record(STOPPED), GUESTS['runs'])[0].reason == 'it runs'
+    assert planned(ASKED_STATES, record(STOPPED), GUESTS['runs'])[0].reason == 'it runs'
 
 
 def test_a_guest_that_is_merely_off_or_runs_has_no_fault() -> None:
@@ -210,12 +228,12 @@ def test_that_a_guest_was_killed_is_remembered_while_it_is_off() -> None:
     killed = replace(record(STOPPED), fault=CRASHED)
     assert fault_of(killed, GUESTS['is off']) == CRASHED
     assert fault_of(killed, GUESTS['runs']) is None
-    assert planned(ASKED, killed, GUESTS['is off']) == []
+    assert planned(ASKED_STATES, killed, GUESTS['is off']) == []
 
 
 def test_what_vanished_ends_and_what_was_merely_missed_does_not() -> None:
     stopped = replace(record(STOPPED), fault=GONE_BOTH)
-    wishes, records = {INSTANCE: ASKED}, {INSTANCE: stopped}
+    wishes, records = {INSTANCE: ASKED_STATES}, {INSTANCE: stopped}
     assert plan(wishes, records, NOTHING) == []
     seen = replace(NOTHING, vanished=[INSTANCE])
     assert [task.kind for task in plan(wishes, records, seen)] == [Kind.VANISHED]
@@ -229,7 +247,7 @@ def test_what_ran_before_a_reboot_is_started_again_and_nothing_else() -> None:
         there = {INSTANCE: found} if (found := GUESTS[guest]) else {}
         for before in ([], [INSTANCE]):
             seen = replace(NOTHING, guests=there, before_reboot=before)
-            tasks = plan({INSTANCE: ASKED}, {INSTANCE: record(state)}, seen)
+            tasks = plan({INSTANCE: ASKED_STATES}, {INSTANCE: record(state)}, seen)
             resumed = Kind.RESUME in [task.kind for task in tasks]
             ran = bool(before) and state == ACTIVE
             assert resumed == (ran and guest in ('is off', 'is off, killed')), (state, guest)
@@ -254,14 +272,14 @@ ADDRESSES = [
 def test_an_address_is_written_down_when_it_is_new(known: str | None, found: dict[str, Address], new: bool) -> None:
     active = record(ACTIVE, address=known)
     assert news(active, found) is new
-    tasks = planned(ASKED, active, GUESTS['runs'], found)
+    tasks = planned(ASKED_STATES, active, GUESTS['runs'], found)
     assert [task.kind for task in tasks] == ([Kind.ADDRESS] if new else [])
     # A guest that is off is first written down as off.
-    assert planned(ASKED, active, GUESTS['is off'], found)[0].kind is Kind.POWER
+    assert planned(ASKED_STATES, active, GUESTS['is off'], found)[0].kind is Kind.POWER
 
 
 def test_cloud_init_is_through_once() -> None:
-    active, wishes = record(ACTIVE), {INSTANCE: ASKED}
+    active, wishes = record(ACTIVE), {INSTANCE: ASKED_STATES}
     runs = replace(NOTHING, guests={INSTANCE: GUESTS['runs']}, ready=[INSTANCE])
     tasks = plan(wishes, {INSTANCE: active}, runs)
     assert [task.kind for task in tasks] == [Kind.READY]
@@ -287,3 +305,142 @@ def test_macs_are_those_the_guest_is_made_with() -> None:
         spec = GuestSpec(INSTANCE, HERE, 1, 256, 1, Base('', '', 0), 'qemu', networks)
         assert spec.macs == all_macs(INSTANCE)[:count]
     assert len({*all_macs(INSTANCE), *all_macs(NEIGHBOUR)}) == 2 * MOST_INTERFACES
+
+
+# Stop, start and reboot: every step of each, from everything a guest and its record may say.
+
+
+SHOWN, SUBJECT = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+THIS, EARLIER = '0a1b2c3d-0000-4000-8000-000000000001', '0a1b2c3d-0000-4000-8000-000000000002'
+RUNS = Guest(SUBJECT, SHOWN, defined=True, running=True, disk=True)
+IS_OFF = replace(RUNS, running=False)
+FROZEN = replace(RUNS, trouble=NO_SPACE)
+SAID = (None, EARLIER, f'{EARLIER}:{ASKED}', f'{EARLIER}:{OFF}', THIS, f'{THIS}:{ASKED}', f'{THIS}:{OFF}')
+
+# What is done of a guest that runs, by how far the record says it is: of one that is off it is always the same.
+RUNNING: dict[str, dict[str | None, Kind]] = {
+    STOP: dict.fromkeys(SAID, Kind.SHUTDOWN),
+    START: {**dict.fromkeys(SAID, Kind.DONE), f'{EARLIER}:{ASKED}': Kind.SHUTDOWN, f'{THIS}:{ASKED}': Kind.SHUTDOWN},
+    REBOOT: {**dict.fromkeys(SAID, Kind.SHUTDOWN), f'{THIS}:{OFF}': Kind.DONE},
+}
+IN_TURN = {None: Kind.SHUTDOWN, Patience.ASK_AGAIN: Kind.SHUTDOWN, Patience.NO_MORE: Kind.SWITCH_OFF}
+
+def planned_power(
+    power: Power | None,
+    said: str | None,
+    guest: Guest | None,
+    patience: Patience | None = None,
+    state: str = '',
+    fault: str | None = None,
+    before_reboot: bool = False,
+    vanished: bool = False,
+) -> list[Kind]:
+    request = Request(
+        SUBJECT,
+        {SHOWN: {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}},
+        image='http://h/i',
+        user_id='u',
+        project_id='p',
+        power=power,
+    )
+    state = state or (ACTIVE if guest is not None and guest.running else STOPPED)
+    record = Record(SUBJECT, SHOWN, state, image='http://h/i', power=said, fault=fault)
+    seen = replace(
+        NOTHING,
+        guests={SUBJECT: guest} if guest else {},
+        patience={SUBJECT: patience} if patience else {},
+        before_reboot=[SUBJECT] if before_reboot else [],
+        vanished=[SUBJECT] if vanished else [],
+    )
+    tasks = plan({SUBJECT: request}, {SUBJECT: record}, seen)
+    assert all(task.reason for task in tasks)
+    return [task.kind for task in tasks]
+
+
+@pytest.mark.parametrize(('action', 'said', 'patience'), list(product(ACTIONS, SAID, (None, *Patience))))
+def test_the_table_of_power(action: str, said: str | None, patience: Patience | None) -> None:
+    power = Power(action, THIS)
+    done = said == THIS
+    planned = planned_power(power, said, IS_OFF, patience)
+    assert planned == ([] if done else [Kind.DONE if action == STOP else Kind.START])
+    expected: Kind | None = RUNNING[action][said]
+    if expected is Kind.SHUTDOWN:
+        expected = IN_TURN.get(patience)
+    assert planned_power(power, said, RUNS, patience) == ([] if done or expected is None else [expected])
+
+
+@pytest.mark.parametrize('said', SAID)
+def test_what_was_not_asked_for_is_not_done(said: str | None) -> None:
+    """A guest that powers itself off stays off; what the last action's record says of it changes nothing."""
+    for power in (None, *(Power(action, said) for action in ACTIONS if said)):
+        assert planned_power(power, said, RUNS) == []
+        assert planned_power(power, said, IS_OFF) == []
+        assert planned_power(power, said, IS_OFF, state=ACTIVE) == [Kind.POWER]
+        assert planned_power(power, said, RUNS, state=STOPPED) == [Kind.POWER]
+
+
+@pytest.mark.parametrize('state', [SCHEDULED, BUILDING])
+def test_what_is_not_built_is_built_first(state: str) -> None:
+    for action, guest in product(ACTIONS, (RUNS, IS_OFF, None)):
+        assert planned_power(Power(action, THIS), None, guest, state=state) == [Kind.BUILD]
+
+
+def test_what_is_waited_for_hinders_nothing_else() -> None:
+    said, stop = f'{THIS}:{ASKED}', Power(STOP, THIS)
+    assert planned_power(stop, said, RUNS, Patience.WAIT) == []
+    assert planned_power(stop, said, FROZEN, Patience.WAIT) == [Kind.POWER]  # its fault is written down
+
+
+def test_what_was_stopped_stays_so_after_a_reboot_of_its_host() -> None:
+    assert planned_power(Power(STOP, THIS), THIS, IS_OFF, state=STOPPED, before_reboot=True) == []
+    # Off by the reboot, and not yet by the stop: it is as was asked.
+    assert planned_power(Power(STOP, THIS), f'{THIS}:{ASKED}', IS_OFF, state=ACTIVE, before_reboot=True) == [Kind.DONE]
+    for action in (START, REBOOT):
+        assert planned_power(Power(action, THIS), EARLIER, IS_OFF, state=ACTIVE, before_reboot=True) == [Kind.START]
+    assert planned_power(Power(STOP, EARLIER), EARLIER, IS_OFF, state=ACTIVE, before_reboot=True) == [Kind.RESUME]
+
+
+@pytest.mark.parametrize('action', ACTIONS)
+def test_of_whom_nothing_is_seen_nothing_is_done(action: str) -> None:
+    """It may have been missed: then it is done when it is seen again; else it ends."""
+    power = Power(action, THIS)
+    assert planned_power(power, None, None, fault=GONE_BOTH) == []
+    assert planned_power(power, None, None, fault=GONE_BOTH, vanished=True) == [Kind.VANISHED]
+
+
+def test_a_start_that_failed_is_a_fault_until_the_guest_runs() -> None:
+    for fault in (f'{NOT_STARTED}: no room', f'{NOT_STARTED} after the host was rebooted: no room'):
+        record = Record(SUBJECT, SHOWN, STOPPED, image='http://h/i', fault=fault)
+        assert fault_of(record, IS_OFF) == fault
+        assert fault_of(record, RUNS) is None
+        assert fault_of(record, FROZEN) == NO_SPACE
+        assert fault_of(record, replace(IS_OFF, trouble=CRASHED)) == CRASHED
+
+
+def test_which_and_how_far() -> None:
+    assert [phase(said) for said in (None, THIS, f'{THIS}:{ASKED}', f'{THIS}:{OFF}')] == ['', '', ASKED, OFF]
+    assert [action_id(said) for said in (None, THIS, f'{THIS}:{OFF}')] == ['', THIS, THIS]
+
+
+# How long a guest may take
+
+
+def test_a_guest_is_asked_again_and_then_no_more() -> None:
+    shutdowns = Shutdowns(grace=60, again=10)
+    assert shutdowns.patience(100) == {}
+    assert shutdowns.next(after=0) == []
+    shutdowns.note_asked(SUBJECT, 100)
+    assert shutdowns.patience(109.9) == {SUBJECT: Patience.WAIT}
+    assert sorted(shutdowns.next(after=100)) == [110, 160]
+    assert shutdowns.patience(110) == {SUBJECT: Patience.ASK_AGAIN}
+    shutdowns.note_asked(SUBJECT, 110)
+    assert shutdowns.patience(115) == {SUBJECT: Patience.WAIT}
+    assert sorted(shutdowns.next(after=110)) == [120, 160]
+    # What was due at the last look is no reason to wake up: whoever looked had its chance.
+    assert shutdowns.next(after=120) == [160]
+    assert shutdowns.patience(160) == {SUBJECT: Patience.NO_MORE}
+    assert shutdowns.next(after=160) == []
+    shutdowns.keep([SUBJECT])
+    assert shutdowns.patience(160) == {SUBJECT: Patience.NO_MORE}
+    shutdowns.keep([])
+    assert shutdowns.patience(160) == {}

@@ -1,4 +1,4 @@
-"""The state directory: one ecompute at a time, and one identity for ever."""
+"""The state directory: its identity, its memory of instances, what is published to an accepted etcd."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from ecomp.agent.host.state import Identity
+from ecomp.agent.host.state import Identity, Memory, MemoryEntry
+from ecomp.agent.instance.records import Drop, EtcdView, Publish, ended, running
 from ecomp.errors import Conflict, UsageError
 from ecomp.files import write_durably
 from ecomp.model import keys
+from ecomp.model.order import Invalid, Power, Request
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Failure, new_record, timestamp
 from ecomp.virt.libvirt_host import ENTER, User, can
+
+# The state directory: one ecompute at a time, and one identity for ever.
+
 
 OTHER = '5ca1ab1e-0000-4000-8000-000000000000'
 GIVEN = 'b8756be5-a30d-4311-920c-0ad996367a8e'
@@ -178,3 +188,313 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monk
     assert caught.value.filename == str(tmp_path / 'file')
     assert [path.name for path in tmp_path.iterdir()] == ['file']
     assert (tmp_path / 'file').read_text() == 'before'
+
+
+# What the state directory remembers of the instances here, over days, restarts and reboots.
+
+
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+INSTANCE, ANOTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '5ca1ab1e-0000-4000-8000-000000000000'
+REQUEST = Request(
+    INSTANCE, {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}, image='http://h/i', user_id='u', project_id='p'
+)
+RECORD = new_record(COMPUTE, REQUEST, 'T1').at(BUILDING, 'T2')
+DAY = timedelta(days=1)
+
+
+class Machine:
+    """A state directory, a clock and a boot."""
+
+    def __init__(self, directory: Path) -> None:
+        self.state = directory / 'state'
+        self._boot_id = directory / 'boot_id'
+        self.clock = datetime(2026, 1, 1, tzinfo=UTC)
+        self.boot('first')
+
+    def boot(self, name: str) -> None:
+        self._boot_id.write_text(f'{name}\n')
+
+    def memory(self) -> Memory:
+        """As a start reads it."""
+        return Memory(self.state, COMPUTE, lambda: timestamp(self.clock), self._boot_id)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    made = Machine(tmp_path)
+    made.memory().before_reboot()  # the first start
+    return made
+
+
+def test_what_ended_is_remembered_for_a_day(machine: Machine) -> None:
+    memory = machine.memory()
+    memory.remember(REQUEST, RECORD)
+    memory.ended(INSTANCE)
+    machine.clock += DAY / 2
+    memory.ended(ANOTHER)
+    assert machine.memory().all_ended() == {INSTANCE, ANOTHER}
+    machine.clock += DAY * 0.75
+    memory.ended(COMPUTE)
+    assert machine.memory().all_ended() == {ANOTHER, COMPUTE}
+
+
+def test_a_uuid_that_is_used_again_is_remembered_for_as_long_as_it_lives(machine: Machine) -> None:
+    """It failed, its record was destroyed, and the same command with the same --uuid made it once more."""
+    memory = machine.memory()
+    memory.remember(REQUEST, RECORD)
+    memory.ended(INSTANCE)
+    memory.remember(REQUEST, RECORD.at(ACTIVE, 'T3'))
+    assert memory.all_ended() == frozenset()
+    machine.clock += DAY * 1.1
+    memory.ended(ANOTHER)  # which sweeps what ended more than a day ago
+    machine.boot('second')
+    again = machine.memory()
+    assert again.all()[INSTANCE].record.state == ACTIVE
+    assert again.before_reboot() == {INSTANCE}
+
+
+def test_what_ends_twice_does_not_keep_older_ends_from_being_forgotten(machine: Machine) -> None:
+    memory = machine.memory()
+    for each in (INSTANCE, ANOTHER):
+        memory.ended(each)
+    machine.clock += DAY / 2
+    memory.ended(INSTANCE)
+    machine.clock += DAY * 0.75
+    memory.ended(COMPUTE)
+    assert memory.all_ended() == machine.memory().all_ended() == {INSTANCE, COMPUTE}
+
+
+def test_what_cannot_be_forgotten_hinders_no_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system is read-only, say."""
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, 'Read-only file system', str(path), missing_ok)
+
+    memory = machine.memory()
+    memory.ended(INSTANCE)
+    machine.clock += DAY * 1.1
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, 'unlink', removed)
+        memory.ended(ANOTHER)
+    assert memory.all_ended() == {ANOTHER}
+    machine.memory().ended(COMPUTE)
+    assert machine.memory().all_ended() == {ANOTHER, COMPUTE}
+
+
+def test_what_is_not_dealt_with_after_a_reboot_is_remembered_until_it_is(machine: Machine) -> None:
+    memory = machine.memory()
+    memory.remember(REQUEST, RECORD)
+    memory.remember(replace(REQUEST, instance=ANOTHER), replace(RECORD, instance=ANOTHER))
+    machine.boot('second')
+    assert machine.memory().before_reboot() == machine.memory().before_reboot() == {INSTANCE, ANOTHER}
+    machine.memory().dealt_with_all_but({ANOTHER})
+    again = machine.memory()
+    assert again.before_reboot() == {ANOTHER}
+    again.dealt_with_all_but(frozenset())
+    assert machine.memory().before_reboot() == frozenset()
+    (machine.state / 'boot').write_text('')
+    assert machine.memory().before_reboot() == {INSTANCE, ANOTHER}, 'nobody knows'
+
+
+def test_what_a_full_disk_kept_from_it_is_written_later(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once, however often it is tried; what is written already, or is to end with a failure, is not touched."""
+
+    def full(path: Path, _: str) -> None:
+        raise OSError(errno.ENOSPC, 'No space left on device', str(path))
+
+    memory, lives = machine.memory(), RECORD.at(ACTIVE, 'T3')
+    with monkeypatch.context() as patched:
+        patched.setattr('ecomp.agent.host.state.write_durably', full)
+        memory.remember(REQUEST, lives)
+        memory.put_right(REQUEST, lives)
+        assert machine.memory().all() == {}
+    assert len([each for each in caplog.messages if 'No space left' in each]) == 1
+    memory.put_right(REQUEST, lives)
+    assert machine.memory().all()[INSTANCE].record == lives
+    memory.put_right(replace(REQUEST, user_id='v'), lives)
+    assert machine.memory().all()[INSTANCE].request == REQUEST
+    memory.remember(REQUEST, RECORD, Failure('disk', 'full', ''))
+    memory.put_right(REQUEST, lives)
+    assert memory.all()[INSTANCE].failure is not None
+
+
+def test_what_an_older_copy_lacks_or_has_as_being_built_is_written(machine: Machine) -> None:
+    lives = RECORD.at(ACTIVE, 'T3')
+    machine.memory().remember(REQUEST, RECORD)
+    machine.memory().put_right(REQUEST, lives)
+    machine.memory().put_right(replace(REQUEST, instance=ANOTHER), replace(lives, instance=ANOTHER))
+    states = {name: each.record.state for name, each in machine.memory().all().items()}
+    assert states == {INSTANCE: ACTIVE, ANOTHER: ACTIVE}
+
+
+def at_its_first_write(patch: pytest.MonkeyPatch, meanwhile: Callable[[], None], seconds: float) -> threading.Thread:
+    """The first file is as slow to write as `meanwhile` takes, in a thread that is returned, `seconds` at most."""
+    beside, began = threading.Thread(target=meanwhile, daemon=True), threading.Lock()
+
+    def slow(path: Path, text: str) -> None:
+        if began.acquire(blocking=False):
+            beside.start()
+            beside.join(seconds)
+        write_durably(path, text)
+
+    patch.setattr('ecomp.agent.host.state.write_durably', slow)
+    return beside
+
+
+def test_nobody_waits_for_the_disk_of_another_instance(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds, the planner and audits ask what is here; they hear what was so before that write."""
+    memory, seen, other = machine.memory(), list[object](), replace(RECORD, instance=ANOTHER)
+    memory.remember(REQUEST, RECORD)
+
+    def ask() -> None:
+        memory.remember(replace(REQUEST, instance=ANOTHER), other)
+        seen.extend((memory.all(), memory.all_ended()))
+
+    at_its_first_write(monkeypatch, ask, seconds=30)
+    memory.ended(INSTANCE)
+    lives = MemoryEntry(REQUEST, RECORD), MemoryEntry(replace(REQUEST, instance=ANOTHER), other)
+    assert seen == [dict(zip((INSTANCE, ANOTHER), lives, strict=True)), frozenset()]
+    assert (memory.all().keys(), memory.all_ended()) == ({ANOTHER}, {INSTANCE})
+
+
+@pytest.mark.parametrize('old', [True, False])
+def test_a_file_holds_what_was_said_last(machine: Machine, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    """Also where that came while the one before was being written, and where an older end is forgotten meanwhile."""
+    memory = machine.memory()
+    if old:
+        memory.ended(INSTANCE)
+        machine.clock += DAY * 1.1
+    beside = at_its_first_write(monkeypatch, lambda: memory.ended(ANOTHER if old else INSTANCE), seconds=0.3)
+    memory.remember(REQUEST, RECORD)
+    beside.join()
+    assert memory.all().keys() == machine.memory().all().keys() == ({INSTANCE} if old else set())
+    assert memory.all_ended() == machine.memory().all_ended() == {ANOTHER if old else INSTANCE}
+
+
+def test_what_is_not_understood_stays(machine: Machine) -> None:
+    machine.memory()
+    path = machine.state / 'instances' / f'{INSTANCE}.json'
+    path.write_text('{"version": 99}')
+    machine.memory().put_right(REQUEST, RECORD.at(ACTIVE, 'T3'))
+    assert path.read_text() == '{"version": 99}'
+
+
+# What is published to an etcd that was accepted, and what is not: from what we remember and what it says.
+
+
+HERE, THERE = 'b8756be5-a30d-4311-920c-0ad996367a8e', '5ca1ab1e-0000-4000-8000-000000000000'
+GUEST = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+ASKED = Request(GUEST, {HERE: {'VCPU': 1}}, image='http://h/i', user_id='u', project_id='p')
+TOMBSTONE = replace(ASKED, allocations={}, image=None)
+SCHEDULED = new_record(HERE, ASKED, 'T1')
+WRITTEN = SCHEDULED.at(ACTIVE, 'T2', 'image', 'disk', 'started')
+NOW = 'T9'
+
+
+def remembered(state: str = ACTIVE) -> MemoryEntry:
+    record = SCHEDULED.at(BUILDING, 'T2') if state == BUILDING else WRITTEN.at(state, 'T3')
+    return MemoryEntry(ASKED, record)
+
+
+@pytest.mark.parametrize('state', [ACTIVE, STOPPED])
+def test_what_is_here_is_published_and_claimed(state: str) -> None:
+    record = remembered(state).record
+    assert running(HERE, remembered(state), True, EtcdView()) == Publish(ASKED, record, ASKED)
+
+
+@pytest.mark.parametrize('older', [None, SCHEDULED, SCHEDULED.at(BUILDING, 'T2'), WRITTEN.at(STOPPED, 'T2')])
+def test_an_older_record_is_brought_up_to_date(older: object) -> None:
+    said = EtcdView(ASKED, older)  # type: ignore[arg-type]
+    assert running(HERE, remembered(), True, said) == Publish(None, WRITTEN, ASKED)
+
+
+STOP, START = Power('stop', THERE), Power('start', HERE)
+
+
+@pytest.mark.parametrize('power', [None, THERE, f'{THERE}:asked'])
+def test_what_was_asked_of_its_power_is_published_as_far_as_it_was(power: str | None) -> None:
+    known = MemoryEntry(replace(ASKED, power=STOP), replace(WRITTEN, power=power))
+    assert running(HERE, known, True, EtcdView()) == Publish(known.request, known.record, known.request)
+    said = EtcdView(known.request, WRITTEN)
+    assert running(HERE, known, True, said) == Publish(None, known.record, known.request)
+
+
+def test_what_was_asked_of_its_power_before_is_not_done_again() -> None:
+    known = MemoryEntry(replace(ASKED, power=STOP), replace(WRITTEN, power=THERE))
+    for older in (None, START):
+        of_2019 = replace(ASKED, user_id='2019', power=older)
+        step = running(HERE, known, True, EtcdView(of_2019, WRITTEN))
+        assert step == Publish(replace(of_2019, power=STOP), known.record, known.request)
+    # What was never begun here is: nobody can have done it.
+    unseen = MemoryEntry(ASKED, WRITTEN)
+    asked = EtcdView(replace(ASKED, power=START), WRITTEN)
+    assert running(HERE, unseen, True, asked) == Publish(None, WRITTEN, ASKED)
+
+
+def test_what_vanished_is_not_built_anew_but_ends_by_its_record() -> None:
+    assert running(HERE, remembered(), False, EtcdView(ASKED, SCHEDULED)) == Publish(None, WRITTEN, None)
+    assert running(HERE, remembered(), False, EtcdView()) == Drop()
+
+
+def test_a_build_under_way_goes_on() -> None:
+    record = remembered(BUILDING).record
+    assert running(HERE, remembered(BUILDING), False, EtcdView()) == Publish(ASKED, record, None)
+    assert running(HERE, remembered(BUILDING), True, EtcdView(ASKED)) == Publish(None, record, ASKED)
+
+
+@pytest.mark.parametrize('state', [ACTIVE, STOPPED])
+def test_what_etcd_says_of_a_later_moment_than_the_build_stands(state: str) -> None:
+    later = replace(WRITTEN, state=state)
+    assert running(HERE, remembered(BUILDING), True, EtcdView(ASKED, later)) == Publish(None, later, ASKED)
+
+
+@pytest.mark.parametrize('is_here', [True, False])
+@pytest.mark.parametrize('said', [EtcdView(), EtcdView(ASKED, WRITTEN), EtcdView(ASKED, SCHEDULED)])
+def test_a_destroy_under_way_goes_on(is_here: bool, said: EtcdView) -> None:
+    record = remembered(DESTROYING).record
+    # What it counts for until it has ended it says itself, as a destroy of eschedule's does.
+    tombstone = replace(TOMBSTONE, left=ASKED.resources)
+    assert running(HERE, remembered(DESTROYING), is_here, said) == Publish(tombstone, record, None)
+
+
+@pytest.mark.parametrize('state', [ACTIVE, STOPPED, BUILDING, DESTROYING])
+@pytest.mark.parametrize('is_here', [True, False])
+@pytest.mark.parametrize(
+    'said',
+    [
+        EtcdView(TOMBSTONE, WRITTEN),
+        EtcdView(TOMBSTONE),
+        EtcdView(Invalid(GUEST, 'no'), WRITTEN),
+        EtcdView(None, WRITTEN.at(GONE, 'T4')),
+        EtcdView(ASKED, WRITTEN.at(ERROR, 'T4')),
+        EtcdView(ASKED, replace(WRITTEN, compute=THERE)),
+    ],
+)
+def test_what_is_left_to_the_plan(state: str, is_here: bool, said: EtcdView) -> None:
+    assert running(HERE, remembered(state), is_here, said) is None
+
+
+@pytest.mark.parametrize('older', [None, SCHEDULED, WRITTEN])
+def test_what_ended_is_not_built_again(older: object) -> None:
+    last = ended(HERE, EtcdView(ASKED, older), NOW)  # type: ignore[arg-type]
+    assert last is not None
+    assert last.state == GONE
+    assert last.stages['gone'] == NOW
+    assert last.fault == 'it had ended before etcd forgot that'
+
+
+@pytest.mark.parametrize(
+    'said',
+    [
+        EtcdView(),
+        EtcdView(None, WRITTEN),
+        EtcdView(TOMBSTONE, WRITTEN),
+        EtcdView(Invalid(GUEST, 'no')),
+        EtcdView(ASKED, WRITTEN.at(GONE, 'T4')),
+        EtcdView(ASKED, replace(WRITTEN, compute=THERE)),
+    ],
+)
+def test_an_end_that_needs_no_word(said: EtcdView) -> None:
+    assert ended(HERE, said, NOW) is None

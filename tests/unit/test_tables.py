@@ -1,4 +1,4 @@
-"""How rows come out: as tables that fit, as JSON, YAML, CSV and bare values; sorted, chosen, coloured."""
+"""What a person reads: tables, terminals, and text made safe for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from io import StringIO
 
 import pytest
 import yaml
@@ -34,7 +35,12 @@ from ecomp.cli.tables import (
     short_times,
     short_uuids,
 )
-from ecomp.errors import UsageError
+from ecomp.cli.terminal import Live, Terminal
+from ecomp.errors import EcompError, Unreachable, UsageError
+from ecomp.model.text import printable, printable_lines, renamed, some
+
+# How rows come out: as tables that fit, as JSON, YAML, CSV and bare values; sorted, chosen, coloured.
+
 
 ONE, TWO, NEAR = (f'{start}-0000-4000-8000-000000000001' for start in ('1a5c0de0', '2b5c0de0', '2b5c0de0'))
 NEAR = NEAR.replace('0000-4', '0001-4')
@@ -261,3 +267,74 @@ def test_a_long_text_is_folded_by_looking_at_each_character_once_or_twice(monkey
     monkeypatch.setattr(tables, '_places', lambda each: looked.append(each) or 1)
     assert len(folded('é' * 10_000, 4)) == 2_500
     assert len(looked) <= 20_000
+
+
+# What a command says, and to whom.
+
+
+AWAY = Unreachable('etcd at ds1:2379 cannot be reached', 'etcd at ds1:2379')
+
+
+def test_of_a_backend_that_is_away_it_says_who_told_where_it_is() -> None:
+    terminal = Terminal(print, print, print, 'told by /etc/ecomp/schedule.yaml')
+    assert terminal.words(AWAY) == f'{AWAY} (told by /etc/ecomp/schedule.yaml)'
+    assert terminal._replace(told='told by a\nb').words(AWAY).endswith(r'(told by a\nb)')
+
+
+def test_and_of_nothing_else() -> None:
+    terminal = Terminal(print, print, print, 'told by /etc/ecomp/schedule.yaml')
+    for error in (EcompError('no'), Unreachable('etcd takes no writes')):
+        assert terminal.words(error) == str(error)
+    assert Terminal(print, print, print).words(AWAY) == str(AWAY)
+
+
+def test_the_live_line_is_no_wider_than_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be two lines, of which one is written over."""
+    written = StringIO()
+    monkeypatch.setattr('sys.stderr', written)
+    monkeypatch.setattr(written, 'isatty', lambda: True)
+    monkeypatch.setenv('COLUMNS', '20')
+    with Live() as tell:
+        tell('waiting for: its image, 34 of 600 MB')
+        tell('waiting for: x, 1 s')
+    assert written.getvalue() == '\r\x1b[Kwaiting for: its i…\r\x1b[Kwaiting for: x, 1 s\r\x1b[K'
+
+
+# Text from outside in a person's terminal: one line, and nothing that moves the cursor.
+
+
+@given(st.text())
+def test_whatever_comes_out_is_one_line(text: str) -> None:
+    assert printable(text).isprintable()
+    assert printable_lines(text).count('\n') == text.count('\n')
+
+
+def test_what_can_be_printed_stays() -> None:
+    assert printable('Zürich: 5 %, "ok"') == 'Zürich: 5 %, "ok"'
+    assert printable('a\x1b[2J\nb\ud800\u202ec') == r'a\x1b[2J\nb\ud800\u202ec'
+
+
+def test_what_is_long_ends() -> None:
+    assert printable('x' * 100, 100) == 'x' * 100
+    assert printable('x' * 101, 100) == 'x' * 100 + '…'
+
+
+def test_a_uuid_is_called_what_it_is_called_and_a_path_stays() -> None:
+    one, two = '1a5c0de0-0000-4000-8000-000000000001', '2a5c0de0-0000-4000-8000-000000000002'
+    called = {one: 'web1'}
+    assert renamed(f'{one}: is on {two}, and so is {one}', called) == f'web1: is on {two}, and so is web1'
+    assert renamed(f'etcdctl del /names/{one}', called) == f'etcdctl del /names/{one}'
+    assert renamed(f'{one}0 x{one} {one.upper()}', called) == f'{one}0 x{one} {one.upper()}'
+
+
+def test_what_is_called_by_a_name_and_its_uuid_is_called_so_once() -> None:
+    one, two = '1a5c0de0-0000-4000-8000-000000000001', '2a5c0de0-0000-4000-8000-000000000002'
+    called = {each: f'hv1 ({each})' for each in (one, two)}
+    once = f'web1 is on hv1 ({one}), not on hv1 ({two})'
+    assert renamed(f'web1 is on {one}, not on {two}', called) == renamed(once, called) == once
+    assert renamed(f'(see {one})', called) == f'(see hv1 ({one}))'
+
+
+def test_of_many_names_the_first_are_said_and_how_many_more_there_are() -> None:
+    assert [some('abcd'[:n], 2) for n in range(5)] == ['', 'a', 'a, b', 'a, b and 1 more', 'a, b and 2 more']
+    assert some(['web1', 'web2', 'web3'], 2, between=' ') == 'web1 web2 and 1 more'

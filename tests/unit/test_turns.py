@@ -1,4 +1,4 @@
-"""What is done when it is due, in few threads: turns, what is put off, what is logged of failures, and what wakes."""
+"""What is done when it is due: turns, backoff, what is logged of failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import pytest
 
 from ecomp.agent.turns import FIRST_DELAY, LAST_DELAY, Complaints, Delays, Threads, Turn, TurnThreads, Waker
 from ecomp.errors import EcompError, Unreachable
+from ecomp.model.backoff import Backoff
 from tests.kit.servers import until
+
+# What is done when it is due, in few threads: turns, what is put off, what is logged of failures, and what wakes.
 
 
 @pytest.fixture
@@ -410,3 +413,13 @@ def test_a_handler_may_wake_while_its_own_thread_does() -> None:
         signal.raise_signal(signal.SIGUSR1)
     assert is_woken(waker)
     waker.close()
+
+
+# How long to wait before something is tried again.
+
+
+def test_it_doubles_up_to_its_last_and_begins_anew() -> None:
+    backoff = Backoff(0.5, 3.0)
+    assert [backoff.next() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    backoff.reset()
+    assert backoff.next() == 0.5

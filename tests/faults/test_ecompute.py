@@ -1,0 +1,505 @@
+"""ecompute killed, frozen, signalled, at every step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.commands import Control, Ecompute, write_config
+from tests.kit.hands import BIG, Armed, Eschedule, guests, killed_at, lapse, revision, settled, some, start_again
+from tests.kit.hypervisor import Hypervisor
+from tests.kit.invariants import everything
+from tests.kit.process import is_stopped
+from tests.kit.servers import PATIENCE, until
+from tests.kit.story import SMALL, addressed, boot, known, log_of, logged, one_line, place, reached, reserved
+from tests.kit.tuned import tuned
+
+# F2: ecompute killed at every step of a build, a destroy, its start and its end; the next start goes on.
+
+
+BUILD_FAILPOINTS = (
+    *('remembered', 'reserved', 'seeded', 'confirmed', 'building', 'image-ready', 'disk-created', 'domain-started'),
+    *('built', 'active', 'addressed'),
+)
+DESTROY_FAILPOINTS = (
+    *('destroying', 'domain-undefined', 'disk-deleted', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),
+)
+START_FAILPOINTS = ('registered', 'described', 'published')
+END_FAILPOINTS = ('closing', 'closed')
+
+
+@pytest.fixture
+def armed(cluster: Control) -> Armed:
+    """A fake ecompute that is not started yet."""
+    return tuned(cluster, start=False)
+
+
+@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'confirmed', 'seeded', 'disk-created', 'built', 'addressed'))
+def test_killed_while_building(cluster: Control, armed: Armed, step: str) -> None:
+    """F2: kill -9 of ecompute at a step of a build: the next start ends it, once (fake)"""
+    armed.failpoint = f'{step}:kill'
+    armed.start()
+    _, instance = place(cluster)
+    killed_at(armed, step)
+    start_again(armed)
+    addressed(cluster, instance)
+    assert reached(cluster, instance, 'active')['attempts'] == 0
+    settled(cluster, armed)
+
+
+@pytest.mark.parametrize('step', some(DESTROY_FAILPOINTS, 'destroying', 'removed', 'released', 'ended'))
+def test_killed_while_destroying(cluster: Control, armed: Armed, step: str) -> None:
+    """F2: kill -9 of ecompute at a step of a destroy: the next start ends it (fake)"""
+    armed.failpoint = f'{step}:kill'
+    armed.start()
+    (_, instance), (_, other) = place(cluster), place(cluster)
+    address = addressed(cluster, other)
+    addressed(cluster, instance)
+    assert cluster.eschedule('destroy', instance).code == 0
+    killed_at(armed, step)
+    start_again(armed)
+    reached(cluster, instance, 'gone')
+    assert addressed(cluster, other) == address
+    settled(cluster, armed)
+
+
+@pytest.mark.parametrize('by_hand', [False, True])
+def test_killed_before_the_state_directory_hears_of_an_end(cluster: Control, by_hand: bool) -> None:
+    """F2: kill -9 of ecompute between an end in etcd and in its directory: the next start frees the address (fake)"""
+    quick = {'host.claims.APART': 0.5, 'planner.APART': 0.5}  # between two looks for what vanished
+    armed = tuned(cluster, numbers=quick)
+    instance = boot(cluster)
+    armed.kill()
+    if by_hand:
+        (armed.directory / 'state/fake.json').write_text('[]')
+    armed.failpoint = 'ended:kill'
+    armed.start()
+    if not by_hand:
+        assert cluster.eschedule('destroy', instance).code == 0
+    killed_at(armed, 'ended')
+    start_again(armed)
+    assert reached(cluster, instance, 'gone')
+    state = armed.directory / 'state'
+    assert json.loads((state / 'fake-reserved.json').read_text()) == {}
+    assert 'ended' in json.loads((state / f'instances/{instance}.json').read_text())
+    settled(cluster, armed)
+
+
+@pytest.mark.parametrize('step', START_FAILPOINTS)
+def test_killed_while_starting(cluster: Control, armed: Armed, step: str) -> None:
+    """F2: kill -9 of ecompute while it starts, three times, the first time ever and with work waiting (fake)"""
+    armed.failpoint = f'{step}:kill'
+    for _ in range(2):
+        armed.launch()
+        killed_at(armed, step)
+    start_again(armed)
+    _, instance = place(cluster)
+    address = addressed(cluster, instance)
+    armed.kill()
+    assert cluster.eschedule('destroy', place(cluster)[1]).code == 0
+    armed.failpoint = f'{step}:kill'
+    armed.launch()
+    killed_at(armed, step)
+    start_again(armed)
+    assert addressed(cluster, instance) == address
+    assert reserved(cluster, armed.uuid) == 0
+    settled(cluster, armed)
+
+
+@pytest.mark.parametrize('step', END_FAILPOINTS)
+def test_killed_while_ending(cluster: Control, armed: Armed, step: str) -> None:
+    """F2: kill -9 of ecompute while it ends: the next start is as after any other (fake)"""
+    armed.failpoint = f'{step}:kill'
+    armed.start()
+    _, instance = place(cluster)
+    address = addressed(cluster, instance)
+    os.kill(armed.pid, signal.SIGTERM)
+    killed_at(armed, step)
+    start_again(armed)
+    assert addressed(cluster, instance) == address
+    assert reserved(cluster, armed.uuid) == 0
+    settled(cluster, armed)
+
+
+def test_killed_with_the_metadata_address_put(host: Hypervisor) -> None:
+    """F2: kill -9 of ecompute that put 169.254.169.254: the next start takes it off at its end, as its own (libvirt)"""
+    address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
+
+    def there() -> bool:
+        return address in host.lab.elab('exec', host.name, 'ip', 'addr', 'show', *bridge)
+
+    def ends() -> None:
+        host.kill(signal.SIGTERM)
+
+    # The lab's network has the address itself.
+    ends()
+    assert there(), 'what is not ours stays'
+    host.lab.elab('exec', host.name, 'ip', 'addr', 'del', address, *bridge)
+    try:
+        host.restart()
+        assert there()
+        host.kill()
+        assert there()
+        host.restart()
+        ends()
+        assert not there()
+        assert not (host.state / 'metadata-address').exists()
+    finally:
+        host.lab.elab('exec', host.name, 'ip', 'addr', 'replace', address, *bridge)
+
+
+def test_the_network_is_started_again(host: Hypervisor) -> None:
+    """F28: the network stopped and started by hand: 169.254.169.254 is put on its new bridge at once (libvirt)"""
+    address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
+
+    def there() -> bool:
+        return address in host.lab.elab('exec', host.name, 'ip', 'addr', 'show', *bridge)
+
+    definition = host.lab.virsh(host.name, 'net-dumpxml', 'default')
+    without = re.sub(r"<ip address='169\.254\.169\.254'.*?</ip>", '', definition, flags=re.DOTALL)
+    assert without != definition
+    xml = host.state / 'network.xml'
+    try:
+        xml.write_text(without)
+        host.lab.virsh(host.name, 'net-define', str(xml))
+        host.lab.virsh(host.name, 'net-destroy', 'default')
+        host.lab.virsh(host.name, 'net-start', 'default')
+        until(there, 10, 'the address is there again')
+    finally:
+        host.kill(signal.SIGTERM)
+        xml.write_text(definition)
+        host.lab.virsh(host.name, 'net-define', str(xml))
+        host.lab.virsh(host.name, 'net-destroy', 'default')
+        host.lab.virsh(host.name, 'net-start', 'default')
+        xml.unlink()
+        host.restart()
+
+
+REAL = ('building', 'reserved', 'built', 'removed', 'forgotten')
+
+
+@pytest.mark.parametrize('step', some(REAL, 'built'))
+def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
+    """F2: kill -9 of ecompute at a step of a build or a destroy: the next start ends it; one QEMU or none (libvirt)"""
+    destroyed = step in DESTROY_FAILPOINTS
+    host.restart(f'{step}:kill')
+    instance = host.running() if destroyed else host.place()
+    if destroyed:
+        host.ask_destroy(instance)
+    host.ended()
+    assert host.fired == [step]
+    before = host.qemu(instance)
+    assert bool(before) == (step == 'built')
+    host.restart()
+    host.reached(instance, 'gone' if destroyed else 'active')
+    assert host.qemus() == ([] if destroyed else [instance])
+    assert before in (0, host.qemu(instance)), 'one that runs is taken as it is'
+    if destroyed:
+        host.nothing_of(instance)
+    host.settled()
+
+
+FAIL_FAILPOINTS = ('failing', 'removed', 'forgotten', 'unreserved', 'released', 'ended')
+
+
+@pytest.mark.parametrize('step', some(FAIL_FAILPOINTS, 'failing', 'released'))
+def test_killed_while_a_build_fails(host: Hypervisor, step: str) -> None:
+    """F2: kill -9 of ecompute at a step of a failed build: the next start ends it, and says why it failed (libvirt)"""
+    host.restart(f'{step}:kill')
+    instance = host.place('missing.raw')
+    host.ended()
+    assert host.fired == [step]
+    host.restart()
+    failed = host.reached(instance, 'error')['error']
+    assert (failed['stage'], 'HTTP 404' in failed['reason']) == ('image', True), failed
+    assert host.held(instance) == {}
+    assert not host.disk(instance).exists()
+    host.settled()
+
+
+# F5, F6, F36: ecompute frozen, killed, started twice, and asked to stop in the middle of something.
+
+
+ENDS_WITHIN = 20.0
+
+
+def said(compute: Ecompute) -> list[str]:
+    """What an ecompute said on its way out, beside its log's lines."""
+    lines = [line for line in log_of(compute) if not re.match(r'\d{4}-\d\d-\d\dT', line)]
+    assert all(line.startswith('ecompute: ') for line in lines), lines
+    return lines
+
+
+@contextlib.contextmanager
+def frozen(control: Control, compute: Ecompute, really: bool) -> Iterator[Callable[[], None]]:
+    """An ecompute that is frozen, and what lets its lease end meanwhile: 61 s, or a word to etcd instead of them."""
+    presence, began = f'/computes/{compute.uuid}', time.monotonic()
+
+    def time_passes() -> None:
+        if really:
+            until(lambda: time.monotonic() - began > 61, 70, 'a minute has passed')
+            assert control.etcd.get(presence) is None
+        else:
+            lapse(control, presence)
+
+    compute.pause()
+    yield time_passes
+    assert is_stopped(compute.pid)
+    compute.resume()
+
+
+REALLY = pytest.mark.parametrize('really', [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+@REALLY
+def test_frozen_while_requests_arrive(cluster: Control, compute: Ecompute, really: bool) -> None:
+    """F5: SIGSTOP of ecompute for longer than its lease, while creates and destroys arrive (fake)"""
+    kept, doomed = place(cluster)[1], place(cluster)[1]
+    before = addressed(cluster, kept)
+    addressed(cluster, doomed)
+    with frozen(cluster, compute, really) as time_passes:
+        new, never = place(cluster)[1], place(cluster)[1]
+        assert cluster.eschedule('destroy', doomed, never).code == 0
+        time_passes()
+        assert cluster.eschedule(SMALL).code == 3
+    addressed(cluster, new)
+    reached(cluster, doomed, 'gone')
+    reached(cluster, never, 'gone')
+    until(lambda: cluster.etcd.get(f'/computes/{compute.uuid}'), 20, 'it says again that it is alive')
+    assert addressed(cluster, kept) == before
+    assert guests(compute).keys() == {kept, new}
+
+
+@REALLY
+def test_frozen_while_another_takes_its_uuid(cluster: Control, tmp_path: Path, really: bool) -> None:
+    """F5: SIGSTOP of ecompute until another one has its uuid: on CONT it writes nothing any more (fake)"""
+    compute = cluster.ecompute()
+    with frozen(cluster, compute, really) as time_passes:
+        _, instance = place(cluster)
+        time_passes()
+        other = cluster.ecompute(directory=tmp_path / 'other', uuid=compute.uuid)
+        addressed(cluster, instance)
+        before = revision(cluster, f'/instances/{compute.uuid}/{instance}')
+    until(lambda: logged(compute, 'this one only watches'), 20, 'it notices')
+    assert revision(cluster, f'/instances/{compute.uuid}/{instance}') == before, 'the late one wrote'
+    assert guests(compute) == {}
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0
+    assert compute.stop() == 0
+    assert reserved(cluster, compute.uuid) == 0, 'nor does it close what is not its own any more'
+    settled(cluster, other)
+
+
+CODES = {
+    signal.SIGKILL: {-signal.SIGKILL},
+    signal.SIGTERM: {0},
+    signal.SIGINT: {0},
+    # Until the daemon runs nobody has anything to say at a hang-up: that is as good as a kill.
+    signal.SIGHUP: {0, -signal.SIGHUP},
+}
+
+
+@pytest.mark.slow
+def test_a_storm_of_signals(cluster: Control) -> None:
+    """F6: 20 times kill -9, SIGTERM, SIGHUP or SIGINT at a random moment, while creates and destroys arrive (fake)"""
+    rng = random.Random(6)
+    compute = cluster.ecompute(BIG)
+    placed = [place(cluster)[1]]
+    doomed: list[str] = []
+    moment = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        for round_ in range(20):
+            number = rng.choice(list(CODES))
+            asked = thread.submit(cluster.eschedule, SMALL) if compute.is_ready() else None
+            moment.wait(rng.uniform(0.0, 0.4))  # never set: the moment is the fault
+            numbers = [number, *rng.choices([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], k=rng.randrange(3))]
+            for each in numbers:
+                compute._signal(each)
+            until(lambda: not compute.is_running, 30, 'it ends')
+            assert compute._process is not None
+            assert compute._process.returncode in set().union(*(CODES[each] for each in numbers)), (round_, numbers)
+            if asked is not None and (result := asked.result()).code == 0:
+                placed.append(result.stdout.split()[-1])
+            else:
+                assert asked is None or asked.result().code == 3, asked.result()
+            if rng.random() < 0.3 and len(placed) > 1:
+                doomed.append(placed.pop())
+                assert cluster.eschedule('destroy', doomed[-1]).code == 0
+            if rng.random() < 0.5:
+                compute.start()
+            else:
+                compute.launch()
+                until(lambda: logged(compute, f' {compute.pid} compute '), 20, 'it has begun')
+    if not compute.is_running:
+        compute.launch()
+    compute.wait_ready()
+    assert len(placed) + len(doomed) > 4, 'some requests were to arrive meanwhile'
+    for instance in placed:
+        addressed(cluster, instance)
+    for instance in doomed:
+        reached(cluster, instance, 'gone')
+    assert set(said(compute)) <= {'ecompute: stopped while starting'}
+    settled(cluster, compute)
+
+
+def refused(compute: Ecompute) -> str:
+    """The one line of an ecompute that refused to start because somebody else is here."""
+    assert compute._process is not None
+    assert compute._process.wait(PATIENCE * 30) == 5, compute.last_words()
+    (line,) = said(compute)
+    return line
+
+
+@pytest.mark.parametrize('shared', ['state directory', 'uuid'])
+def test_two_started_at_the_same_moment(cluster: Control, tmp_path: Path, shared: str) -> None:
+    """F6: two ecomputes of one state directory, or of one uuid, started at once: one works, one refuses (fake)"""
+    state = {'state': str(tmp_path / 'state')} if shared == 'state directory' else {}
+    first = tuned(cluster, start=False, directory=tmp_path / '1', **state)
+    second = tuned(cluster, start=False, directory=tmp_path / '2', uuid=first.uuid, **state)
+    for each in (first, second):
+        each.launch()
+    until(lambda: not (first.is_running and second.is_running), 30, 'one of them refuses')
+    loser, winner = (first, second) if not first.is_running else (second, first)
+    line = refused(loser)
+    assert (str(tmp_path / 'state') if state else first.uuid) in line
+    winner.wait_ready()
+    assert json.loads(cluster.etcd.get(f'/computes/{first.uuid}') or b'{}')['token']
+    instance = boot(cluster)
+    # Again, now that it has work; and nothing of the living one is touched.
+    before = everything(cluster), cluster.placement.inventory(first.uuid)
+    loser.log.unlink()
+    loser.launch()
+    assert first.uuid in refused(loser) or state
+    assert (everything(cluster), cluster.placement.inventory(first.uuid)) == before
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0
+    settled(cluster, *([] if state else [winner]))
+
+
+IN_WORK = ('building', 'disk-created', 'domain-started', 'destroying', 'released')
+SIGNALS = itertools.cycle([signal.SIGINT, signal.SIGTERM])
+ALTERNATELY = list(zip(IN_WORK, SIGNALS, strict=False))
+OTHERWISE = [pytest.param(step, next(SIGNALS), marks=pytest.mark.slow) for step in IN_WORK]
+
+
+@pytest.mark.parametrize(('step', 'number'), [*ALTERNATELY, *OTHERWISE])
+def test_stopped_in_the_middle(cluster: Control, step: str, number: int) -> None:
+    """F36: SIGINT or SIGTERM in a build or a destroy: it ends in time, closes the host, and goes on next time (fake)"""
+    compute = tuned(cluster, failpoint=f'{step}:stop:1')
+    with Eschedule(cluster, SMALL) as eschedule:
+        instance = eschedule.end().stdout.split()[-1]
+    destroyed = step in ('destroying', 'released')
+    if destroyed:
+        addressed(cluster, instance)
+        assert cluster.eschedule('destroy', instance).code == 0
+    compute.stopped_at(step)
+    os.kill(compute.pid, number)  # it is there when the process goes on
+    compute.resume()
+    assert compute._process is not None
+    assert compute._process.wait(PATIENCE * ENDS_WITHIN) == 0
+    assert reserved(cluster, compute.uuid) == 4
+    assert cluster.etcd.get(f'/computes/{compute.uuid}') is None
+    assert said(compute) == []
+    found = known(cluster, instance)
+    assert found['state'] in (('destroying', 'gone') if destroyed else ('building', 'active'))
+    start_again(compute)
+    assert reserved(cluster, compute.uuid) == 0
+    reached(cluster, instance, 'gone' if destroyed else 'active')
+    settled(cluster, compute)
+
+
+# Killed between the writes by which a compute says what it is: the next start, or the same command, ends it.
+
+
+DESCRIBED_FAILPOINTS = NOTED, SET = 'described-here', 'described'
+HOST_FAILPOINTS = DISABLED, ENABLED = 'host-disabled', 'host-enabled'
+
+GROUPS = [f'5ca1ab1e-0000-4000-8000-00000000000{number}' for number in range(2)]
+STATUS = {'COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED'}
+
+
+def names(control: Control, compute: Armed, kind: str = 'traits') -> set[str]:
+    return set(control.placement.call('GET', f'/resource_providers/{compute.uuid}/{kind}')[kind])
+
+
+def add(control: Control, compute: Armed, trait: str) -> None:
+    """Somebody else's trait."""
+    path = f'/resource_providers/{compute.uuid}/traits'
+    there = control.placement.call('GET', path)
+    control.placement.call('PUT', path, {**there, 'traits': [*there['traits'], trait]})
+
+
+# What is noted is noted four times: of traits and of aggregates, before they are set and after.
+@pytest.mark.parametrize(('step', 'times'), [(SET, 1), *((NOTED, times) for times in (1, 2, 3, 4))])
+def test_killed_while_it_says_what_it_is(cluster: Control, step: str, times: int) -> None:
+    """F2: kill -9 of ecompute between what it notes and what it sets of its traits and aggregates (fake)"""
+
+    def settings(number: int) -> dict[str, Any]:
+        return {'traits': ['STORAGE_DISK_SSD', f'CUSTOM_NUMBER_{number}'], 'aggregates': [GROUPS[number]]}
+
+    compute = tuned(cluster, **settings(0))
+    add(cluster, compute, 'HW_CPU_X86_AVX2')
+    compute.stop()
+    where = (compute.config, cluster.etcd.endpoint, cluster.placement.url)
+    fixed = {'uuid': compute.uuid, 'state': str(compute.directory / 'state')}
+    write_config(*where, **fixed, **settings(1))
+    compute.failpoint = f'{step}:kill'
+    for _ in range(times):
+        compute.launch()
+        killed_at(compute, step)
+    assert reserved(cluster, compute.uuid) == 4
+    start_again(compute)
+    assert names(cluster, compute) == {'STORAGE_DISK_SSD', 'CUSTOM_NUMBER_1', 'HW_CPU_X86_AVX2'}
+    assert names(cluster, compute, 'aggregates') == {GROUPS[1]}
+    compute.stop()
+    write_config(*where, **fixed)
+    compute.start()
+    assert names(cluster, compute) == {'HW_CPU_X86_AVX2'}
+    assert names(cluster, compute, 'aggregates') == set()
+    place(cluster)
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('disabled', [False, True])
+def test_killed_in_the_middle_of_its_end(cluster: Control, disabled: bool) -> None:
+    """F2: kill -9 of ecompute that has reserved its VCPU and not said that it is stopped, disabled or not (fake)"""
+    compute = tuned(cluster, failpoint='closed:kill')
+    if disabled:
+        assert cluster.eschedule('host', 'disable', compute.uuid).code == 0
+    os.kill(compute.pid, signal.SIGTERM)
+    killed_at(compute, 'closed')
+    assert reserved(cluster, compute.uuid) == 4
+    assert names(cluster, compute) == (STATUS if disabled else set())
+    start_again(compute)
+    assert reserved(cluster, compute.uuid) == 0
+    assert names(cluster, compute) == (STATUS if disabled else set())
+    if disabled:
+        assert cluster.eschedule(SMALL).code == 3
+        assert cluster.eschedule('host', 'enable', compute.uuid).code == 0
+    place(cluster)
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize(
+    ('command', 'already', 'step'),
+    [('disable', 'is disabled already', DISABLED), ('enable', 'is enabled already', ENABLED)],
+)
+def test_killed_before_it_says_so(cluster: Control, compute: Ecompute, command: str, already: str, step: str) -> None:
+    """F1: kill -9 of host disable, and of host enable, once it is done: said again, it is so already (fake)"""
+    if command == 'enable':
+        assert cluster.eschedule('host', 'disable', compute.uuid).code == 0
+    with Eschedule(cluster, 'host', command, compute.uuid, failpoint=f'{step}:kill') as killed:
+        killed.killed_at(step)
+    one_line(cluster.eschedule('host', command, compute.uuid), 0, already)
+    assert cluster.eschedule(SMALL).code == (3 if command == 'disable' else 0)

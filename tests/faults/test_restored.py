@@ -1,0 +1,441 @@
+"""Rules 10 and 13 after a restore of etcd, of placement, or of both."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import uuid
+from collections.abc import Callable
+
+import pytest
+import yaml
+
+from ecomp.model.order import member
+from tests.faults.etcds import SavedSnapshot, Snapshot, restore_placement, save_placement
+from tests.faults.etcds import restore_placement as restore
+from tests.faults.etcds import save_placement as save
+from tests.faults.restored import QUERY, ask, called, domains, queue, stopped
+from tests.kit.audit import findings
+from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.hands import Eschedule, accept, guests, look_twice, losses, settled
+from tests.kit.servers import Etcd, until
+from tests.kit.story import (
+    IMAGE,
+    SMALL,
+    addressed,
+    boot,
+    boot_all,
+    known,
+    log_of,
+    logged,
+    logs,
+    notified,
+    place,
+    reached,
+    reserved,
+)
+
+# Rules 10 and 13 after a restore: an attempt that fails, an etcd that restarts, a host that comes back.
+
+
+BROKEN = pytest.mark.history_broken('etcd is restored from an older copy')
+APART = ('--group', 'g', '--policy', 'anti-affinity')
+
+
+def interrupt(control: Control, instance: str) -> Result:
+    """Ask again and press Ctrl-C once it is claimed."""
+    with Eschedule(control, QUERY, IMAGE, '--uuid', instance, failpoint='claimed:stop') as again:
+        again.stopped_at('claimed')
+        again.send(signal.SIGINT)
+        again.go_on()
+        return again.end()
+
+
+def exceed_quota(control: Control, instance: str) -> Result:
+    """Ask again, for a project whose restored quota has no room left."""
+    done = ask(control, instance, '--project', 'q')
+    assert done.code == 3, done
+    assert control.eschedule('quota', 'set', 'q', 'instances=5').code == 0
+    return done
+
+
+@BROKEN
+@pytest.mark.parametrize(('fail', 'words'), [(interrupt, ()), (exceed_quota, ('--project', 'q'))])
+def test_a_failed_attempt_keeps_the_claim_of_a_guest_that_runs(
+    own_control: Control, fail: Callable[[Control, str], Result], words: tuple[str, ...]
+) -> None:
+    """The presence of A is in the snapshot, so U is placed there again; undo leaves the claim (fake)"""
+    first, second = own_control.ecompute(), own_control.ecompute()
+    stopped(second)
+    assert own_control.eschedule('quota', 'set', 'q', 'instances=1').code == 0
+    ended, instance = str(uuid.uuid4()), str(uuid.uuid4())
+    notified(ask(own_control, ended, '--project', 'q'))
+    reached(own_control, ended, 'active')
+    older = SavedSnapshot(own_control.etcd)
+    assert own_control.eschedule('destroy', '--wait', ended).code == 0
+    notified(ask(own_control, instance, *words))
+    reached(own_control, instance, 'active')
+    older.restore()
+    fail(own_control, instance)
+    assert own_control.placement.allocations(instance).keys() == {first.uuid}
+    second.start()
+    until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 90, 'the lease of the first ends')
+    done = ask(own_control, instance, *words)
+    assert done.code == 5, done
+    assert domains(first, second)[instance] == 1
+
+
+@BROKEN
+def test_a_claim_that_was_taken_over_is_not_moved_for_its_group(own_control: Control) -> None:
+    """Another member of an anti-affinity group comes to A before the delivery; U stays claimed on A (fake)"""
+    first, second = own_control.ecompute(), own_control.ecompute()
+    stopped(second)
+    older = SavedSnapshot(own_control.etcd)
+    instance, other = str(uuid.uuid4()), str(uuid.uuid4())
+    notified(ask(own_control, instance, *APART))
+    reached(own_control, instance, 'active')
+    older.restore()
+    second.start()
+    with Eschedule(own_control, QUERY, IMAGE, '--uuid', instance, *APART, failpoint='claimed:stop:1') as again:
+        again.stopped_at('claimed')
+        assert own_control.eschedule('host', 'disable', second.uuid).code == 0
+        ask(own_control, other, *APART)
+        assert own_control.eschedule('host', 'enable', second.uuid).code == 0
+        again.go_on()
+        done = again.end()
+    assert own_control.placement.allocations(instance).keys() == {first.uuid}, done
+    assert domains(first, second)[instance] == 1
+
+
+@BROKEN
+def test_a_set_that_starts_again_on_another_compute_leaves_a_guest_that_runs_on_its_own(own_control: Control) -> None:
+    """A member runs on A, which is filled before the other is claimed; the set does not move to B (fake)"""
+    first, second = own_control.ecompute(), own_control.ecompute()
+    stopped(second)
+    older = SavedSnapshot(own_control.etcd)
+    whole = str(uuid.uuid4())
+    instance = member(whole, 1)
+    notified(ask(own_control, instance))
+    reached(own_control, instance, 'active')
+    older.restore()
+    second.start()
+    words = (QUERY, IMAGE, '--uuid', whole, '--count', '2', '--group', 'g', '--policy', 'affinity')
+    with Eschedule(own_control, *words, failpoint='claimed-some:stop:1') as again:
+        again.stopped_at('claimed-some')
+        assert own_control.eschedule('host', 'disable', second.uuid).code == 0
+        notified(own_control.eschedule('resources=VCPU:3,DISK_GB:1,MEMORY_MB:16', IMAGE))
+        assert own_control.eschedule('host', 'enable', second.uuid).code == 0
+        again.go_on()
+        done = again.end()
+    assert done.code == 5, done
+    assert own_control.placement.allocations(instance).keys() == {first.uuid}
+    assert domains(first, second)[instance] == 1
+
+
+@pytest.mark.slow
+def test_a_restored_key_proves_nothing_however_often_etcd_restarts(own_control: Control) -> None:
+    """Etcd and placement are restored; each restart of etcd gives the key of A its whole time again (fake)"""
+    first = own_control.ecompute()
+    instance = queue(own_control)
+    save_placement(own_control)
+    older = SavedSnapshot(own_control.etcd)
+    options = yaml.safe_load(first.config.read_text())
+    first.config.write_text(yaml.safe_dump({**options, 'queues': True}))
+    first.restart()
+    reached(own_control, instance, 'active')
+    older.restore()
+    restore_placement(own_control)
+    second = own_control.ecompute(queues=True)
+    logs(second, 'left alone', first.uuid)
+    began, restarts = time.monotonic(), [25.0, 50.0]
+    while (spent := time.monotonic() - began) < 75.0:
+        if restarts and spent > restarts[0]:
+            restarts.pop(0)
+            own_control.etcd.restart()
+        assert domains(first, second) == {instance: 1}, spent
+        time.sleep(0.5)
+
+
+def boot_again(compute: Ecompute) -> None:
+    """Have the machine of a compute boot: its guests are off."""
+    path = compute.directory / 'state/fake.json'
+    path.write_text(json.dumps([{**each, 'running': False} for each in json.loads(path.read_text())]))
+    (compute.directory / 'state/boot').write_text(f'{uuid.uuid4()}\n')
+
+
+@pytest.mark.parametrize('is_started_first', [False, True], ids=['accepts', 'starts and accepts'])
+def test_a_host_that_was_forgotten_and_comes_back_starts_nothing_that_runs_elsewhere(
+    own_control: Control, is_started_first: bool
+) -> None:
+    """A was off and was forgotten with --fenced, B runs U; A boots and accepts the restored etcd (fake)"""
+    first = stopped(own_control.ecompute(queues=True))
+    instance = queue(own_control)
+    older = SavedSnapshot(own_control.etcd)
+    first.start()
+    reached(own_control, instance, 'active')
+    stopped(first)
+    older.restore()
+    until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 60, 'its lease ends')
+    assert own_control.eschedule('host', 'forget', first.uuid, '--fenced').code == 0
+    second = own_control.ecompute(queues=True)
+    reached(own_control, instance, 'active')
+    boot_again(first)
+    if is_started_first:
+        first.start()
+        until(lambda: logged(first, 'unmanaged'), 30, 'the first keeps its guest')
+        assert not guests(first)[instance]['running']
+    accept(first)
+    until(lambda: logged(first, f'claimed on compute {second.uuid}'), 30, 'the first leaves it alone')
+    until(lambda: logged(first, 'unmanaged'), 30, 'the first says what it has')
+    assert not guests(first)[instance]['running']
+    assert guests(second)[instance]['running']
+
+
+# Rules 10 and 13: after a restore of etcd, or of etcd and placement, no instance is built a second time.
+
+
+STRANGE = 'is not the one this compute knew'
+Kind = Callable[[Etcd], Snapshot]
+NEW, BEFORE = 'never ran', 'off since before the backup'
+HISTORIES = pytest.mark.parametrize(
+    ('kind', 'history'),
+    [
+        (SavedSnapshot, NEW),
+        (SavedSnapshot, BEFORE),
+        pytest.param(Snapshot, NEW, marks=pytest.mark.slow),
+        pytest.param(Snapshot, BEFORE, marks=pytest.mark.slow),
+    ],
+)
+
+
+def other(control: Control, history: str) -> Callable[[], Ecompute]:
+    """Return how a second compute is begun, which has stopped by now, or never ran."""
+    if history == NEW:
+        return lambda: control.ecompute(queues=True)
+    second = stopped(control.ecompute(queues=True))
+
+    def start_again() -> Ecompute:
+        second.start()
+        return second
+
+    return start_again
+
+
+def taken_and_restored(
+    control: Control, kind: Kind, history: str
+) -> tuple[str, Ecompute, Callable[[], Ecompute], Snapshot]:
+    """An instance that runs on one compute, how another is begun, and the snapshot of etcd in which it waits."""
+    first = stopped(control.ecompute(queues=True))
+    begin_second = other(control, history)
+    instance = queue(control)
+    older = kind(control.etcd)
+    first.start()
+    reached(control, instance, 'active')
+    assert domains(first) == {instance: 1}
+    return instance, first, begin_second, older
+
+
+@HISTORIES
+@pytest.mark.history_broken('etcd is restored from an older copy')
+def test_a_compute_without_history_takes_nothing_that_runs(own_control: Control, kind: Kind, history: str) -> None:
+    """R1: U waits in the restored queue, and runs: another compute leaves it alone (fake)"""
+    instance, first, begin_second, older = taken_and_restored(own_control, kind, history)
+    older.restore()
+    second = begin_second()
+    words = ('left alone', first.uuid) if history == NEW else (instance, f'is claimed on compute {first.uuid}')
+    logs(second, *words)
+    until(lambda: logged(first, STRANGE), 30, 'the first compute sees what happened')
+    until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 60, 'its lease ends')
+    assert domains(first, second) == {instance: 1}
+    why = own_control.eschedule('why', instance)
+    assert f'claimed on {called(first)}, which is silent' in why.stdout, why
+    for command in (['list', '-f', 'csv'], ['show', instance], ['wait', instance, '--timeout', '1']):
+        said = own_control.eschedule(*command)
+        assert f'claimed on {called(first)}' in said.stdout + said.stderr, said
+    audited = own_control.eschedule('audit', '-f', 'json')
+    assert audited.code == 8, audited
+    assert [each['code'] for each in json.loads(audited.stdout)] == ['compute-silent'], audited
+    accept(first)
+    reached(own_control, instance, 'active')
+    assert domains(first, second) == {instance: 1}
+    assert own_control.etcd.get(f'/accepted/{first.uuid}')
+    settled(own_control, first, second)
+
+
+@pytest.mark.parametrize('waits', [False, True], ids=['at-once', 'silent'])
+@pytest.mark.history_broken('etcd is restored from an older copy')
+def test_the_same_command_places_nothing_that_runs(own_control: Control, waits: bool) -> None:
+    """R2: the command with --uuid, asked again after the restore, says where the instance is claimed (fake)"""
+    first, second = own_control.ecompute(), own_control.ecompute()
+    stopped(second)
+    older = SavedSnapshot(own_control.etcd)
+    instance = str(uuid.uuid4())
+    notified(ask(own_control, instance))
+    reached(own_control, instance, 'active')
+    older.restore()
+    second.start()
+    if waits:
+        until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 60, 'the lease of the first ends')
+    done = ask(own_control, instance)
+    if waits:
+        assert done.code == 5, done
+        said = done.stderr
+        order = ['silent and may be running it', 'wait', 'accept-new-etcd', 'another uuid', 'host forget']
+        assert [said.find(each) for each in order] == sorted(said.find(each) for each in order), said
+        assert min(said.find(each) for each in order) >= 0, said
+        audited = own_control.eschedule('audit')
+        assert audited.code == 8, audited
+        refused = own_control.eschedule('host', 'forget', first.uuid)
+        assert refused.code == 5, refused
+        assert '--fenced' in refused.stderr, refused
+    else:  # its presence is in the snapshot: it gets the request, and keeps it
+        assert notified(done)[0] == first.uuid, done
+    assert domains(first, second) == {instance: 1}
+    accept(first)
+    reached(own_control, instance, 'active')
+    again = ask(own_control, instance)
+    assert notified(again)[0] == first.uuid, again
+    assert domains(first, second) == {instance: 1}
+    settled(own_control, first, second)
+
+
+@pytest.mark.history_broken('etcd and placement are restored from older copies')
+def test_both_restored(own_control: Control) -> None:
+    """Neither etcd nor placement knows that U was taken: a new compute waits for silent ones, restarted too (fake)"""
+    first = stopped(own_control.ecompute(queues=True))
+    instance = queue(own_control)
+    save_placement(own_control)
+    older = SavedSnapshot(own_control.etcd)
+    first.start()
+    reached(own_control, instance, 'active')
+    older.restore()
+    restore_placement(own_control)
+    second = own_control.ecompute(queues=True)
+    logs(second, 'left alone', first.uuid)
+    second.restart()
+    logs(second, 'left alone', first.uuid, number=2)
+    assert domains(first, second) == {instance: 1}
+    why = own_control.eschedule('why', instance)
+    assert f'{called(first)} is silent' in why.stdout, why
+    later = queue(own_control)  # who saw a request come takes it
+    reached(own_control, later, 'active')
+    accept(first)
+    reached(own_control, instance, 'active')
+    assert domains(first, second) == {instance: 1, later: 1}
+    settled(own_control, first, second)
+
+
+@pytest.mark.parametrize('kind', [SavedSnapshot, pytest.param(Snapshot, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('sees_claim', [True, False])
+@pytest.mark.history_broken('etcd is restored from an older copy')
+def test_destroyed_in_a_restored_queue(own_control: Control, kind: Kind, sees_claim: bool) -> None:
+    """R3: what was destroyed as it waited in a restored queue does not live on when its compute is back (fake)"""
+    first = own_control.ecompute(queues=True)
+    assert own_control.eschedule('quota', 'set', 'q', 'instances=3').code == 0
+    stopped(first)
+    instance = queue(own_control, '--name', 'web', '--project', 'q')
+    older = kind(own_control.etcd)
+    first.start()
+    reached(own_control, instance, 'active')
+    stopped(first)
+    older.restore()
+    if not sees_claim:
+        own_control.placement.stop()
+    done = own_control.eschedule('destroy', instance)
+    assert done.code == 0, done
+    if sees_claim:
+        assert 'holds a claim for it' in done.stderr, done
+        assert 'when it is back: it is silent now' in done.stderr, done
+    else:
+        assert 'not known' in done.stderr, done
+        own_control.placement.start()
+    accept(first)
+    reached(own_control, instance, 'gone')
+    until(lambda: domains(first) == {}, 30, 'its guest is gone')
+    assert json.loads(own_control.etcd.get('/quotas/q') or b'')['used'] == {}
+    assert own_control.etcd.keys('/names/') == []
+    settled(own_control, first)
+
+
+# F17: placement's database is replaced by an older copy: it has forgotten what was claimed since, or claims too much.
+#
+# What runs goes on, whatever it says. ecompute makes its provider and its inventory again and releases what nobody
+# stands behind; a claim that is missing is shown by the audit.
+
+
+def unharmed(control: Control, compute: Ecompute, instance: str, address: str) -> None:
+    """The instance runs, and its record is as it was."""
+    found = known(control, instance)
+    assert (found['state'], found['addresses'][0]['address']) == ('active', address)
+    assert guests(compute)[instance]['running']
+
+
+def test_claims_are_missing(own_control: Control, compute: Ecompute) -> None:
+    """F17: placement restored from before a create: the guest runs on, the audit shows it, a destroy works (fake)"""
+    before = boot(own_control)
+    save(own_control)
+    _, since = place(own_control)
+    address = addressed(own_control, since)
+    restore(own_control)
+    assert own_control.placement.consumers(compute.uuid).keys() == {before}
+    found = findings(own_control)
+    assert [each['subject'] for each in found] == [since], found
+    assert 'holds nothing' in str(found), found
+    compute.stop()
+    compute.start()  # nor does a restart harm it
+    unharmed(own_control, compute, since, address)
+    assert own_control.eschedule('destroy', since, before).code == 0
+    for instance in (since, before):
+        reached(own_control, instance, 'gone')
+
+
+def test_a_claim_too_many(own_control: Control, compute: Ecompute) -> None:
+    """F17: placement restored from before a destroy: what it still claims is released by its compute (fake)"""
+    kept, since = boot_all(own_control, 2)
+    save(own_control)
+    assert own_control.eschedule('destroy', '--wait', since).code == 0
+    restore(own_control)
+    assert own_control.placement.consumers(compute.uuid).keys() == {kept, since}
+    look_twice(own_control, compute, guests(compute))
+    assert own_control.placement.consumers(compute.uuid).keys() == {kept}
+
+
+def test_the_provider_is_gone(own_control: Control) -> None:
+    """F17: placement restored from before this compute: it makes its provider again by itself (fake)"""
+    save(own_control)
+    compute = own_control.ecompute()
+    _, instance = place(own_control)
+    address = addressed(own_control, instance)
+    restore(own_control)
+    assert own_control.placement.inventory(compute.uuid) == {}
+    unharmed(own_control, compute, instance, address)
+    compute.stop()
+    compute.start()
+    assert own_control.placement.inventory(compute.uuid)['VCPU']['total'] == 4
+    unharmed(own_control, compute, instance, address)
+    assert own_control.eschedule('destroy', '--wait', instance).code == 0
+    assert notified(own_control.eschedule(SMALL))[0] == compute.uuid
+    settled(own_control, compute)
+
+
+@pytest.mark.slow
+def test_the_provider_is_gone_and_nobody_restarts_anything(own_control: Control) -> None:
+    """F17: placement restored from before this compute: within a minute its provider is there again (fake)"""
+    save(own_control)
+    compute = own_control.ecompute()
+    _, instance = place(own_control)
+    address = addressed(own_control, instance)
+    restore(own_control)
+    until(lambda: own_control.placement.inventory(compute.uuid), 80, 'its inventory is there')
+    assert own_control.placement.inventory(compute.uuid)['VCPU']['reserved'] == 0
+    unharmed(own_control, compute, instance, address)
+    assert len(logs(compute, 'registering again')) == 1
+    lost, _ = losses(compute, '')  # its provider, and placement itself if it looked while that was away
+    until(lambda: losses(compute, '') == (lost, lost), 20, 'each return is logged')
+    assert 1 <= lost <= 2, log_of(compute)
+    assert own_control.eschedule('destroy', '--wait', instance).code == 0
+    assert compute.stop() == 0
+    assert reserved(own_control, compute.uuid) == 4
+    compute.start()
+    settled(own_control, compute)

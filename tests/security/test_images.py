@@ -1,0 +1,625 @@
+"""Whoever may name an image gets at nothing that is not allowed, and holds nobody up."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shutil
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from base64 import b64encode
+from contextlib import ExitStack, suppress
+from hashlib import sha256
+from ipaddress import ip_address
+from pathlib import Path
+from types import SimpleNamespace
+from uuid import uuid4
+
+import psutil
+import pytest
+
+from ecomp.agent.images import download, inspection
+from ecomp.agent.images.cache import ImageCache
+from ecomp.agent.images.connections import Reach, reach_of
+from ecomp.agent.instance.build import Cancelled
+from ecomp.compute_conf import load_compute
+from ecomp.errors import BuildFailed, EcompError
+from ecomp.model import keys
+from ecomp.model.image import image_sources, why_not
+from ecomp.model.order import Invalid, parse_request
+from tests.kit.certificates import Authority
+from tests.kit.commands import run
+from tests.kit.image_server import Handler, Web
+from tests.kit.images import LIMITS, LOOPBACK, MIB, get, kept
+from tests.kit.servers import PATIENCE, free_port, until
+from tests.security.image_servers import BOOT, everywhere, port_of, refusal
+
+# Whoever may name an image's URL gets at no place that is not allowed: by address, name, redirect or proxy.
+
+
+SECRET = 'http://alice:hunter2@images.example.org/x.qcow2'
+
+
+def test_a_password_in_an_image_url_is_refused_before_anybody_reads_it(tmp_path: Path) -> None:
+    """It would be in the request, the record, `show` and `list`, for everybody."""
+    done = run('ecomp.schedule', 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1', SECRET, directory=tmp_path)
+    assert done.code == 2
+    assert done.stdout == ''
+    assert done.stderr.startswith('eschedule: the image has a user or a password in its URL')
+    assert 'hunter2' not in done.stderr
+
+
+def test_nor_does_a_compute_take_one_from_somebody_else(tmp_path: Path) -> None:
+    compute, instance = str(uuid4()), str(uuid4())
+    allocations = {compute: {'resources': {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}}}
+    value = json.dumps({'allocations': allocations, 'instance': instance, 'image': SECRET})
+    wish = parse_request(compute, keys.request(compute, instance), value.encode())
+    assert isinstance(wish, Invalid)
+    assert 'the image has a user or a password in its URL' in wish.reason
+    assert 'hunter2' not in repr(wish)
+    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK)
+    with pytest.raises(BuildFailed, match='the image has a user or a password') as refused:
+        get(cache, SECRET)
+    assert 'hunter2' not in str(refused.value)
+
+
+# Where it may come from
+
+ADDRESSES = [
+    ('127.0.0.1', 'loopback'), ('127.9.9.9', 'loopback'), ('::1', 'loopback'), ('::ffff:127.0.0.1', 'loopback'),
+    ('::ffff:0:127.0.0.1', 'loopback'), ('::127.0.0.1', 'loopback'), ('64:ff9b::7f00:1', 'loopback'),
+    ('2002:7f00:1::', 'loopback'), ('169.254.169.254', 'link-local'), ('169.254.170.2', 'link-local'),
+    ('fe80::1', 'link-local'), ('::ffff:169.254.169.254', 'link-local'), ('64:ff9b::a9fe:a9fe', 'link-local'),
+    ('2002:a9fe:a9fe::1', 'link-local'), ('0.0.0.0', 'not the address of a host'), ('::', 'not the address of a host'),
+    ('0.0.0.7', 'not the address of a host'), ('224.0.0.1', 'not the address of a host'),
+    ('ff02::1', 'not the address of a host'), ('255.255.255.255', 'not the address of a host'),
+    ('fd00:ec2::254', 'metadata'), ('fd20:ce::254', 'metadata'), ('100.100.100.200', 'metadata'),
+    ('192.0.0.192', 'metadata'), ('168.63.129.16', 'metadata'), ('64:ff9b::6464:64c8', 'metadata'),
+    ('64:ff9b:1::a9fe:a9fe', 'translated'), ('2001:0:a9fe:a9fe::', 'link-local'),
+]  # fmt: skip
+TAKEN = ['10.200.0.2', '192.168.1.7', '172.16.0.1', '100.64.0.1', 'fd12::1', '198.51.100.7', '::ffff:10.0.0.1']
+
+
+@pytest.mark.parametrize(('address', 'what'), ADDRESSES)
+@pytest.mark.parametrize('listed', [(), ('0.0.0.0/0', '::/0', '169.254.0.0/16'), ('a.name',)])
+def test_what_nobody_takes_an_image_from(address: str, what: str, listed: tuple[str, ...]) -> None:
+    """Whatever is listed: that is meant for the addresses of others."""
+    found = why_not('a.name', ip_address(address), image_sources(listed) if listed else None)
+    assert found is not None
+    assert what in found
+
+
+@pytest.mark.parametrize('address', TAKEN)
+def test_servers_in_the_building_are_taken(address: str) -> None:
+    assert why_not('a.name', ip_address(address), None) is None
+
+
+def test_what_is_listed_is_all_that_is_allowed() -> None:
+    sources = image_sources(['images.example.org', '10.1.0.0/16', '127.0.0.2', '::1/128'])
+    may = [('images.example.org', '203.0.113.7'), ('Images.Example.ORG.', '10.9.9.9'), ('any', '10.1.2.3')]
+    may += [('any', '127.0.0.2'), ('any', '::1'), ('any', '::ffff:10.1.0.1'), ('any', '::ffff:127.0.0.2')]
+    for host, address in may:
+        assert why_not(host, ip_address(address), sources) is None, (host, address)
+    for host, address in [('any', '203.0.113.7'), ('x.images.example.org', '203.0.113.7'), ('any', '10.2.0.1')]:
+        assert why_not(host, ip_address(address), sources) == 'not in the `image_sources:` of this compute'
+    # A name that is listed says nothing of what this host's loopback is for.
+    for host, address in [('images.example.org', '127.0.0.1'), ('any', '127.0.0.1'), ('images.example.org', 'fe80::1')]:
+        assert why_not(host, ip_address(address), sources), (host, address)
+    assert why_not('any', ip_address('10.1.0.1'), image_sources([])) is not None
+
+
+def test_loopback_is_refused_and_its_answer_is_not_asked_for(web: Web, tmp_path: Path) -> None:
+    port = port_of(web.url)
+    for host in ('127.0.0.1', 'localhost', '0.0.0.0', '127.1', '2130706433', '[::ffff:127.0.0.1]', '[::1]'):
+        said = refusal(everywhere(tmp_path, Reach()), f'http://{host}:{port}/good')
+        assert said.endswith(': no image is taken from there'), said
+        assert 'a loopback address' in said or 'not the address of a host' in said
+    assert web.asked == []
+
+
+def test_a_name_is_resolved_once(web: Web, tmp_path: Path, names: dict[str, list[list[str]]]) -> None:
+    """First the address that is looked at, then another one: what was checked is connected to."""
+    names['images.example.org'] = [['127.0.0.1'], ['169.254.169.254']]
+    url = f'http://images.example.org:{port_of(web.url)}/good'
+    assert get(everywhere(tmp_path, LOOPBACK), f'{url}#sha256={sha256(BOOT).hexdigest()}').format == 'raw'
+    assert web.asked == ['good']
+    web.asked.clear()
+    names['images.example.org'] = [['127.0.0.1', '169.254.169.254']]
+    said = refusal(everywhere(tmp_path, LOOPBACK), f'{url}?2')
+    assert said == f'{url}?2: images.example.org is 169.254.169.254, a link-local address: no image is taken from there'
+    assert web.asked == []
+
+
+def test_every_hop_of_a_redirect_is_checked(
+    web: Web, tmp_path: Path, names: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names['images.example.org'] = names['hidden-hunter2.example.org'] = [['127.0.0.1']]
+    port = port_of(web.url)
+    only = Reach(image_sources(['images.example.org', '127.0.0.1/32']))
+    assert get(everywhere(tmp_path, only), f'http://images.example.org:{port}/moved').format == 'raw'
+    for where, what in [
+        (f'http://127.0.0.2:{port}/good', 'a loopback address'),
+        ('http://169.254.169.254/hunter2', 'a link-local address'),
+        ('http://hunter2:x@127.0.0.1/', 'what is no URL of an image, or has a user or a password'),
+        ('ftp://hunter2/', 'what is no URL of an image'),
+        ('http://[hunter2/', 'what is no URL of an image'),
+    ]:
+        monkeypatch.setattr(Handler, 'answer_moved', lambda handler, where=where: handler.redirect(where))
+        said = refusal(everywhere(tmp_path, only), f'http://images.example.org:{port}/moved?{len(what)}')
+        assert f': redirected to {what}' in said
+        assert 'hunter2' not in said
+    assert 'good' in web.asked
+    assert web.asked.count('good') == 1
+
+
+def test_the_body_of_a_redirect_is_not_read(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be endless, and would be read into memory."""
+    waited: list[bool] = []
+
+    def answer(handler: Handler) -> None:
+        handler.say(b'x', length=10**12, status=302, location='good')
+        waited.append(handler.server.may_go_on.wait(20))
+
+    monkeypatch.setattr(Handler, 'answer_moved', answer)
+    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'moved').format == 'raw'
+    assert waited == []
+
+
+def test_nothing_is_fetched_from_etcd_or_placement(
+    web: Web, tmp_path: Path, names: dict[str, list[list[str]]]
+) -> None:
+    port = port_of(web.url)
+    names['control.example.org'] = names['other.example.org'] = [['127.0.0.1']]
+    for control in ('127.0.0.1', 'control.example.org'):
+        reach = Reach(LOOPBACK.sources, control=((control, port),))
+        for host in ('127.0.0.1', 'control.example.org', 'other.example.org'):
+            said = refusal(everywhere(tmp_path, reach), f'http://{host}:{port}/good')
+            assert said.endswith('127.0.0.1, etcd or placement: no image is taken from there')
+    # Where it is on this host, it may listen on every address of it.
+    own = [each.address for found in psutil.net_if_addrs().values() for each in found if each.family == socket.AF_INET]
+    anywhere = Reach(image_sources(['127.0.0.0/8', '0.0.0.0/0']), control=(('localhost', port),))
+    for address in ('127.0.0.2', *own):
+        said = refusal(everywhere(tmp_path, anywhere), f'http://{address}:{port}/good')
+        assert said.endswith(f'{address}, etcd or placement: no image is taken from there')
+    assert web.asked == []
+    assert get(everywhere(tmp_path, Reach(LOOPBACK.sources, control=(('127.0.0.1', port + 1),))), web.url + 'good')
+
+
+def own_address() -> str:
+    """An address of this machine that is neither loopback nor link-local."""
+    found = [ip_address(each.address.partition('%')[0]) for found in psutil.net_if_addrs().values() for each in found
+             if each.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
+    own = [each for each in found if not each.is_loopback and not each.is_link_local]
+    assert own, 'this machine has no address but loopback and link-local ones'
+    return f'[{own[0]}]' if own[0].version == 6 else str(own[0])
+
+
+@pytest.mark.parametrize('listed', [None, ['0.0.0.0/0', '::/0'], ['images.example.org', '0.0.0.0/0', '::/0']])
+def test_nothing_is_fetched_from_this_host_by_an_address_that_is_not_listed_by_itself(
+    listed: list[str] | None, web: Web, tmp_path: Path, names: dict[str, list[list[str]]]
+) -> None:
+    own = own_address()
+    names['images.example.org'] = [[own.strip('[]')]]
+    reach = Reach(None if listed is None else image_sources(listed))
+    for host in (own, 'images.example.org'):
+        said = refusal(everywhere(tmp_path, reach), f'http://{host}:{port_of(web.url)}/good')
+        where = 'an address of this host that `image_sources:` does not list by itself: no image is taken from there'
+        assert said.endswith(f'{own.strip("[]")}, {where}')
+    alone = Reach(image_sources([own.strip('[]')]))
+    assert 'nothing listens on that port' in refusal(everywhere(tmp_path, alone), f'http://{own}:{free_port()}/good')
+
+
+def test_the_control_plane_is_what_the_configuration_names(tmp_path: Path) -> None:
+    path = tmp_path / 'compute.yaml'
+    path.write_text(
+        'etcd: {endpoints: ["ds1:2379", "[fd12::1]:2380"], insecure: true}\nplacement: {endpoint: https://ds2/placement}\n'
+        'image_sources: [Images.Example.org, 127.0.0.0/8, fd12::7]\nimage_proxy: http://proxy:3128\n'
+    )
+    reach = reach_of(load_compute(path))
+    assert reach.control == (('ds1', 2379), ('fd12::1', 2380), ('ds2', 443))
+    assert reach.proxy == 'http://proxy:3128'
+    assert reach.sources == image_sources(['images.example.org', '127.0.0.0/8', 'fd12::7/128'])
+    path.write_text('')
+    assert reach_of(load_compute(path)) == Reach(control=(('localhost', 2379), ('localhost', 8080)))
+
+
+@pytest.fixture
+def secured(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """Have the web server speak TLS, with a certificate of images.example.org whose authority is believed."""
+    authority = Authority(tmp_path / 'tls')
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue(tmp_path / 'tls', 'server', 'images.example.org'))
+    web.socket = context.wrap_socket(web.socket, server_side=True)
+    monkeypatch.setenv('REQUESTS_CA_BUNDLE', str(authority.certificate))
+    return context
+
+
+def test_a_certificate_is_checked_against_the_name(
+    web: Web, secured: ssl.SSLContext, tmp_path: Path, names: dict[str, list[list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked_for: list[str | None] = []
+    secured.sni_callback = lambda _socket, name, _context: asked_for.append(name)
+    names['images.example.org'] = names['other.example.org'] = [['127.0.0.1']]
+    port = port_of(web.url)
+    url = f'https://images.example.org:{port}/good'
+    with monkeypatch.context() as stranger:
+        stranger.delenv('REQUESTS_CA_BUNDLE')
+        assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), url)
+    assert get(everywhere(tmp_path, LOOPBACK), url).format == 'raw'
+    assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), f'https://other.example.org:{port}/good')
+    assert set(asked_for) == {'images.example.org', 'other.example.org'}
+    assert set(web.asked) == {'good', 'SHA256SUMS'}
+
+
+# By way of what
+
+
+def test_no_proxy_and_no_password_of_the_environment_is_used(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str | None] = []
+    answer = Handler.answer_good
+    monkeypatch.setattr(Handler, 'answer_good', lambda self: (sent.append(self.headers['authorization']), answer(self)))
+    (tmp_path / '.netrc').write_text('machine 127.0.0.1 login root password hunter2\n')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.setenv('NETRC', str(tmp_path / '.netrc'))
+    for name in ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'ALL_PROXY'):
+        monkeypatch.setenv(name, f'http://127.0.0.1:{free_port()}')
+    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good').format == 'raw'
+    assert sent == [None]
+
+
+def test_behind_a_proxy_too_a_certificate_is_checked_against_the_name(
+    web: Web, secured: ssl.SSLContext, tmp_path: Path  # noqa: ARG001
+) -> None:
+    """The proxy resolves the name, is told a password if its URL has one, and sees nothing of what is asked."""
+    told: list[str] = []
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_CONNECT(self) -> None:
+            told.append(f'{self.path} {self.headers["proxy-authorization"]}')
+            with socket.create_connection(('127.0.0.1', port_of(web.url))) as there:
+                self.send_response(200)
+                self.end_headers()
+                back = threading.Thread(target=passed_on, args=(there, self.connection), daemon=True)
+                back.start()
+                passed_on(self.connection, there)
+                back.join(PATIENCE)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            behind = Reach(None, f'http://ann:s%40cret@127.0.0.1:{proxy.server_port}')
+            assert get(everywhere(tmp_path, behind), 'https://images.example.org/good').format == 'raw'
+            assert set(told) == {f'images.example.org:443 Basic {b64encode(b"ann:s@cret").decode()}'}
+            assert set(web.asked) == {'good', 'SHA256SUMS'}
+            said = refusal(everywhere(tmp_path, behind), 'https://other.example.org/good')
+            assert 'its certificate is made out to another name' in said
+        finally:
+            proxy.shutdown()
+
+
+def passed_on(one: socket.socket, other: socket.socket) -> None:
+    """What comes of one is sent to the other, until its end."""
+    with suppress(OSError):
+        while data := one.recv(65536):
+            other.sendall(data)
+        other.shutdown(socket.SHUT_WR)
+
+
+def test_what_a_proxy_resolves_is_checked_by_name(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's server is the proxy: it is asked for whole URLs."""
+    whole: list[str] = []
+
+    def proxied(handler: Handler) -> None:
+        whole.append(handler.path)
+        handler.say(b'' if handler.path.endswith('SHA256SUMS') else BOOT)
+
+    monkeypatch.setattr(Handler, 'do_GET', proxied)
+    only = Reach(image_sources(['images.example.org', '10.0.0.0/8']), web.url.rstrip('/'), (('ds1', 2379),))
+    for url in ('http://images.example.org/x', 'http://10.1.2.3/x'):
+        assert get(everywhere(tmp_path, only), url).format == 'raw'
+        assert whole == [url, url.replace('/x', '/SHA256SUMS')]
+        whole.clear()
+    for host, what in [
+        ('other.example.org', 'not in the `image_sources:` of this compute'),
+        ('127.0.0.1', 'a loopback address'),
+        ('127.1', 'a loopback address'),
+        ('[::1]', 'a loopback address'),
+        ('192.168.1.1', 'not in the `image_sources:` of this compute'),
+        ('169.254.169.254', 'a link-local address'),
+    ]:
+        assert what in refusal(everywhere(tmp_path, only), f'http://{host}/x')
+    any_name = Reach(None, web.url.rstrip('/'), (('ds1', 2379),))
+    assert 'a loopback address' in refusal(everywhere(tmp_path, any_name), 'http://localhost/x')
+    assert 'etcd or placement' in refusal(everywhere(tmp_path, any_name), 'http://ds1:2379/x')
+    assert whole == []
+    assert get(everywhere(tmp_path, any_name), 'http://unknown.example.org/y').format == 'raw'
+
+
+# Whoever may name an image may name a hostile one: looking at it has an end, and what is said of it shows nothing.
+#
+# The many ways to answer badly are in functional/test_images.py, stories of hostile images in faults/test_images.py.
+
+
+needs_qemu_img = pytest.mark.skipif(shutil.which('qemu-img') is None, reason='qemu-img (qemu-utils) is not installed')
+
+
+def nothing() -> None:
+    """A checkpoint that nobody stops at."""
+
+
+def assert_refused(image: Path, words: str) -> None:
+    with pytest.raises(BuildFailed, match=words):
+        inspection.inspect(image, nothing)
+
+
+def lookers() -> list[int]:
+    """The children of this process that look at an image; what else runs in it may have others."""
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if inspection.__name__ in each.cmdline():
+                found.append(each.pid)
+    return found
+
+
+def big_endian(entries: array[int]) -> bytes:
+    if sys.byteorder == 'little':
+        entries.byteswap()
+    return entries.tobytes()
+
+
+def qcow2(path: Path, bits: int, tables: array[int], length: int) -> Path:
+    """A qcow2 of `length` bytes in clusters of 2^bits, whose L1 table, in the second cluster, names these L2 tables."""
+    cluster = 1 << bits
+    size = len(tables) * (cluster // 8) * cluster
+    header = (b'QFI\xfb', 3, 0, 0, bits, min(size, 2**62), 0, len(tables), cluster, 0, 1, 0, 0, 0, 0, 0, 4, 104)
+    with path.open('wb') as file:
+        file.write(struct.pack('>4sIQIIQIIQQIIQQQQII', *header))
+        file.seek(cluster)
+        file.write(big_endian(tables))
+        file.truncate(length)
+    return path
+
+
+@needs_qemu_img
+@pytest.mark.parametrize('which', ['L1', 'L2', 'refcount'])
+def test_a_table_that_is_not_where_a_cluster_begins_is_refused_as_qemu_does(which: str, tmp_path: Path) -> None:
+    raw, path = tmp_path / 'raw', tmp_path / 'x.qcow2'
+    raw.write_bytes(BOOT + os.urandom(MIB))
+    subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(path)], check=True)
+    assert inspection.inspect(path, nothing).format == 'qcow2'
+    os.truncate(path, path.stat().st_size + 2 * MIB)
+    with path.open('r+b') as file:
+        file.seek(40)
+        l1, _ = struct.unpack('>QQ', file.read(16))
+        at = {'L1': 40, 'L2': l1, 'refcount': 48}[which]
+        file.seek(at)
+        (offset,) = struct.unpack('>Q', file.read(8))
+        file.seek(at)
+        file.write(struct.pack('>Q', offset + 512))
+    assert_refused(path, 'a table that is not where a cluster begins')
+    assert subprocess.run(['qemu-img', 'check', '-q', str(path)], capture_output=True, check=False).returncode
+
+
+def test_tables_on_top_of_each_other_cost_no_more_than_the_file_is_long(tmp_path: Path) -> None:
+    """16 MiB that name 20,480 tables of 2 MiB each, at every 512 bytes: that took nine minutes."""
+    tables = array('Q', (4 * MIB + 512 * number for number in range(20480)))
+    path = qcow2(tmp_path / 'x', 21, tables, 16 * MIB)
+    began = time.process_time()
+    assert_refused(path, 'a table that is not where a cluster begins')
+    assert time.process_time() - began < PATIENCE
+
+
+def made(path: Path, *options: str) -> Path:
+    subprocess.run(['qemu-img', 'create', '-q', '-f', 'qcow2', *options, str(path), '128G'], check=True)
+    return path
+
+
+@needs_qemu_img
+def test_image_that_takes_qemu_more_memory_than_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest table that QEMU reads, 32 MiB, is no more than it may take."""
+    image = made(tmp_path / 'x', '-o', 'cluster_size=512')
+    assert inspection.inspect(image, nothing).virtual_size == 128 * 2**30
+    monkeypatch.setattr(inspection, 'QEMU_MEMORY', 40 * MIB)
+    assert_refused(image, r'needs more than 40 MiB for it\. Fix: qemu-img convert')
+
+
+@needs_qemu_img
+def test_image_that_qemu_itself_refuses_is_refused(tmp_path: Path) -> None:
+    image = made(tmp_path / 'x')
+    with image.open('r+b') as file:
+        file.seek(96)
+        file.write(struct.pack('>I', 7))  # reference counts of 128 bits; QEMU knows 64
+    assert_refused(image, 'QEMU cannot open the image')
+
+
+def test_host_without_qemu_img_takes_no_qcow2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = qcow2(tmp_path / 'x', 16, array('Q', [0]), MIB)
+    monkeypatch.setenv('PATH', str(tmp_path))
+    with pytest.raises(EcompError, match=r'qemu-img was not found on this host\. Fix: install qemu-utils'):
+        inspection.inspect(image, nothing)
+
+
+def slow_image(directory: Path) -> Path:
+    """4 GiB of tables, each where a cluster begins: a minute's work. The file itself is a hole."""
+    tables = array('Q', (2 * MIB * number for number in range(3, 2000)))
+    return qcow2(directory / 'slow', 21, tables, 4 * 2**30)
+
+
+def test_looking_at_an_image_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, 'SECONDS', 1)
+    assert_refused(slow_image(tmp_path), 'the image takes more than 1 s to be looked at: it is not taken')
+    assert lookers() == []
+
+
+def test_looking_at_an_image_has_an_end_in_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy may take any time for it; who looks at a file uses the limit up himself."""
+    monkeypatch.setattr(inspection, '_too_long', lambda: BuildFailed('image', 'by its processor time'))
+    monkeypatch.setattr(inspection, 'time', SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(inspection, 'SECONDS', 1)
+    assert_refused(slow_image(tmp_path), 'by its processor time')
+
+
+def test_looking_at_an_image_has_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four million tables, each elsewhere: what QEMU would read at most."""
+    path = qcow2(tmp_path / 'x', 16, array('Q', range(0, 2**22 * 65536, 65536)), 64 * MIB)
+    monkeypatch.setattr(inspection, 'MEMORY', 160 * MIB)
+    assert_refused(path, 'the image takes more than 160 MiB of memory to be looked at')
+    monkeypatch.undo()
+    assert_refused(path, 'cut-off')
+
+
+@pytest.mark.parametrize('stopped', [Cancelled, KeyboardInterrupt])
+def test_a_destroy_or_a_signal_ends_the_looking_at_once(
+    web: Web, tmp_path: Path, stopped: type[BaseException]
+) -> None:
+    shelf = tmp_path / 'shelf'
+    shelf.mkdir()
+    slow_image(shelf).rename(shelf / 'slow')
+    looking: list[float] = []
+
+    def checkpoint() -> None:
+        if lookers():
+            looking.append(time.monotonic())
+        if len(looking) > 3:
+            raise stopped
+
+    cache = ImageCache(tmp_path / 'images', lambda _, check: inspection.inspect(hostile, check), None, LIMITS, LOOPBACK)
+    hostile = shelf / 'slow'
+    with pytest.raises(stopped):
+        get(cache, web.url + 'good', checkpoint)
+    assert time.monotonic() - looking[-1] < PATIENCE
+    assert lookers() == []
+    assert kept(tmp_path / 'images') == []
+
+
+# What is said of it
+
+
+@pytest.mark.parametrize(
+    'page', [b'TOKEN=hunter2-and-more', b'{"etcdserver":"3.4.23"}', b'QFI\xfb\0\0\0\x03' + b'hunter2-' * 200]
+)
+def test_a_refusal_shows_no_byte_of_what_was_fetched(web: Web, tmp_path: Path, page: bytes) -> None:
+    web.image = page
+    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK)
+    with pytest.raises(BuildFailed) as refused:
+        get(cache, web.url + 'good')
+    said = refused.value.reason
+    assert 'image' in said
+    numbers = {str(int.from_bytes(page[at : at + size], 'big')) for size in (4, 8) for at in range(min(len(page), 64))}
+    for secret in ('hunter2', 'TOKEN', 'etcdserver', '3.4.23', '68 75 6e', page[:8].hex(' '), *(numbers - {'0', '3'})):
+        assert secret not in said
+
+
+# An image that comes by drips holds nobody up, and leaves nothing behind in this process once it is given up.
+
+
+def drip_of_a_head(handler: Handler) -> None:
+    """An answer whose head has no end."""
+    handler.wfile.write(b'HTTP/1.1 200 OK\r\nx: ')
+    while not handler.server.may_go_on.wait(0.05):
+        handler.wfile.write(b'x')
+        handler.wfile.flush()
+
+
+@pytest.mark.parametrize('path', ['head', 'dripping/good', 'drip'])
+def test_a_download_that_is_given_up_leaves_no_thread_and_no_descriptor(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Whether its head, the list of checksums beside it or the image itself drips."""
+    monkeypatch.setattr(Handler, 'answer_head', drip_of_a_head, raising=False)
+    cache = everywhere(tmp_path, LOOPBACK)
+    open_before = len(os.listdir('/proc/self/fd'))
+
+    def cancelled_once_asked() -> None:
+        if last in web.asked:
+            raise Cancelled
+
+    last = 'dripping/SHA256SUMS' if '/' in path else path
+    for _ in range(5):
+        web.asked.clear()
+        with pytest.raises(Cancelled):
+            get(cache, web.url + path, cancelled_once_asked)
+    until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 10, 'its threads end')
+    until(lambda: len(os.listdir('/proc/self/fd')) <= open_before, 10, 'nothing stays open')
+
+
+def test_nor_does_one_in_the_middle_of_a_handshake(tmp_path: Path) -> None:
+    """Of a server that takes the connection, and says nothing."""
+    asked: list[float] = []
+
+    def checkpoint() -> None:
+        asked.append(time.monotonic())
+        if len(asked) > 2:
+            raise Cancelled
+
+    with socket.create_server(('127.0.0.1', 0)) as server, pytest.raises(Cancelled):
+        get(everywhere(tmp_path, LOOPBACK), f'https://127.0.0.1:{server.getsockname()[1]}/good', checkpoint)
+    until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 3, 'its thread ends')
+
+
+def test_nor_does_one_that_tries_one_address_after_another(tmp_path: Path, names: dict[str, list[list[str]]]) -> None:
+    """A name may have any number of them, and each may be silent for seconds."""
+    names['images.example.org'] = [['127.0.0.1'] * 20]
+    began = threading.Event()
+
+    def checkpoint() -> None:
+        if began.wait(0.5):
+            raise Cancelled
+        began.set()
+
+    with ExitStack() as full:
+        server = full.enter_context(socket.create_server(('127.0.0.1', 0), backlog=0))
+        for _ in range(4):  # from then on nobody is answered
+            waiting = full.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        with pytest.raises(Cancelled):
+            get(everywhere(tmp_path, LOOPBACK), f'http://images.example.org:{server.getsockname()[1]}/x', checkpoint)
+        until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 4, 'its thread ends')
+
+
+@pytest.mark.parametrize(
+    ('path', 'said'),
+    [
+        ('head', 'no answer after 0.5 s'),
+        ('dripping/good', 'no SHA256SUMS after 0.5 s'),
+        ('drip', r'less than 64 KiB/s for 0.5 s, [0-9]+ bytes so far'),
+    ],
+)
+def test_a_drip_has_an_end(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str
+) -> None:
+    monkeypatch.setattr(Handler, 'answer_head', drip_of_a_head, raising=False)
+    monkeypatch.setattr(download, 'ANSWER', 0.5)
+    monkeypatch.setattr(download, 'SPELL', 0.5)
+    assert re.search(said, refusal(everywhere(tmp_path, LOOPBACK), web.url + path))
+    assert kept(tmp_path / 'images') == []
+    # What is fast enough is not in a hurry.
+    web.image = BOOT.ljust(MIB, b'\0')
+    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good').virtual_size == MIB
+
+
+def test_what_is_cached_is_used_where_a_newer_one_drips(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, 'SPELL', 0.5)
+    first = get(everywhere(tmp_path, LOOPBACK), web.url + 'good')
+    monkeypatch.setattr(Handler, 'answer_good', Handler.answer_drip)
+    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good') == first

@@ -1,0 +1,401 @@
+"""The metadata server that root starts is nobody's once it listens; its monitor opens five things."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from mdserver import conf, monitor, server
+from mdserver.monitor import Monitor
+
+from ecomp.agent.host.metadata import USER, GuestData
+from ecomp.agent.host.state import Identity, Memory
+from ecomp.model.order import Request
+from tests.kit.servers import TOP, until
+from tests.security.rights import COMMAND, ENVIRONMENT, HERE, MAC, MAC_2, OTHER, UUID, Server, describe
+
+# The metadata server that root starts: once it listens it is nobody, and gets at nothing that was root's.
+#
+# What it cannot open its monitor opens: test_mdserver_monitor.py.
+
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason='who is not root has nothing to give up')
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=ENVIRONMENT, cwd='/', stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+
+
+def rights(pid: int | str) -> dict[str, list[str]]:
+    """What /proc says of who a process, or a thread, is."""
+    lines = (line.partition(':') for line in Path(f'/proc/{pid}/status').read_text().splitlines())
+    wanted = ('Uid', 'Gid', 'Groups', 'CapPrm', 'CapEff', 'CapAmb', 'NoNewPrivs')
+    return {name: value.split() for name, _, value in lines if name in wanted}
+
+
+def nothing(uid: str, gid: str) -> dict[str, list[str]]:
+    none = ['0' * 16]
+    return {'Uid': 4 * [uid], 'Gid': 4 * [gid], 'Groups': [], 'CapPrm': none, 'CapEff': none, 'CapAmb': none,
+            'NoNewPrivs': ['1']}
+
+
+def test_it_has_no_rights_and_does_all_that_root_did(running: Server, tmp_path: Path) -> None:
+    threads = os.listdir(f'/proc/{running.pid}/task')
+    assert len(threads) > 4
+    assert [rights(f'{running.pid}/task/{each}') for each in threads] == len(threads) * [nothing(USER, USER)]
+    assert f' AS UID {USER}\n' in running.log.read_text()
+    # Nor does another one of that user, of another host in a lab, see into it.
+    look = f'cat /proc/{running.pid}/environ /proc/{running.pid}/mem; ls /proc/{running.pid}/fd/'
+    assert run('setpriv', '--reuid', USER, '--regid', USER, '--clear-groups', 'sh', '-c', look).stdout == ''
+
+    assert running.ask('/latest/meta-data/instance-id') == (200, UUID.encode())
+    # root's alone, below a directory that is root's alone; and edits count, however the editor makes them.
+    assert running.ask('/latest/user-data') == (200, b'#!one\n')
+    (tmp_path / 'user-data').write_text('#!two\n')
+    assert running.ask('/latest/user-data') == (200, b'#!two\n')
+    (tmp_path / 'new').write_text('#!three\n')
+    (tmp_path / 'new').chmod(0o600)
+    (tmp_path / 'new').rename(tmp_path / 'user-data')
+    assert running.ask('/latest/user-data') == (200, b'#!three\n')
+    (tmp_path / 'user-data').rename(tmp_path / 'elsewhere')
+    (tmp_path / 'user-data').symlink_to('elsewhere')
+    assert running.ask('/latest/user-data') == (200, b'#!three\n')
+    (tmp_path / 'user-data').unlink()
+    assert running.ask('/latest/user-data')[0] == 500
+    assert f'{tmp_path}/user-data: No such file or directory' in running.log.read_text()
+    (tmp_path / 'user-data').write_text('#!four\n')
+
+    data = GuestData(tmp_path / 'metadata')
+    assert running.ask(f'/phone-home/{OTHER}/', 'POST')[0] == 404
+    assert data.ready() == set()
+    assert running.ask(f'/phone-home/{UUID}/', 'POST') == (200, b'ok')
+    assert data.ready() == {UUID}
+    word = (tmp_path / f'metadata/{UUID}.ready').stat()
+    assert (word.st_uid, word.st_mode & 0o777) == (0, 0o600)
+    data.write(Request(UUID, {}, name='web1', user_data=b'#!mine'), [MAC])
+    assert running.ask('/latest/user-data') == (200, b'#!mine')
+    assert data.ready() == set()
+    data.remove(UUID, [MAC])
+    assert running.ask('/latest/user-data')[0] == 404
+    (tmp_path / 'virbr0.status').write_text('[]')
+    assert running.ask('/latest/meta-data/') == (404, b'404 Not Found: no current DHCP lease for 127.0.0.1\n')
+
+
+def test_it_holds_nothing_that_root_opened(running: Server) -> None:
+    held = Counter(os.readlink(each).partition(':')[0] for each in Path(f'/proc/{running.pid}/fd').iterdir())
+    del held['pipe']  # waitress's own, and whether its monitor lives
+    # The sockets: where it listens, and its monitor's.
+    assert held == {'/dev/null': 2, str(running.log): 1, 'socket': 2}
+
+
+def test_a_user_by_name(tmp_path: Path) -> None:
+    describe(tmp_path, {HERE: (MAC, UUID)})
+    nobody = pwd.getpwnam('nobody')
+    with contextlib.closing(Server(tmp_path, '--user', 'nobody')) as started:
+        assert rights(started.pid) == nothing(str(nobody.pw_uid), str(nobody.pw_gid))
+        assert started.ask('/latest/user-data') == (200, b'#!one\n')
+
+
+def test_without_a_user_it_is_who_started_it(tmp_path: Path) -> None:
+    describe(tmp_path, {HERE: (MAC, UUID)})
+    script = [sys.executable, str(TOP / 'md_server/mdserver/server.py')]
+    with contextlib.closing(Server(tmp_path, command=script)) as started:
+        assert rights(started.pid) == rights('self')
+        assert psutil.Process(started.pid).children() == []
+        assert started.ask('/latest/user-data') == (200, b'#!one\n')
+    with contextlib.closing(Server(tmp_path, '--verbose', '--user', USER, command=script)) as started:
+        assert rights(started.pid) == nothing(USER, USER)
+        assert started.ask('/latest/user-data') == (200, b'#!one\n')
+
+
+def test_all_that_it_runs_it_has_before(tmp_path: Path) -> None:
+    """Its Python may be where it cannot read any more, below /root say: it imports nothing afterwards."""
+    describe(tmp_path, {HERE: (MAC, UUID)})
+    command = [COMMAND[0], '-v', *COMMAND[1:]]
+    with contextlib.closing(Server(tmp_path, '--verbose', '--user', USER, command=command)) as started:
+        before = len(started.log.read_text())
+        for path in ('/', '/latest/user-data', '/latest/no-such', f'/seed/{UUID}/vendor-data', '/%ff%00'):
+            started.ask(path)
+        (tmp_path / 'user-data').unlink()
+        for method in ('GET', 'HEAD', 'PUT', 'POST', 'X'):
+            started.ask('/latest/user-data', method)
+        started.ask(f'/phone-home/{UUID}/', 'POST')
+        (tmp_path / f'metadata/{MAC}.json').unlink()
+        assert started.ask(f'/phone-home/{UUID}/', 'POST')[0] == 404
+        with socket.create_connection((HERE, started.port)) as odd:
+            odd.sendall(b'GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n')
+            assert odd.recv(100)
+        with socket.create_connection((HERE, started.port)) as long:
+            long.sendall(b'GET / HTTP/1.1\r\nX: ' + 10_000 * b'x' + b'\r\n\r\n')
+            assert b'431' in long.recv(100)
+        said = started.log.read_text()[before:]
+    assert ' 500 client=' in said
+    assert re.findall(r"^import '.*|^# trying .*|^# code object from .*", said, re.MULTILINE) == []
+
+
+def test_each_of_many_at_once_is_told_its_own(tmp_path: Path) -> None:
+    """One monitor for all threads."""
+    guests = {f'127.0.0.{n}': (f'52:54:00:aa:00:{n:02x}', str(uuid.uuid4())) for n in range(10, 22)}
+    describe(tmp_path, guests)
+    wrong: list[object] = []
+    with contextlib.closing(Server(tmp_path, '--user', USER)) as started:
+
+        def crawl(source: str, instance: str) -> None:
+            for _ in range(20):
+                answer = started.ask('/latest/meta-data/instance-id', source=source)
+                if answer != (200, instance.encode()):
+                    wrong.append((source, answer))
+
+        threads = [threading.Thread(target=crawl, args=(ip, instance)) for ip, (_, instance) in guests.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+# What it could do besides
+
+ATTEMPTS = '''
+import os, sys
+from pathlib import Path
+done = []
+def attempt(what, deed):
+    try:
+        deed()
+    except PermissionError:
+        return
+    done.append(what)
+for path in map(Path, sys.argv[1:]):
+    if os.path.isdir(path):
+        attempt(f'list {path}', lambda: os.listdir(path))
+        attempt(f'link in {path}', lambda: os.symlink('/etc/passwd', path / 'planted'))
+        attempt(f'file in {path}', lambda: open(path / 'planted.json', 'w'))
+    else:
+        attempt(f'read {path}', lambda: open(path).read())
+        attempt(f'write {path}', lambda: open(path, 'r+'))
+        attempt(f'replace {path}', lambda: os.rename(path, f'{path}.old'))
+        attempt(f'remove {path}', lambda: os.unlink(path))
+attempt('signal root', lambda: os.kill(os.getppid(), 0))
+print(*done, sep='\\n')
+'''
+
+
+def test_whoever_it_is_then_gets_at_nothing_of_ecomputes() -> None:
+    """In a place that everybody gets through to, as /var/lib is."""
+    with tempfile.TemporaryDirectory(prefix='ecomp-rights-') as name:
+        top = Path(name)
+        top.chmod(0o755)
+        state = Identity(top / 'state')
+        state.compute_uuid(None)
+        state.token()
+        state.keep()
+        state.close()
+        directory = top / 'state'
+        GuestData(directory / 'metadata').write(Request(UUID, {}, user_data=b'canary'), [MAC])
+        (directory / f'metadata/{UUID}.ready').touch(0o600)
+        Memory(directory, OTHER, lambda: '2026-01-01T00:00:00.000Z')
+        paths = sorted(directory.rglob('*'))
+        names = {path.name for path in paths}
+        assert {'uuid', 'token', 'lock', 'metadata', f'{MAC}.json', f'{UUID}.ready', 'instances'} <= names
+        (top / 'canary').write_text('readable')  # a test that sees nothing would see this
+        (top / 'canary').chmod(0o644)
+        done = subprocess.run(
+            [shutil.which('python3', path='/usr/bin:/usr/local/bin') or sys.executable, '-c', ATTEMPTS,
+             str(directory), *map(str, paths), str(top / 'canary')],
+            user=int(USER), group=int(USER), extra_groups=[], cwd='/', capture_output=True, text=True, timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, '')
+        assert done.stdout.split('\n') == [f'read {top}/canary', '']
+
+
+KEPT = '''
+import ctypes, sys
+from mdserver import monitor
+assert ctypes.CDLL(None).prctl(28, 4, 0, 0, 0) == 0  # PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP
+try:
+    monitor.drop_rights(monitor.find_user(sys.argv[1]))
+except OSError as error:
+    print(error.strerror)
+'''
+
+
+def test_rights_that_do_not_go_are_not_taken_for_gone() -> None:
+    done = run(sys.executable, '-c', KEPT, USER)
+    assert done.stdout == 'capabilities are kept\n', done
+
+
+def test_rights_that_it_has_not_to_give_up(tmp_path: Path) -> None:
+    describe(tmp_path, {HERE: (MAC, UUID)})
+    conf = str(tmp_path / 'mdserver.conf')
+    done = run('setpriv', '--bounding-set', '-setuid', *COMMAND, conf, '--listen', f'{HERE}:0', '--user', USER)
+    assert (done.returncode, done.stderr) == (
+        1, f'mdserver: --user {USER}: cannot become that user: Operation not permitted: '
+           'it needs CAP_SETUID and CAP_SETGID, and must not keep any capability\n')
+
+
+@pytest.mark.parametrize(('name', 'said'), [
+    ('no-such-user', "there is no user 'no-such-user' here: name one that is, or give a number"),
+    ('', "there is no user '' here: name one that is, or give a number"),
+    ('4294967295', "there is no user '4294967295' here: name one that is, or give a number"),
+    ('65520 ', "there is no user '65520 ' here: name one that is, or give a number"),
+    ('root', "'root' is root, who gives up nothing: name another user"),
+    ('0', "'0' is root, who gives up nothing: name another user"),
+])
+def test_wrong_names(name: str, said: str) -> None:
+    done = run(*COMMAND, '--listen', f'{HERE}:0', '--user', name)
+    assert (done.returncode, done.stdout, done.stderr) == (2, '', f'mdserver: --user: {said}\n')
+
+
+def test_a_number_that_somebody_has_is_that_user() -> None:
+    nobody = pwd.getpwnam('nobody')
+    assert monitor.find_user(str(nobody.pw_uid)) == monitor.find_user('nobody') == (nobody.pw_uid, nobody.pw_gid)
+    assert monitor.find_user(USER) == (int(USER), int(USER))
+
+
+def test_who_is_not_root_cannot_become_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, 'geteuid', lambda: 1000)
+    with pytest.raises(conf.ConfError, match='only root can become another user: start it with sudo, or leave --user'):
+        server._user('nobody')
+
+
+BY_ECOMPUTE = '''
+import json, logging, os, signal, sys, time
+from pathlib import Path
+from ecomp.agent.host.metadata import MetadataServer, answer, is_metadata
+logging.basicConfig(level=logging.INFO)
+os.system('ip link set lo up; ip addr add 169.254.169.254/32 dev lo')
+server = MetadataServer(Path(sys.argv[1]), Path(sys.argv[2]), 'virbr0')
+server.ensure()
+pid = server._process.pid
+print(Path(f'/proc/{pid}/status').read_text(), flush=True)
+os.kill(int(Path(f'/proc/{pid}/task/{pid}/children').read_text()), signal.SIGKILL)
+while server._process.poll() is None:
+    time.sleep(0.05)
+server.ensure()  # as each minute
+assert server._process.pid != pid and is_metadata(answer())
+server.stop()
+assert answer() is None
+'''
+
+
+def test_ecompute_s_binds_port_80_and_gives_up_its_rights(tmp_path: Path) -> None:
+    GuestData(tmp_path / 'metadata')
+    done = run('unshare', '--net', sys.executable, '-c', BY_ECOMPUTE, str(tmp_path / 'metadata'), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for line in (f'Uid:\t{USER}\t{USER}\t{USER}\t{USER}', 'Groups:\t ', 'CapEff:\t0000000000000000', 'NoNewPrivs:\t1'):
+        assert line in done.stdout.splitlines(), (line, done.stdout)
+    assert f'LISTENING ON http://169.254.169.254:80/ GUESTS IN {tmp_path}/metadata AS UID {USER}' in done.stderr
+    assert 'the metadata server ended with 1; starting another' in done.stderr
+
+
+def test_it_stays_up_while_nobody_asks(running: Server) -> None:
+    before = psutil.Process(running.pid).cpu_times().user
+    time.sleep(2)
+    assert psutil.Process(running.pid).cpu_times().user - before < 0.3
+    assert running.ask('/')[0] == 200
+
+
+# The monitor of a metadata server that is nobody: it opens what its five requests ask for, and nothing else.
+
+
+def test_what_a_monitor_does_when_the_other_is_gone(running: Server) -> None:
+    monitor = running.monitor()
+    assert (monitor.uids().effective, monitor.name()) == (0, psutil.Process(running.pid).name())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        monitor.send_signal(number)  # a Ctrl-C goes to both: mdserver is the one that ends
+    assert running.ask('/latest/meta-data/instance-id') == (200, UUID.encode())
+    running.process.kill()
+    running.process.wait()
+    until(lambda: not monitor.is_running() or monitor.status() == psutil.STATUS_ZOMBIE, 10, 'it ends with mdserver')
+
+
+def test_it_ends_as_it_did_and_leaves_nobody(running: Server) -> None:
+    monitor = running.monitor()
+    assert running.close() == 0
+    assert not monitor.is_running()
+    assert 'ENDED' in running.log.read_text()
+
+
+def test_without_its_monitor_it_ends(running: Server) -> None:
+    """ecompute sees that, and starts another."""
+    running.monitor().kill()
+    assert running.process.wait(20) == 1
+    assert 'ENDED: its monitor, which opened its files for it, is gone' in running.log.read_text()
+
+
+def asked(monitor: Monitor, request: str) -> list[str]:
+    """The answers, as the reasons why there is no file; a file's is its text."""
+    found = []
+    for _, opened in monitor.ask(request):
+        if isinstance(opened, OSError):
+            found.append(str(opened.strerror))
+        else:
+            with open(opened) as file:
+                found.append(file.read())
+    return found
+
+
+def test_its_monitor_opens_nothing_else(tmp_path: Path) -> None:
+    """Whatever mdserver would say once a guest had taken it over."""
+    describe(tmp_path, {HERE: (MAC, UUID)})
+    (tmp_path / 'token').write_text('canary')
+    guests = tmp_path / 'metadata'
+    monitor = Monitor(conf.load(tmp_path / 'mdserver.conf'))
+    try:
+        assert asked(monitor, 'user-data') == ['#!one\n']
+        for request in (
+            ' ', 'guest', 'guest ', 'guest ../token', 'guest ../../etc/shadow', f'guest  {MAC}', f'guest {MAC} x',
+            f'guest {MAC}\n', f'guest {MAC.upper()}', f'guest {MAC}/../../token', f'guest {MAC}\0',
+            'user-data ../token', 'user-data /etc/shadow', 'leases /etc/*', '/etc/shadow', 'open /etc/shadow',
+            f'ready {MAC}', f'ready {MAC} ../../x', f'ready ../{MAC} {UUID}', f'ready {MAC} {UUID.upper()}',
+            f'ready {MAC} {UUID}', 'refused', 'refused ../token x', f'refused {MAC}/../../token x',
+            'guest ' + 300 * 'x', '\xff',
+        ):
+            assert asked(monitor, request) == ['Invalid argument'], request
+        # A word is of a guest that is there, or nobody's: otherwise they would fill the directory.
+        assert asked(monitor, f'ready {MAC} {OTHER} {{}}') == asked(monitor, f'ready {MAC_2} {UUID} {{}}') == [
+            'No such file or directory'
+        ]
+        assert sorted(path.name for path in guests.iterdir()) == [f'{MAC}.json']
+        # Links are followed nowhere, though only root could have put them there.
+        (guests / f'{MAC_2}.json').symlink_to(tmp_path / 'token')
+        (tmp_path / 'z.status').symlink_to(tmp_path / 'token')
+        (guests / f'{UUID}.said').symlink_to(tmp_path / 'made')
+        link = 'Too many levels of symbolic links'
+        assert asked(monitor, f'guest {MAC_2}') == [link]
+        assert asked(monitor, 'leases')[1:] == [link]
+        (guests / f'{MAC_2}.refused').symlink_to(tmp_path / 'token')
+        assert asked(monitor, f'refused {MAC_2} no lease') == []
+        assert (tmp_path / 'token').read_text() == 'canary'
+        assert (guests / f'{MAC_2}.refused').read_text() == 'no lease'
+        assert asked(monitor, f'refused {MAC_2} ') == []
+        assert not (guests / f'{MAC_2}.refused').exists()
+        # One in the place of a word that is being left goes, as whatever is left there.
+        assert asked(monitor, f'ready {MAC} {UUID} {{}}') == []
+        told = guests / f'{UUID}.ready'
+        assert told.read_text() == '{}'
+        assert not told.is_symlink()
+        told.unlink()
+        told.symlink_to(tmp_path / 'made')
+        assert asked(monitor, f'ready {MAC} {UUID} {{}}') == []
+        assert not (tmp_path / 'made').exists()
+    finally:
+        monitor.close()

@@ -1,0 +1,473 @@
+"""What eschedule and ecompute take of a command line, and what they say of one that they do not take."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import shlex
+import subprocess
+import sys
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.cli.command import SHORTEST, SLOW_SECONDS, SLOW_SECONDS_IN_A_SCRIPT, Context, Invocation
+from ecomp.cli.commands import COMMANDS, help_of, parse
+from ecomp.cli.create import read_user_data
+from ecomp.cli.options import FLAGS, OPTIONS, Option, Options, read
+from ecomp.cli.terminal import Terminal
+from ecomp.compute import MOST, parser
+from ecomp.conf import ScheduleConfig
+from ecomp.errors import UsageError
+from ecomp.model.guest import UNPACKED_LIMIT
+from tests.kit.servers import environment
+
+# eschedule's arguments: the form, its words, its options. What is refused: scenario/test_bad_input.py.
+
+
+A, B = '1f0e4c9a-3a52-4b0f-8d87-0d8f1f2a6b01', '1f0e4c9a-3a52-4b0f-8d87-0d8f1f2a6b02'
+QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
+IMAGE = 'http://images.invalid/a.img'
+
+
+@pytest.mark.parametrize(
+    ('argv', 'command'),
+    [
+        ([QUERY], Invocation('create', (QUERY,), Options())),
+        ([QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options())),
+        (['create', QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options())),
+        (['create', QUERY, '--wait', 'ready'], Invocation('create', (QUERY,), Options(wait='ready'))),
+        ([QUERY, '--wait', 'ready'], Invocation('create', (QUERY,), Options(wait='ready'))),
+        (['--wait', 'ready', QUERY], Invocation('create', (QUERY,), Options(wait='ready'))),
+        (['--wait=ready', QUERY], Invocation('create', (QUERY,), Options(wait='ready'))),
+        (['stop', '--wait', 'ready'], Invocation('stop', ('ready',), Options(wait=''))),  # an instance may be called so
+        (['create', '--flavor', 'x'], Invocation('create', ('',), Options(flavor='x'))),
+        (['--flavor', 'x', 'create', IMAGE], Invocation('create', ('', IMAGE), Options(flavor='x'))),
+        (['--wait', QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options(wait=''))),
+        (
+            [QUERY, '--wait=started', '--timeout', '5', '--uuid', A.upper()],
+            Invocation('create', (QUERY,), Options(uuid=A, wait='started', timeout=5.0)),
+        ),
+        ([A], Invocation('query', (A,), Options())),
+        ([A.replace('-', '').upper()], Invocation('query', (A,), Options())),
+        (['destroy', A, '--wait', B], Invocation('destroy', (A, B), Options(wait=''))),
+        (['wait', A, B, '--for', 'disk'], Invocation('wait', (A, B), Options(stage='disk'))),
+        (['stop', A, B], Invocation('stop', (A, B), Options())),
+        (['reboot', '--wait', A, '--timeout', '5'], Invocation('reboot', (A,), Options(wait='', timeout=5.0))),
+        (['wait', '--timeout', '5', A], Invocation('wait', (A,), Options(timeout=5.0))),
+        (['-f', 'json', 'list', '--all'], Invocation('list', (), Options(format='json', all=True))),
+        (['hosts', '-f', 'json'], Invocation('hosts', (), Options(format='json'))),
+        (['host', 'forget', A.upper()], Invocation('host forget', (A,), Options())),
+        (['web1'], Invocation('query', ('web1',), Options())),
+        (['1F0E4C9A'], Invocation('query', ('1F0E4C9A',), Options())),
+        (['show', 'web1', '1f0e', A.upper()], Invocation('show', ('web1', '1f0e', A), Options())),
+        (
+            [QUERY, '--name', 'web1', '--ssh-key', 'a.pub', '--user-data', '-', '--ssh-key', 'b.pub'],
+            Invocation('create', (QUERY,), Options(name='web1', ssh_key=['a.pub', 'b.pub'], user_data='-')),
+        ),
+        (['--queue', '--flavor', 'x', IMAGE], Invocation('create', ('', IMAGE), Options(flavor='x', queue=True))),
+        (['show', A, '--config', 'x.yaml'], Invocation('show', (A,), Options(config='x.yaml'))),
+        # The help of what is typed beside it.
+        (['--help'], Invocation('help', (), Options())),
+        (['--help', '--nonsense'], Invocation('help', (), Options())),
+        ([A, '--help'], Invocation('help', (), Options())),
+        (['-h', 'wait', A], Invocation('help', ('wait',), Options())),
+        (['--timeout', '5', 'host', 'drain', 'hv1', '--help'], Invocation('help', ('host', 'drain'), Options())),
+        ([QUERY, '--help'], Invocation('help', ('create',), Options())),
+        (['create', '--help'], Invocation('help', ('create',), Options())),
+        (['host', '--help'], Invocation('help', ('host',), Options())),
+    ],
+)
+def test_each_form(argv: list[str], command: Invocation) -> None:
+    assert parse(argv) == command
+
+
+def test_every_command_is_explained() -> None:
+    helped = help_of('')
+    for name, each in COMMANDS.items():
+        assert f'{each.usage} ' in helped
+        assert each.summary in helped
+        assert f'usage: eschedule {each.usage} ' in help_of(name)
+        # What prints an address is told by an id, and by no word.
+        words = tuple(name.split()) if name != 'query' else ()
+        assert parse([*name.split(), '--help']) == Invocation('help', words, Options())
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_the_help_of_a_command_speaks_of_its_own_options_alone(name: str) -> None:
+    shown = [flag for each in COMMANDS[name].takes() for flag in each.flags]
+    helped = help_of(name).partition('options:')[2].partition('exit codes')[0]
+    found = re.findall('^  (?:-[a-z](?: [A-Z]+)?, )?(--[a-z-]+)', helped, re.MULTILINE)
+    assert found == [each for each in shown if len(each) > 2]
+    fields = {*COMMANDS[name].options, 'config'}
+    assert set(shown) == {flag for field in fields for each in OPTIONS[field] for flag in each.flags}
+
+
+def test_every_option_is_some_command_s() -> None:
+    taken = {field for each in COMMANDS.values() for field in each.options}
+    assert taken | {'config'} == set(OPTIONS)
+
+
+@pytest.mark.parametrize('name', ['list', *(name for name, each in COMMANDS.items() if '<host>' in each.usage)])
+def test_who_takes_a_host_s_name_may_end_in_conflict(name: str) -> None:
+    """Two computes may be called so."""
+    assert 5 in COMMANDS[name].exits
+
+
+def test_the_help_of_events_offers_what_events_prints() -> None:
+    assert 'json or yaml' not in help_of('events')
+    assert 'csv' not in help_of('events')
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
+    program, *words = shlex.split(COMMANDS[name].example)
+    assert program == 'eschedule'
+    assert parse(words).name == name
+    assert f'example: {COMMANDS[name].example}\n' in help_of(name)
+
+
+@pytest.mark.parametrize(
+    ('argv', 'said'),
+    [
+        (['create', 'web1'], "create: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
+        (['create', '--flavor', 'x', 'web1'], "create: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
+        (['plan', 'web1'], "plan: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
+        # "--uuid $X" of a variable nobody set: it must not be placed under a uuid nobody knows.
+        ([QUERY, '--uuid', ''], "'' is not a uuid that an instance can have"),
+        ([QUERY, '--wait=redy'], '--wait=redy: there is no such stage (did you mean ready?); say requested, '),
+        (['list', '--state', 'actve'], '--state: there is no such state (did you mean active?); say active, '),
+        (['wait', A, '--timeout', '1000000000'], '--timeout: 0 to 999999999 seconds'),
+        (['wait', A, '--timeout', '-1'], '--timeout: 0 to 999999999 seconds'),
+        ([QUERY, '--min', '2'], '--min goes with --count'),
+        (['query', 'web1'], "'query' is not a command: did you mean eschedule 'resources=…'?"),
+        (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy, which deletes the disk?"),
+        (['ls', '-f', 'json', 'x'], "'ls' is not a command: did you mean eschedule list?"),
+        (['images', 'x'], "'images' is not a command: an image is a URL behind the query"),
+        (['Lst'], "'Lst' is neither a command nor an instance: did you mean eschedule list?"),
+        (['xyzzy', 'x'], "'xyzzy' is not a command; --help shows all"),
+        (['host', 'lsit'], "'host lsit' is not a command (did you mean eschedule host list?): host has list, "),
+        (['host', 'forgte', 'hv1'], "'host forgte' is not a command: host has list, "),
+        (['help', 'lst'], "help: 'lst' is not a command: did you mean eschedule list?"),
+    ],
+)
+def test_what_is_refused_names_what_was_probably_meant(argv: list[str], said: str) -> None:
+    """tests/golden/commands/eschedule-refused.txt has the refusals that are not here."""
+    with pytest.raises(UsageError) as refused:
+        parse(argv)
+    assert said in str(refused.value)
+    assert '\n' not in str(refused.value)
+
+
+def test_help_of_several_commands_by_their_first_word() -> None:
+    helped = help_of('host')
+    assert [line.split('<')[0].split('   ')[0].strip() for line in helped.splitlines() if line.startswith('  ')] == [
+        *('host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget'),
+    ]
+
+
+# The reader of eschedule's command lines: every allowed form of a line, and what is refused.
+
+
+ANY = [*FLAGS, '', '-', '--', '-5', '--nam', '--coun=3', '-fjson', '-n5', '-x', '--=', 'list', 'log', 'web1', 'a=b']
+FIELDS = sorted(OPTIONS)
+
+
+def is_word(text: str) -> bool:
+    return not text.startswith('-') or text == '-' or text[1:].isdecimal()
+
+
+def shortest(flag: str) -> int:
+    """Characters of a long flag that no other flag begins with."""
+    others = [each for each in FLAGS if each != flag]
+    lengths = range(3, len(flag))
+    return next((n for n in lengths if not any(each.startswith(flag[:n]) for each in others)), len(flag))
+
+
+def values(option: Option) -> st.SearchStrategy[Any]:
+    if option.choices:
+        return st.sampled_from(option.choices)
+    if option.parse is str:
+        return st.text(max_size=5) | st.sampled_from(['-', '-5', '-x', '--all', 'a=b'])
+    if option.parse in (int, float):
+        return st.integers() if option.parse is int else st.floats(-100, 100)
+    return st.uuids(version=4).map(str)
+
+
+@st.composite
+def option_forms(draw: st.DrawFn, option: Option, value: Any) -> list[str]:
+    """One option in one of the forms that it may be written in."""
+    flag = draw(st.sampled_from(option.flags))
+    if flag.startswith('--'):
+        flag = flag[: draw(st.integers(shortest(flag), len(flag)))]
+    text = str(value)
+    if not option.metavar or (option.metavar.startswith('[') and not text):
+        return [flag]
+    forms = [[f'{flag}={text}']]
+    if not flag.startswith('--') and text and text[0] != '=':
+        forms.append([f'{flag}{text}'])
+    if is_word(text) and not option.metavar.startswith('['):
+        forms.append([flag, text])
+    return draw(st.sampled_from(forms))
+
+
+@st.composite
+def written_lines(draw: st.DrawFn) -> tuple[list[str], list[str], Options]:
+    """A line as it may be written, its words and its options."""
+    parts, given_options = list[list[str]](), dict[str, Any]()
+    for field in draw(st.lists(st.sampled_from(FIELDS), unique=True, max_size=5)):
+        option = draw(st.sampled_from(OPTIONS[field]))
+        if option.repeats:
+            each = draw(st.lists(values(option), min_size=1, max_size=3))
+            parts += [draw(option_forms(option, value)) for value in each]
+            given_options[field] = each
+            continue
+        value = draw(values(option)) if option.metavar else option.const
+        parts += [draw(option_forms(option, value))]
+        given_options[field] = value
+    # -f means something else behind log.
+    texts = st.text(max_size=5).filter(lambda text: is_word(text) and text != 'log')
+    words = draw(st.lists(texts | st.just('list'), max_size=4))
+    for word in reversed(words):
+        parts.insert(draw(st.integers(0, len(parts))), [word])
+    argv = [word for part in parts for word in part]
+    words = [part[0] for part in parts if len(part) == 1 and is_word(part[0])]
+    behind = draw(st.lists(st.sampled_from(ANY), max_size=3))
+    return [*argv, *(['--', *behind] if behind else [])], [*words, *behind], Options(**given_options)
+
+
+@given(written_lines())
+def test_line_is_read_back_from_every_form_it_may_be_written_in(line: tuple[list[str], list[str], Options]) -> None:
+    argv, words, options = line
+    assert read(argv) == (words, options)
+
+
+@given(st.lists(st.one_of(st.sampled_from(ANY), st.builds('{}={}'.format, st.sampled_from(ANY), st.sampled_from(ANY)),
+                          st.text(max_size=5)), max_size=6))  # fmt: skip
+def test_any_line_is_read_or_refused_in_one_line(argv: list[str]) -> None:
+    said = ''
+    try:
+        parse(argv)
+    except UsageError as error:
+        said = str(error)
+    assert said == '' or said.isprintable()
+
+
+@pytest.mark.parametrize(
+    ('line', 'follows', 'form'),
+    [('log web1 -f', True, None), ('log -f web1', True, None), ('log web1 -fjson', False, 'json'),
+     ('list -f json', False, 'json'), ('-f json log', False, 'json')],
+)  # fmt: skip
+def test_f_behind_log_follows(line: str, follows: bool, form: str | None) -> None:
+    _, options = read(line.split())
+    assert (options.follow, options.format) == (follows, form)
+
+
+@pytest.mark.parametrize(
+    ('line', 'refusal'),
+    [
+        ('--frobnicate', '--frobnicate is no option; --help shows all'),
+        ('--formt=json', '--formt is no option (did you mean --format?); --help shows all'),
+        ('-x5', '-x5 is no option; --help shows all'),
+        ('--=5', '-- is no option; --help shows all'),
+        ('--co 5', '--co is ambiguous: it may be --count, --column or --config. Fix: write the whole option'),
+        ('--name', '--name needs a value. Fix: write --name NAME'),
+        ('--name --all', '--name needs a value. Fix: write --name NAME'),
+        ('--name -- a', '--name needs a value. Fix: write --name NAME'),
+        ('-f', '-f needs a value. Fix: write -f FORM'),
+        ('--all=yes', '--all takes no value. Fix: leave out =yes'),
+        ('-fxml', "-f: 'xml' is not a valid FORM. Fix: give one of table, json, yaml, csv, value"),
+        ('--policy afinity', "--policy: 'afinity' is not a valid POLICY (did you mean affinity?). Fix: give one of "
+                             'affinity, anti-affinity'),
+        ('--count x', "--count: 'x' is no whole number"),
+        ('--lines=1.5', "-n: '1.5' is no whole number"),
+        ('--timeout 5m', "--timeout: '5m' is no number of seconds"),
+        ('--strict --soft', '--soft cannot be combined with --strict. Fix: give one of them'),
+        ('--name a --name b', '--name is given twice'),
+        ('--wait --wait=ready', '--wait is given twice'),
+    ],
+)  # fmt: skip
+def test_wrong_option_is_refused_with_what_to_do(line: str, refusal: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read(line.split())
+    assert str(refused.value) == refusal
+
+
+# ecompute's arguments.
+
+
+def test_how_many_are_pretended() -> None:
+    assert parser().parse_args([]).count is None
+    assert parser().parse_args(['--fake', 'VCPU:1', '--count', '5']).count == 5
+    assert parser().parse_args(['--fake', 'VCPU:1', f'--count={MOST}']).count == MOST
+
+
+@pytest.mark.parametrize('text', ['0', '-1', '+1', '1.5', '', 'x', '²', '٣', str(MOST + 1), '9' * 5000])
+def test_what_is_no_number_of_them(text: str) -> None:
+    with pytest.raises(UsageError, match='--count') as caught:
+        parser().parse_args(['--fake', 'VCPU:1', f'--count={text}'])
+    assert '\n' not in str(caught.value)
+
+
+# What a file of user-data is warned of: cloud-init would pass over it in silence.
+
+
+SAYS = 'begins with #cloud-config, but '
+UNKNOWN = 'does not begin with #cloud-config, #! or a MIME header, so cloud-init passes over it'
+BROKEN = 'is gzip, and broken, so cloud-init passes over it'
+
+
+@pytest.mark.parametrize(
+    ('data', 'says'),
+    [
+        (b'#cloud-config\npackages: [nginx]\n', ''),
+        (b'#cloud-config\n', ''),
+        (b'#cloud-config\n# nothing\n', ''),
+        (b'#cloud-config\na: &a [1]\nb: *a\n', ''),
+        (b'#cloud-config-archive\n- content: x\n', ''),
+        (b'#!/bin/sh\n[', ''),
+        (b' #!', ''),
+        (b'x #!', UNKNOWN),
+        (b'Content-Type: multipart/mixed; boundary="x"\nMIME-Version: 1.0\n\n--x--\n', ''),
+        (b'## template: jinja\n#cloud-config\n', ''),
+        (b'#include\nhttp://h/x\n', ''),
+        (b'#cloud-config\npackages: [nginx\n', f'{SAYS}line 3 is not YAML'),
+        (b'#cloud-config\nruncmd:\n\t- x\n', f'{SAYS}line 3 is not YAML'),
+        (b'#cloud-config\n- a\n', f'{SAYS}it is not keys with values'),
+        (b'#cloud-config\nhello\n', f'{SAYS}it is not keys with values'),
+        (b'#cloud-config\na: "\\UFFFFFFFF"\n', f'{SAYS}'),
+        (b'#cloud-config\n---\na: 1\n', ''),
+        (b'#cloud-config\na: 1\n---\nb: 2\n', f'{SAYS}line 3 begins a second document'),
+        (b'#cloud-confg\na: 1\n', UNKNOWN),
+        (b'#cloud\n', UNKNOWN),
+        (b'## template: mako\n', UNKNOWN),
+        (b'#cloud-boothook\n', ''),
+        (b'\n#cloud-config\na: 1\n', ''),
+        (b'\r\n  #Cloud-Config\r\na: 1\n', ''),
+        (b'#CLOUD-CONFIG\n- a\n', f'{SAYS}it is not keys with values'),
+        (b'\xc2\xa0\n#!/bin/sh\n', ''),  # a no-break space is white space to Python, in which cloud-init is written
+        (b'\n## Template: Jinja\n#cloud-config\n', ''),
+        (b'\n#Include\nhttp://a/b\n', ''),
+        (b'\xef\xbb\xbf#cloud-config\na: 1\n', UNKNOWN),
+        (b'# cloud-config\na: 1\n', UNKNOWN),
+        (b'packages: []\n', UNKNOWN),
+        (b'{"ignition": {}}', UNKNOWN),
+        (b'#cloud_config\na: 1\n', UNKNOWN),
+        (b'a: 1\n#cloud-config\n', UNKNOWN),
+        (gzip.compress(b'#!/bin/sh\n\xff\n', mtime=0), UNKNOWN),  # no text, so cloud-init gives it no type
+        (gzip.compress(b'#cloud-config\na: 1\n', mtime=0), ''),
+        (gzip.compress(b'#cloud-config\n- a\n', mtime=0), f'{SAYS}it is not keys with values'),
+        (gzip.compress(b'hello\n', mtime=0), UNKNOWN),
+        (gzip.compress(b'#!/bin/sh\n', mtime=0)[:-3], BROKEN),
+        (gzip.compress(b'#!/bin/sh\n', mtime=0) + b'more', BROKEN),
+        (b'\x1f\x8b', BROKEN),
+        (b'\x1f\x8bhello', BROKEN),
+        pytest.param(gzip.compress(bytes(UNPACKED_LIMIT + 1), mtime=0), '', id='too large'),
+    ],
+)
+def test_cloud_config_that_is_none(tmp_path: Path, data: bytes, says: str) -> None:
+    (tmp_path / 'data').write_bytes(data)
+    told: list[str] = []
+    assert read_user_data(tmp_path / 'data', told.append) == data
+    assert len(told) == bool(says)
+    assert says in ''.join(told)
+    assert 'nginx' not in ''.join(told)
+
+
+def test_many_aliases_cost_nothing(tmp_path: Path) -> None:
+    lines = ['#cloud-config', 'a0: &a0 [x]', *(f'a{n}: &a{n} [{", ".join([f"*a{n - 1}"] * 9)}]' for n in range(1, 40))]
+    (tmp_path / 'data').write_text('\n'.join(lines))
+    told: list[str] = []
+    read_user_data(tmp_path / 'data', told.append)
+    assert told == []
+
+
+# What a command makes of its options: how long etcd is waited for, and what is to be typed next.
+
+
+@pytest.mark.parametrize(
+    ('words', 'seconds'),
+    [
+        (['wait', 'web1'], 5.0),
+        (['wait', 'web1', '--timeout', '3'], 3.0),
+        (['wait', 'web1', '--timeout', '300'], 5.0),
+        (['wait', 'web1', '--timeout', '0'], SHORTEST),
+        (['destroy', 'web1', '--wait', '--timeout', '1'], 5.0),  # what is written is given its time
+    ],
+)
+def test_one_answer_takes_no_longer_than_all_of_a_wait(words: list[str], seconds: float) -> None:
+    assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).etcd.timeout == seconds
+
+
+@pytest.mark.parametrize(('is_terminal', 'seconds'), [(True, SLOW_SECONDS), (False, SLOW_SECONDS_IN_A_SCRIPT)])
+def test_a_frozen_placement_is_named_once_in_a_pipe_too(
+    is_terminal: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, 'stderr', TextIOWrapper(BytesIO()))
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: is_terminal)
+    said: list[str] = []
+    do = Context(Terminal(print, print, said.append), ScheduleConfig(), parse(['hosts']))
+    for _ in range(3):  # a call to placement each
+        after, tell = do.slow
+        assert after == seconds
+        tell('placement at p1', after)
+    assert said == [f'waiting for placement at p1, which has not answered for {seconds:g} s']
+
+
+@pytest.mark.parametrize(
+    ('words', 'typed'),
+    [
+        (['list'], 'eschedule'),
+        (['list', '--config', 'far.yaml'], 'eschedule --config far.yaml'),
+        (['--config=my far.yaml', 'list'], "eschedule --config 'my far.yaml'"),
+    ],
+)
+def test_what_is_to_be_typed_next_asks_the_same_cluster(words: list[str], typed: str) -> None:
+    assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).typed == typed
+
+
+# Ctrl-C in eschedule's first moments: whatever is being loaded, it ends in one line; and in ecompute --check.
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.{number})
+
+sys.meta_path.insert(0, Interrupts())
+sys.argv[1:] = {words!r}
+{run}
+"""
+SCHEDULE = 'from ecomp.schedule import run; run()'
+CHECK = 'from ecomp.compute import main; sys.exit(main())'
+LOADED = ('ecomp.log', 'ecomp.errors', 'ecomp.cli.options', 'ecomp.cli.commands', 'ecomp.model.record')
+LOADED = (*LOADED, 'ecomp.conf', 'yaml')
+
+
+def interrupted(directory: Path, **words: object) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of a program that is interrupted as it loads a module."""
+    command = [sys.executable, '-c', INTERRUPTED.format(**words)]
+    done = subprocess.run(
+        command, cwd=directory, env=environment(), capture_output=True, text=True, check=False, timeout=60
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize('name', [*LOADED, 'ecomp.scheduler.looking.find', 'h2', 'ssl'])
+def test_ctrl_c_while_modules_load_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / 'schedule.yaml').write_text('etcd: {endpoints: ["127.0.0.1:1"]}\n')
+    said = interrupted(tmp_path, name=name, words=['list'], number='SIGINT', run=SCHEDULE)
+    assert said == (1, '', 'eschedule: interrupted\n')
+
+
+@pytest.mark.parametrize('number', ['SIGINT', 'SIGTERM'])
+def test_a_check_that_is_interrupted_says_not_that_all_is_well(number: str, tmp_path: Path) -> None:
+    said = interrupted(tmp_path, name='ecomp.agent.checking', words=['--check'], number=number, run=CHECK)
+    assert said == (1, '', 'ecompute: interrupted: not everything was looked at\n')

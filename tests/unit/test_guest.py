@@ -1,0 +1,302 @@
+"""What is for a guest and what it says: user-data and keys, its interfaces, its own reports."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+from collections.abc import Callable
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from mdserver import metadata
+
+from docs.shapes import RECORD
+from ecomp.model.guest import (
+    MOST_INTERFACES,
+    MOST_KEYS,
+    USER_DATA_LIMIT,
+    GuestFailure,
+    GuestWord,
+    SharedUserData,
+    check_user_data,
+    host_keys,
+    mac_address,
+    network_config,
+    parse_word,
+    public_keys,
+    shared_user_data,
+)
+from ecomp.model.record import ACTIVE, Record, from_json, to_dict, to_json
+
+# What may be a guest's user-data and ssh keys; what is refused, by its line, and never quoted.
+#
+# What is taken as user-data is in test_given.py.
+
+
+CANARY = 'canary0123456789'
+
+
+def packed(*strings: bytes) -> bytes:
+    return b''.join(len(each).to_bytes(4, 'big') + each for each in strings)
+
+
+def blob(*strings: bytes) -> str:
+    return base64.b64encode(packed(*strings)).decode()
+
+
+def key(kind: str = 'ssh-ed25519', *strings: bytes) -> str:
+    return f'{kind} {blob(kind.encode(), *(strings or (bytes(32),)))}'
+
+
+CERTIFICATE = 'ssh-ed25519-cert-v01@openssh.com'
+PRIVATE = f'-----BEGIN OPENSSH PRIVATE KEY-----\n{CANARY}\n-----END OPENSSH PRIVATE KEY-----\n'
+SSH2 = f'---- BEGIN SSH2 PUBLIC KEY ----\nComment: "x"\n{CANARY}\n---- END SSH2 PUBLIC KEY ----\n'
+
+
+# User-data
+
+
+@pytest.mark.parametrize(
+    ('data', 'reason'),
+    [
+        (b'', 'is empty'),
+        (b'\x89PNG\r\n', 'line 1: is neither text'),
+        (b'#!/bin/sh\n\xff', 'line 2: is neither text'),
+        (b'#!/bin/sh\n\n\0', 'line 3: has a NUL'),
+    ],
+)
+def test_no_user_data(data: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        check_user_data(data)
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    'line',
+    [
+        key(),
+        key() + ' me@here',
+        key() + ' me at home, 100 %',
+        key('ssh-rsa', b'\1\0\1', bytes(256)),
+        key('ecdsa-sha2-nistp256', b'nistp256', bytes(65)),
+        key('sk-ssh-ed25519@openssh.com', bytes(32), b'ssh:'),
+        # It has a serial number in it, which is no string.
+        f'{CERTIFICATE} {base64.b64encode(packed(CERTIFICATE.encode(), bytes(32)) + bytes(7)).decode()}',
+    ],
+)
+def test_a_key(line: str) -> None:
+    assert public_keys(line.encode()) == (line,)
+
+
+def test_a_file_of_several() -> None:
+    one, two = key() + ' one', key('ssh-rsa', b'\1\0\1', bytes(256)) + ' two'
+    text = f'# mine\n\n{one}\r\n  {two}  \n\t# and again\n{one}\n'
+    assert public_keys(text.encode()) == (one, two)
+
+
+@pytest.mark.parametrize(
+    ('text', 'reason'),
+    [
+        ('', 'has no key in it'),
+        ('# nothing\n\n', 'has no key in it'),
+        (PRIVATE, 'line 1: is a private key'),
+        (f'{key()}\n{PRIVATE}', 'line 2: is a private key'),
+        (f'PuTTY-User-Key-File-3: ssh-ed25519\n{CANARY}', 'line 1: is a private key'),
+        (SSH2, 'line 1: is a key in another format'),
+        (CANARY, 'line 1: is not an OpenSSH public key'),
+        (f'ssh-ed25519 {CANARY}', 'line 1: is not an OpenSSH public key'),
+        (f'ssh-ed25519 {CANARY}é', 'line 1: is not an OpenSSH public key'),
+        ('ssh-ed25519', 'line 1: is not an OpenSSH public key'),
+        (f'ssh-rsa {blob(b"ssh-ed25519", bytes(32))}', 'line 1: is not an OpenSSH public key'),
+        (f'no-pty {key()}', 'line 1: is not an OpenSSH public key'),
+        (key() + ' \x1b[2J', 'line 1: is not an OpenSSH public key'),
+        (f'{key()}\n{key()[:40]}', 'line 2: is a part of a public key only'),
+        (f'ssh-ed25519 {blob(b"ssh-ed25519")}', 'line 1: is a part of a public key only'),
+        ('\ufeff' + key(), 'line 1: is not an OpenSSH public key'),
+    ],
+)
+def test_no_keys(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)) as caught:
+        public_keys(text.encode())
+    assert CANARY not in str(caught.value)
+
+
+def reason(check: Callable[[bytes], object], data: bytes) -> str:
+    try:
+        check(data)
+    except ValueError as error:
+        return str(error)
+    return ''
+
+
+@given(st.binary(max_size=300))
+def test_whatever_it_is_a_reason_is_short(data: bytes) -> None:
+    for check in (public_keys, check_user_data):
+        said = reason(check, data)
+        assert len(said) < 200
+        assert said.isprintable()
+
+
+@given(st.binary(min_size=1, max_size=2000))
+def test_shared_user_data_is_read_as_it_was(data: bytes) -> None:
+    shared = SharedUserData.of(data)
+    assert shared_user_data(shared.text.encode(), shared.sha256) == data
+
+
+LARGE = SharedUserData.of(bytes(USER_DATA_LIMIT + 1))
+
+
+@pytest.mark.parametrize(
+    ('value', 'sha256', 'why'),
+    [
+        (SharedUserData.of(b'a').text.encode(), SharedUserData.of(b'b').sha256, 'it has another hash'),
+        (LARGE.text.encode(), LARGE.sha256, f'it has {USER_DATA_LIMIT + 1} bytes'),
+        *((junk, 'f' * 64, 'it cannot be read') for junk in (b'', b'[]', b'{}', b'7', b'\xff', b'[' * 100_000)),
+        (b'{"user_data": 7}', 'f' * 64, 'it cannot be read'),
+        (b'{"user_data": "%%%"}', 'f' * 64, 'it cannot be read'),
+    ],
+)
+def test_what_is_no_shared_user_data(value: bytes, sha256: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        shared_user_data(value, sha256)
+
+
+# What a guest says of itself: what is well formed is kept, all else is as if it had not been said.
+
+
+INSTANCE, COMPUTE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'b8756be5-a30d-4311-920c-0ad996367a8e'
+ED25519 = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIMFV1lU4QkKTl41OFhKPkXdPpyDUP5IcpuvkBH6fDYeg'
+OTHER = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIBPSN1VPPvPFEgvkXqQWEXGXNNS8vZQzU0wPYpM3sXhR'
+FAILED = GuestFailure('modules-final', "('scripts-user', RuntimeError('1 failures (part-001)'))")
+
+
+def test_what_is_posted_is_what_is_kept() -> None:
+    key = ED25519.replace('+', '%2B')
+    form = f'instance_id=i&pub_key_ed25519={key}+root%40web1%0A&stage=modules-final&error=it+failed'
+    assert parse_word(metadata.word(form.encode())) == GuestWord((ED25519,), GuestFailure('modules-final', 'it failed'))
+
+
+@pytest.mark.parametrize(
+    'form', [b'', b'instance_id=i', b'pub_key_ed25519=N%2FA&pub_key_dsa=ssh-dss+AAAA', b'\xff&=&&%']
+)
+def test_without_keys_and_without_an_error_it_went_well(form: bytes) -> None:
+    assert parse_word(metadata.word(form)) == GuestWord()
+
+
+def test_a_form_of_many_fields_is_refused() -> None:
+    with pytest.raises(ValueError, match='[Mm]ax'):
+        metadata.word(b'&'.join(b'a=b' for _ in range(metadata.FIELDS + 1)))
+
+
+@given(st.binary(max_size=300))
+def test_no_form_breaks_it(form: bytes) -> None:
+    try:
+        assert parse_word(metadata.word(form)).host_keys == ()
+    except ValueError as error:
+        assert 'fields' in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ('said', 'kept'),
+    [
+        ([ED25519, f'{ED25519} root@web1', OTHER], (ED25519, OTHER)),
+        ([f'{ED25519}\n@cert-authority * {OTHER}'], (ED25519,)),
+        ([f'@cert-authority {ED25519}', f'* {ED25519}', 'ssh-dss AAAA', 'ssh-ed25519', '', 'ssh-ed25519 AAAA'], ()),
+        (['ssh-rsa ' + 3000 * 'A'], ()),
+        ([17, None, [ED25519]], ()),
+        ({'ssh-ed25519': 1}, ()),
+        (None, ()),
+    ],
+)
+def test_host_keys(said: object, kept: tuple[str, ...]) -> None:
+    assert host_keys(said) == kept
+
+
+def test_there_are_a_few_at_most() -> None:
+    def key(number: int) -> str:
+        parts = (b'ssh-ed25519', bytes(31) + bytes([number]))
+        blob = b''.join(struct.pack('>I', len(each)) + each for each in parts)
+        return f'ssh-ed25519 {base64.b64encode(blob).decode()}'
+
+    assert host_keys([key(number) for number in range(9)]) == tuple(key(number) for number in range(MOST_KEYS))
+
+
+@pytest.mark.parametrize(
+    'value', [b'', b'[]', b'{"host_keys": 1}', b'[' * 9999, b'\xff', b'{"stage": "", "error": "x"}']
+)
+def test_a_word_that_cannot_be_read_says_that_it_is_ready_and_no_more(value: bytes) -> None:
+    assert parse_word(value) == GuestWord()
+
+
+def test_words_are_cut_and_made_fit_for_a_terminal() -> None:
+    word = parse_word(json.dumps({'stage': 99 * 's', 'error': '\x1b[2J' + 9999 * 'e'}).encode())
+    assert word.failed is not None
+    assert word.failed.stage == 40 * 's' + '…'
+    assert word.failed.reason.startswith('\\x1b[2Jeee')
+    assert len(word.failed.reason) < 510
+
+
+def test_a_record_keeps_it_and_an_older_one_has_none() -> None:
+    record = Record(INSTANCE, COMPUTE, ACTIVE, host_keys=(ED25519,), cloud_init=FAILED)
+    assert from_json(to_json(record).encode()) == record
+    older = {name: value for name, value in to_dict(record).items() if name not in ('host_keys', 'cloud_init')}
+    assert from_json(json.dumps(older).encode()) == Record(INSTANCE, COMPUTE, ACTIVE)
+    strange = {**older, 'host_keys': [f'* {OTHER}', 7], 'cloud_init': 'x'}
+    assert from_json(json.dumps(strange).encode()) == Record(INSTANCE, COMPUTE, ACTIVE)
+
+
+def test_what_show_prints_of_it_has_the_shape_that_is_documented() -> None:
+    for said in ({}, {'host_keys': (ED25519,)}, {'cloud_init': FAILED}):
+        record = json.loads(to_json(Record(INSTANCE, COMPUTE, ACTIVE, **said)))  # type: ignore[arg-type]
+        shown = {**record, 'host': None}
+        assert list(Draft202012Validator(RECORD).iter_errors(shown)) == []
+
+
+# What a guest with several interfaces is told of them.
+
+
+SUBJECT = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+
+
+def macs(count: int) -> tuple[str, ...]:
+    return tuple(mac_address(SUBJECT, number) for number in range(count))
+
+
+def test_one_interface_needs_no_word() -> None:
+    assert network_config(()) is None
+    assert network_config(macs(1)) is None
+
+
+def test_two() -> None:
+    first, second = macs(2)
+    assert network_config((first, second)) == {
+        'version': 2,
+        'ethernets': {
+            'eth0': {'match': {'macaddress': first}, 'dhcp4': True, 'dhcp4-overrides': {'route-metric': 100}},
+            'eth1': {
+                'match': {'macaddress': second},
+                'dhcp4': True,
+                'dhcp4-overrides': {'route-metric': 200},
+                'optional': True,
+            },
+        },
+    }
+
+
+@given(st.integers(2, MOST_INTERFACES))
+def test_each_has_its_own_and_the_first_comes_first(count: int) -> None:
+    config = network_config(macs(count))
+    assert config is not None
+    assert yaml.safe_load(json.dumps(config)) == config
+    each = list(config['ethernets'].values())
+    assert tuple(one['match']['macaddress'] for one in each) == macs(count)
+    metrics = [one['dhcp4-overrides']['route-metric'] for one in each]
+    assert metrics == sorted(set(metrics))
+    assert [one.get('optional', False) for one in each] == [False] + [True] * (count - 1)

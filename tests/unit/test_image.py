@@ -1,0 +1,203 @@
+"""Which URLs an image may be asked for at, and why a server gives none."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from urllib3.exceptions import SSLError
+
+from ecomp.agent.images.connections import Reach
+from ecomp.agent.images.download import Away, source, why_away
+from ecomp.errors import BuildFailed
+from ecomp.model.image import check_image, pinned, sum_of
+
+# Which URLs an image may be asked for at.
+
+
+SUM, OTHER = '0123456789abcdef' * 4, 'f' * 64
+
+TAKEN = [
+    'http://download.cirros-cloud.net/0.3.6/cirros-0.3.6-x86_64-disk.img',
+    'https://cloud-images.ubuntu.com/bionic/current/bionic-server-cloudimg-amd64.img',
+    'HTTP://host/x',
+    'http://host',
+    'http://host:8080/x?y=z',
+    f'http://host:8080/x?y=z#sha256={SUM}',
+    f'http://host/x#SHA256={SUM.upper()}',
+    f'file:///var/images/x.qcow2#sha256={SUM}',
+    'http://host/x#',
+    'http://host/@x',
+    'file:/images/@x',
+    'http://host/?user@x',
+    'http://[::1]:80/x',
+    'http://127.0.0.1/x',
+    'http://host/%20',
+    'file:///var/images/x.qcow2',
+]
+REFUSED = [
+    ('', 'must be a URL that starts with'),
+    ('image.img', 'must be a URL that starts with'),
+    ('/var/images/x', 'must be a URL that starts with'),
+    ('-f', 'must be a URL that starts with'),
+    ('ftp://host/x', 'must be a URL that starts with'),
+    ('nbd://host/x', 'must be a URL that starts with'),
+    ('json:{"file.filename":"/etc/shadow"}', 'must be a URL that starts with'),
+    ('javascript:x', 'must be a URL that starts with'),
+    ('file:x', 'must name an absolute path'),
+    ('file://x', 'must name an absolute path'),
+    ('file://host/x', 'must name an absolute path'),
+    ('file:', 'must name an absolute path'),
+    ('http:', 'names no host'),
+    ('http://', 'names no host'),
+    ('http:///x', 'names no host'),
+    ('http://:80/x', 'names no host'),
+    ('http://host:port/x', 'is not a URL'),
+    ('http://host:99999/x', 'is not a URL'),
+    ('http://[::1/x', 'is not a URL'),
+    ('http://host/a b', 'space or a control character'),
+    (' http://host/', 'space or a control character'),
+    ('http://host/\n', 'space or a control character'),
+    ('http://host/\r\nX: y', 'space or a control character'),
+    ('http://host/\x00', 'space or a control character'),
+    ('http://host/\x7f', 'space or a control character'),
+    ('http://host/\udcff', 'is not a URL'),
+    ('http://host/' + 'x' * 2048, 'more than 2048'),
+    *((url, '^the image has a user or a password in its URL') for url in (
+        'http://user:hunter2@host/x', 'https://user@host/x', 'http://:hunter2@host/x', 'http://@host/x',
+        'http://user:hun@ter2@host/x', 'file://user:hunter2@host/x', 'ftp://user:hunter2@host/x', 'hunter2@host',
+        'http:user:hunter2@host/x', 'http://user:hunter2@[host/x', 'http://user:hunter2@host:port/x',
+        f'http://user:hunter2@host/x#sha256={SUM}', 'http://host\\@user:hunter2@host/x',
+    )),
+    ('http://host/x?y=z#f', 'has a #fragment that is not #sha256='),
+    (f'http://host/x#sha256={SUM[1:]}', 'has a #fragment that is not'),
+    (f'http://host/x#sha256={SUM}0', 'has a #fragment that is not'),
+    (f'http://host/x#sha256={SUM}#', 'has a #fragment that is not'),
+    (f'http://host/x#sha256:{SUM}', 'has a #fragment that is not'),
+    (f'http://host/x#sha512={SUM}{SUM}', 'has a #fragment that is not'),
+    ('http://host/x#md5=d41d8cd98f00b204e9800998ecf8427e', 'has a #fragment that is not'),
+]
+
+
+@pytest.mark.parametrize('url', TAKEN)
+def test_taken(url: str) -> None:
+    assert check_image(url) == url
+
+
+@pytest.mark.parametrize(('url', 'reason'), REFUSED)
+def test_refused(url: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as refused:
+        check_image(url)
+    assert 'hunter2' not in str(refused.value)
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=())) | st.text().map('http://'.__add__))
+def test_a_url_is_taken_or_refused_and_nothing_else(url: str) -> None:
+    try:
+        taken = check_image(url)
+    except ValueError:
+        return
+    taken.encode()  # it is hashed for a file name
+
+
+def test_what_a_url_pins() -> None:
+    assert pinned('http://host/x?y=z') == ('http://host/x?y=z', None)
+    assert pinned('http://host/x#') == ('http://host/x', None)
+    assert pinned(f'http://host/x?y=z#sha256={SUM}') == ('http://host/x?y=z', SUM)
+    assert pinned(f'http://host/x#SHA256={SUM.upper()}') == ('http://host/x', SUM)
+
+
+@pytest.mark.parametrize(
+    ('line', 'found'),
+    [
+        (f'{SUM}  disk.img', SUM),
+        (f'{SUM} *disk.img', SUM),
+        (f'{SUM.upper()}  ./disk.img\r', SUM),
+        (f'SHA256 (disk.img) = {SUM}', SUM),
+        (f'{SUM}  other.img', None),
+        (f'{SUM}  sub/disk.img', None),
+        (f'{SUM}', None),
+        (f'{SUM[1:]}  disk.img', None),
+        (f'SHA1 (disk.img) = {SUM[:40]}', None),
+        ('<html>disk.img</html>', None),
+        ('', None),
+    ],
+)
+def test_what_a_list_of_sums_says(line: str, found: str | None) -> None:
+    assert sum_of(line, 'http://host/a/disk.img?x=/y') == found
+    assert sum_of(f'# sums\n{OTHER}  another.img\n{line}\n', 'http://host/a/disk.img') == found
+
+
+def test_a_name_with_a_space_is_found_in_the_sums() -> None:
+    assert sum_of(f'{SUM}  a disk.img', 'http://host/a%20disk.img') == SUM
+    assert sum_of(f'{SUM}  ', 'http://host/') is None
+
+
+# Why the server of an image gives no answer is said, whatever wrapped the reason.
+
+
+@pytest.mark.parametrize(
+    ('cause', 'says'),
+    [
+        (socket.gaierror(socket.EAI_NONAME, 'Name or service not known'), 'there is no such name'),
+        (socket.gaierror(socket.EAI_AGAIN, 'Temporary failure'), 'its name cannot be looked up'),
+        (ConnectionRefusedError(errno.ECONNREFUSED, 'x'), 'it refuses the connection: nothing listens on that port'),
+        (OSError(errno.EHOSTUNREACH, 'x'), 'there is no route to it'),
+        (OSError(errno.ENETUNREACH, 'x'), 'there is no route to it'),
+        (ConnectionResetError(errno.ECONNRESET, 'x'), 'the connection broke'),
+        (ssl.SSLCertVerificationError('self-signed'), 'its certificate is not believed here'),
+        (ssl.SSLError('wrong version number'), 'it does not speak TLS as this host does'),
+    ],
+)
+def test_why_a_server_is_away_is_said(monkeypatch: pytest.MonkeyPatch, cause: OSError, says: str) -> None:
+    # What the machine's own network answers to each of them is not for a test to depend on.
+    def fail(*_: object, **__: object) -> None:
+        raise cause
+
+    resolves = isinstance(cause, socket.gaierror)
+    monkeypatch.setattr('ecomp.agent.images.connections.' + ('addresses' if resolves else 'create_connection'), fail)
+    remote = source('http://192.0.2.1/x', None, Reach())
+    with pytest.raises(Away) as away:
+        remote.open(None)
+    remote.close()
+    assert str(away.value).startswith(f'image: http://192.0.2.1/x: the server cannot be reached: {says}')
+
+
+@pytest.mark.parametrize(
+    ('code', 'says'),
+    [
+        (9, 'its certificate is not valid yet: is the clock right?'),
+        (10, 'its certificate has expired'),
+        (18, 'its certificate is not believed here'),
+        (62, 'its certificate is made out to another name'),
+        (64, 'its certificate is made out to another address'),
+    ],
+)
+def test_what_is_wrong_with_a_certificate_is_said(code: int, says: str) -> None:
+    error = ssl.SSLCertVerificationError('whatever the server says')
+    error.verify_code = code
+    assert why_away(SSLError(error)) == f'the server cannot be reached: {says}'
+
+
+@pytest.mark.parametrize('content', [None, b'', b'no certificate'])
+def test_authorities_that_cannot_be_read_are_named(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / 'authorities'
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv('REQUESTS_CA_BUNDLE', str(file))
+    remote = source('https://192.0.2.1/x', None, Reach())
+    with pytest.raises(BuildFailed) as failed:
+        remote.open(None)
+    remote.close()
+    assert not isinstance(failed.value, Away)
+    said = str(failed.value)
+    assert said.startswith(f'image: {file}: certificate authorities cannot be read: ')
+    assert said.endswith('; REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE may name others')
+    assert 'None' not in said

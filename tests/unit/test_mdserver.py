@@ -1,0 +1,597 @@
+"""The metadata server: whose address it is, what both trees hold, and the report that a guest is ready."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from wsgiref.util import setup_testing_defaults
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from mdserver import conf, files, guests
+from mdserver.conf import Config
+from mdserver.files import Files
+from mdserver.guests import Broken, Forged, Guest, Lease, Unknown, current, parse_guest, parse_leases
+from mdserver.metadata import answer, seed, versions
+from mdserver.server import make_app
+
+from ecomp.agent.host.metadata import GuestData
+
+# Address to guest: leases, neighbours and guest files, rubbish among them.
+
+
+UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+A, B = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
+IP, IP2 = '192.168.122.7', '192.168.122.8'
+NOW = 1_000_000.0
+NEVER = float('inf')
+ARP = 'IP address       HW type     Flags       HW address            Mask     Device\n'
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(
+        ['ip-address', 'mac-address', 'expiry-time', 'instance', 'hostname', 'public_keys', 'user_data']), inner),
+)
+
+
+def entry(address: object = IP, mac: object = A, expiry: object = 1_000_100, **more: object) -> dict[str, object]:
+    return {'ip-address': address, 'mac-address': mac, 'expiry-time': expiry, **more}
+
+
+def arp(*entries: tuple[str, str, str], device: str = 'virbr0') -> str:
+    return ARP + ''.join(f'{ip:16} 0x1    {flags}    {mac}     *        {device}\n' for ip, mac, flags in entries)
+
+
+@pytest.mark.parametrize(('leases', 'expected'), [
+    ([], {}),
+    ([Lease(IP, A, NOW + 1)], {IP: A}),
+    ([Lease(IP, A, NOW)], {}),
+    ([Lease(IP, A, NEVER)], {IP: A}),
+    ([Lease(IP, A, NOW + 1), Lease(IP2, B, NOW + 1)], {IP: A, IP2: B}),
+    ([Lease(IP, B, NOW + 9), Lease(IP, A, NOW + 1)], {IP: B}),
+    ([Lease(IP, A, NOW + 1), Lease(IP, B, NOW + 1)], {IP: B}),
+    ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 9)], {IP2: A}),
+    ([Lease(IP, A, NOW - 1), Lease(IP, B, NOW + 9)], {IP: B}),
+    # A moved to IP2 and B took IP, then A's old entry lost both ways.
+    ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 2), Lease(IP, B, NOW + 3)], {IP2: A, IP: B}),
+])
+def test_which_leases_count(leases: list[Lease], expected: dict[str, str]) -> None:
+    assert {address: lease.mac for address, lease in current(leases, NOW).items()} == expected
+
+
+@pytest.mark.parametrize(('entries', 'leases'), [
+    ([entry(hostname='web1', **{'client-id': '01:52:54:00'}), entry(IP2, B.upper(), 0)],
+     [Lease(IP, A, 1_000_100, 'br0'), Lease(IP2, B, NEVER, 'br0')]),
+    ([], []),
+    # A senseless entry spoils no other.
+    *(([bad, entry()], [Lease(IP, A, 1_000_100, 'br0')]) for bad in (
+        None, 7, 'text', [], {}, entry(address=None), entry('fe80::1'), entry('192.168.122.300'),
+        entry('0192.168.122.7'), entry(mac='../../etc/passwd'), entry(mac=A + '\n'), entry(mac=['x']),
+        entry(expiry='soon'), entry(expiry=True), entry(expiry=None), entry(expiry=1.5),
+    )),
+])
+def test_leases_as_libvirt_writes_them(entries: list[object], leases: list[Lease]) -> None:
+    assert parse_leases(json.dumps(entries).encode(), 'br0') == leases
+
+
+@pytest.mark.parametrize('data', [b'', b'  \n'])
+def test_no_leases_yet(data: bytes) -> None:
+    assert parse_leases(data) == []
+
+
+@pytest.mark.parametrize('data', [
+    b'{', b'[{"ip-address": "192.168', b'{}', b'7', b'\xff\xfe', b'[' * 100_000, b'1' * 9999,
+])
+def test_half_written(data: bytes) -> None:
+    with pytest.raises(ValueError, match='is not'):
+        parse_leases(data)
+
+
+@given(st.lists(json_values))
+def test_rubbish_leases(rubbish: list[Any]) -> None:
+    assert all(isinstance(lease, Lease) for lease in parse_leases(json.dumps(rubbish).encode()))
+
+
+@given(st.binary() | json_values.map(lambda value: json.dumps(value).encode()))
+def test_rubbish_files(data: bytes) -> None:
+    for parse in (parse_leases, lambda text: parse_guest(text, A)):
+        with contextlib.suppress(ValueError):
+            parse(data)
+
+
+@given(st.text())
+def test_rubbish_neighbours(text: str) -> None:
+    guests.parse_neighbours(text, 'virbr0')
+
+
+def test_neighbours() -> None:
+    text = arp((IP, A, '0x2'), (IP, B.upper(), '0x6'), (IP2, '00:00:00:00:00:00', '0x0')) + 'short\n'
+    assert guests.parse_neighbours(text + arp((IP2, A, '0x2'), device='br0'), 'virbr0') == {IP: frozenset({A, B})}
+
+
+def test_a_guest_file() -> None:
+    record = {'version': 1, 'instance': UUID, 'mac': A, 'hostname': 'web1', 'public_keys': ['ssh-rsa A\n', ' '],
+              'user_data': '#!/bin/sh\necho \udc8bü', 'network_config': {'version': 2}, 'new': 1}
+    expected = Guest(UUID, 'web1', (('default', 'ssh-rsa A'),), b'#!/bin/sh\necho \x8b\xc3\xbc', {'version': 2})
+    assert parse_guest(json.dumps(record).encode(), A) == expected
+
+
+def test_a_guest_file_that_leaves_much_to_the_defaults() -> None:
+    record = {'instance': UUID, 'public_keys': None, 'user_data': None}
+    assert parse_guest(json.dumps(record).encode(), A) == Guest(UUID, UUID, None, None)
+
+
+@pytest.mark.parametrize('change', [
+    {'version': 2}, {'version': '1'}, {'mac': B}, {'instance': None}, {'instance': 'web1'}, {'instance': UUID.upper()},
+    {'hostname': ''}, {'hostname': 'a\nb'}, {'hostname': 7}, {'public_keys': 'ssh-rsa A'}, {'public_keys': [7]},
+    {'public_keys': ['a\nb']}, {'user_data': ['x']}, {'user_data': '\ud800'},
+    {'network_config': 'version: 2'}, {'network_config': [2]},
+])
+def test_a_guest_file_that_cannot_be_used(change: dict[str, object]) -> None:
+    record = {'version': 1, 'instance': UUID, 'mac': A, 'hostname': 'web1', 'public_keys': None, 'user_data': None}
+    with pytest.raises(ValueError, match=r'\S'):
+        parse_guest(json.dumps(record | change).encode(), A)
+
+
+class Host:
+    """A host's files in a directory of the test's."""
+
+    def __init__(self, root: Path) -> None:
+        self.guests, self.arp, self.status = root / 'metadata', root / 'arp', root / 'virbr0.status'
+        self.guests.mkdir()
+        self.file = self.guests / f'{A}.json'
+        self.file.write_text(json.dumps({'instance': UUID, 'hostname': 'web1'}))
+        self.arp.write_text(arp((IP, A, '0x2')))
+        self.status.write_text(json.dumps([entry()]))
+
+    def find(self, address: str = IP, now: float = NOW) -> Guest:
+        found = Files(conf.Config(leases=str(self.status.parent / '*.status'), neighbours=self.arp, guests=self.guests))
+        return found.guest(found.leased_to(address, now))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def test_found_though_another_status_file_is_broken(host: Host) -> None:
+    (host.status.parent / 'a.status').write_text('{')
+    assert host.find().instance == UUID
+
+
+@pytest.mark.parametrize('text', [
+    arp((IP, A, '0x2')), ARP, '', arp((IP, A, '0x2'), (IP2, B, '0x2')), arp((IP, B, '0x0')),
+])
+def test_neighbours_that_do_not_contradict(host: Host, text: str) -> None:
+    host.arp.write_text(text)
+    assert host.find() == Guest(UUID, 'web1', None, None)
+
+
+def test_who_has_its_address_elsewhere_is_not_asked(host: Host) -> None:
+    """One ARP packet from the LAN kept a guest from what it is told."""
+    host.arp.write_text(arp((IP, A, '0x2')) + arp((IP, B, '0x2'), device='eth0'))
+    assert host.find().instance == UUID
+
+
+@pytest.mark.parametrize('text', [arp((IP, B, '0x2')), arp((IP, A, '0x2'), (IP, B, '0x2'))])
+def test_another_machine_with_its_address(host: Host, text: str) -> None:
+    host.arp.write_text(text)
+    with pytest.raises(Forged, match='leased to another machine') as caught:
+        host.find()
+    assert A not in str(caught.value)
+    assert A in caught.value.detail
+    assert B in caught.value.detail
+
+
+def reserve(host: Host, *lines: str, network: str = 'default', bridge: str = 'virbr0') -> None:
+    """Write what libvirt writes for the dnsmasq of a network."""
+    (host.status.parent / f'{network}.conf').write_text(f'strict-order\ninterface={bridge}\ndhcp-no-override\n')
+    (host.status.parent / f'{network}.hostsfile').write_text('\n'.join(lines))
+
+
+LOST = [[], [entry(expiry=999_999)], [entry(IP2, B)], [entry(IP2, A)]]
+"""Leases after dnsmasq has dropped that of A, as it does when B sends the same client identifier."""
+
+
+@pytest.mark.parametrize('leases', LOST)
+def test_a_reservation_proves_whose_its_address_is_without_a_lease(host: Host, leases: list[object]) -> None:
+    host.status.write_text(json.dumps(leases))
+    reserve(host, f'{A},{IP},{UUID}', f'{B},{IP2},{UUID},3600', 'id:00:01,web6,[fd00::5]', 'rubbish', f'{A.upper()},no')
+    assert host.find().instance == UUID
+    config = conf.Config(leases=str(host.status.parent / '*.status'), neighbours=host.arp, guests=host.guests)
+    assert Files(config).has_lease(IP2, NOW)
+
+
+@pytest.mark.parametrize(('text', 'error'), [
+    (arp((IP, B, '0x2')), Forged), (arp((IP, A, '0x2'), (IP, B, '0x2')), Forged),
+    (ARP, Unknown), (arp((IP, A, '0x0')), Unknown), (arp((IP, A, '0x2'), device='br-lan'), Unknown),
+])
+def test_a_reservation_without_a_lease_is_for_the_machine_that_the_kernel_sees(
+    host: Host, text: str, error: type[Unknown]
+) -> None:
+    host.status.write_text('[]')
+    reserve(host, f'{A},{IP},{UUID}')
+    host.arp.write_text(text)
+    with pytest.raises(Unknown) as caught:
+        host.find()
+    assert type(caught.value) is error
+
+
+def test_a_reservation_on_a_network_that_is_off_takes_no_lease_away(host: Host) -> None:
+    """Two networks may have the same addresses, if one of them is off."""
+    reserve(host, f'{B},{IP},{UUID}', network='old', bridge='virbr9')
+    assert host.find().instance == UUID
+    host.status.write_text('[]')
+    with pytest.raises(Unknown):
+        host.find()
+
+
+def test_no_lease(host: Host) -> None:
+    with pytest.raises(Unknown, match=f'no current DHCP lease for {IP2}$'):
+        host.find(IP2)
+    with pytest.raises(Unknown, match='no current DHCP lease'):
+        host.find(now=NOW + 1000)
+    host.status.unlink()
+    with pytest.raises(Unknown, match='no current DHCP lease'):
+        host.find()
+
+
+def test_no_lease_because_its_file_is_half_written(host: Host) -> None:
+    host.status.write_text('[{')
+    with pytest.raises(Unknown, match='no current DHCP lease') as caught:
+        host.find()
+    assert caught.value.detail == f'{host.status}: is not JSON'
+
+
+def test_who_may_ask_is_read_once_a_second(host: Host) -> None:
+    """750 connections a second of one machine, each of which had all leases read, held every guest up."""
+    asked: list[str] = []
+    config = conf.Config(leases=str(host.status.parent / '*.status'))
+    found = Files(config, lambda what: asked.append(what) or files.carry_out(config, what))
+    for _ in range(50):
+        assert [found.has_lease(each, NOW + 0.9) for each in (IP, IP2, IP, '10.0.0.1')] == [True, False, True, False]
+    assert asked == ['leases']
+    # A guest that has just got its lease asks again; and a clock that was put back is no reason to wait for it.
+    host.status.write_text(json.dumps([entry(), entry(IP2, B)]))
+    assert not found.has_lease(IP2, NOW + 1.8)
+    assert found.has_lease(IP2, NOW + 1.9)
+    host.status.write_text('[]')
+    assert not found.has_lease(IP2, NOW - 3600)
+    assert asked == ['leases'] * 3
+
+
+def test_no_guest_file(host: Host) -> None:
+    host.file.unlink()
+    with pytest.raises(Unknown, match=f'no instance with the MAC address {A}'):
+        host.find()
+
+
+def test_what_a_guest_was_not_given_is_mdserver_confs(tmp_path: Path) -> None:
+    (tmp_path / 'data').write_bytes(b'#!default')
+    config = conf.Config(user_data=tmp_path / 'data', public_keys=(('ops', 'ssh-rsa O'),))
+    network = {'version': 2}
+    filled_in = Files(config).filled_in
+    assert filled_in(Guest(UUID, 'web1', None, None, network), IP) == Guest(
+        UUID, 'web1', (('ops', 'ssh-rsa O'),), b'#!default', network, IP
+    )
+    own = parse_guest(json.dumps({'instance': UUID, 'public_keys': ['A', 'B'], 'user_data': '#!mine'}).encode(), A)
+    assert filled_in(own) == Guest(UUID, UUID, (('default', 'A'), ('key-1', 'B')), b'#!mine')
+    assert filled_in(Guest(UUID, 'web1', (), b'')) == Guest(UUID, 'web1', (), b'')
+
+
+def test_a_guest_file_that_is_none(host: Host) -> None:
+    secret = host.guests / 'elsewhere'
+    host.file.rename(secret)
+    host.file.symlink_to(secret)
+    with pytest.raises(Broken, match=r'aa:00:01\.json: Too many levels of symbolic links'):
+        host.find()
+    host.file.unlink()
+    os.mkfifo(host.file)
+    with pytest.raises(Broken, match='is not a regular file'):
+        host.find()
+    host.file.unlink()
+    host.file.write_bytes(b' ' * (files.LIMIT + 1))
+    with pytest.raises(Broken, match='is larger than'):
+        host.find()
+    host.file.write_text('{"instance"')
+    with pytest.raises(Broken, match='is not JSON'):
+        host.find()
+
+
+# The pure tree: every path of both trees, as Cirros and cloud-init ask for it.
+
+
+OTHER = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
+KEYS = (('default', 'ssh-ed25519 AAAA me@here'), ('second', 'ssh-rsa BBBB 100%: ü\U0001f511'))
+GUEST = Guest(UUID, 'web1', KEYS, b'\x1f\x8b\x00binary\n', address='192.168.122.7')
+BARE = Guest(UUID, UUID, address='192.168.122.7')
+NETWORK = {'version': 2, 'ethernets': {'eth0': {'match': {'macaddress': '52:54:00:aa:00:01'}, 'dhcp4': True}}}
+
+EC2 = [
+    ('', b'meta-data\nuser-data'),
+    ('/meta-data', b'hostname\ninstance-id\nlocal-hostname\nlocal-ipv4\npublic-keys/'),
+    ('/meta-data/hostname', b'web1'),
+    ('/meta-data/instance-id', UUID.encode()),
+    ('/meta-data/local-hostname', b'web1'),
+    ('/meta-data/local-ipv4', b'192.168.122.7'),
+    ('/meta-data/public-keys', b'0=default\n1=second'),
+    ('/meta-data/public-keys/0', b'openssh-key'),
+    ('/meta-data/public-keys/0/openssh-key', KEYS[0][1].encode()),
+    ('/meta-data/public-keys//0/openssh-key', KEYS[0][1].encode()),
+    ('/meta-data/public-keys/1', b'openssh-key'),
+    ('/meta-data/public-keys/1/openssh-key', KEYS[1][1].encode()),
+    ('/user-data', b'\x1f\x8b\x00binary\n'),
+]
+NOTHING = [
+    '/latest/api/token',
+    '/latest/dynamic/instance-identity/document',
+    '/latest/meta-data/ami-launch-index',
+    '/latest/meta-data/block-device-mapping/',
+    '/latest/meta-data/hostname/more',
+    '/latest/meta-data/instance-type',
+    '/latest/meta-data/placement/availability-zone',
+    '/latest/meta-data/public-ipv4',
+    '/latest/meta-data/public-keys/2',
+    '/latest/meta-data/public-keys/0=default',
+    '/latest/meta-data/public-keys/0/openssh-key/more',
+    '/latest/meta-data/..',
+    '/2021-03-23/meta-data/instance-id',
+    '/1.0/meta-data/',
+    '/instance-id',
+    '/openstack/latest/meta_data.json',
+    '/seed',
+    f'/seed/{UUID.upper()}/meta-data',
+    f'/seed/{UUID}/phone-home',
+    f'/seed/{OTHER}',
+    f'/seed/{OTHER}/meta-data',
+    f'/seed/{OTHER}/user-data',
+]
+
+
+@pytest.mark.parametrize('slash', ['', '/'])
+@pytest.mark.parametrize('version', ['2009-04-04', 'latest'])
+@pytest.mark.parametrize(('path', 'body'), EC2)
+def test_ec2(version: str, path: str, slash: str, body: bytes) -> None:
+    assert answer(f'/{version}{path}{slash}', GUEST) == body
+
+
+@pytest.mark.parametrize('slash', ['', '/'])
+@pytest.mark.parametrize('path', NOTHING)
+def test_nothing_there(path: str, slash: str) -> None:
+    assert answer(path + slash, GUEST) is None
+
+
+def test_the_root_lists_the_versions() -> None:
+    assert versions() == b'2009-04-04\nlatest'
+
+
+def test_ec2_without_keys_and_user_data() -> None:
+    assert answer('/latest/', BARE) == b'meta-data'
+    assert answer('/latest/user-data', BARE) is None
+    assert answer('/latest/meta-data/', BARE) == b'hostname\ninstance-id\nlocal-hostname\nlocal-ipv4'
+    assert answer('/latest/meta-data/public-keys/', BARE) is None
+
+
+@pytest.mark.parametrize('guest', [GUEST, BARE], ids=['full', 'bare'])
+def test_what_the_index_lists_answers(guest: Guest) -> None:
+    """Crawled by cloud-init's rules; one value that does not answer would cost a guest all of them."""
+
+    def crawl(path: str) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for entry in (answer(path, guest) or b'').decode().splitlines():
+            if entry.endswith('/'):
+                found[entry.rstrip('/')] = crawl(path + entry)
+                continue
+            number, equals, name = entry.partition('=')
+            value = answer(f'{path}{number}/openssh-key' if equals else path + entry, guest)
+            assert value is not None, path + entry
+            assert b'\n' not in value, 'cloud-init would make a list of it'
+            found[name or entry] = value.decode()
+        return found
+
+    expected: dict[str, object] = {
+        'hostname': guest.hostname,
+        'instance-id': UUID,
+        'local-hostname': guest.hostname,
+        'local-ipv4': '192.168.122.7',
+    }
+    if guest.public_keys:
+        expected['public-keys'] = dict(KEYS)
+    assert crawl('/2009-04-04/meta-data/') == expected
+
+
+@pytest.mark.parametrize('load', [json.loads, yaml.safe_load])
+def test_seed(load: object) -> None:
+    body = answer(f'/seed/{UUID}/meta-data', GUEST)
+    assert body is not None
+    assert load(body) == {  # type: ignore[operator]
+        'instance-id': UUID,
+        'local-hostname': 'web1',
+        'public-keys': [key for _, key in KEYS],
+        'dsmode': 'net',
+    }
+    assert answer(f'/seed/{UUID}/user-data', GUEST) == GUEST.user_data
+
+
+def test_vendor_data_is_a_script_that_says_when_cloud_init_is_through() -> None:
+    body = answer(f'/seed/{UUID}/vendor-data', BARE)
+    assert body is not None
+    assert body.startswith(b'#!/bin/sh\n')
+    assert body.count(f"'http://169.254.169.254/phone-home/{UUID}/'".encode()) == 1
+
+
+@pytest.mark.parametrize('name', ['user-data', 'network-config'])
+def test_a_seed_has_all_its_files_even_when_empty(name: str) -> None:
+    assert answer(f'/seed/{UUID}/{name}', BARE) == b''
+
+
+def test_network_config_is_yaml_and_json() -> None:
+    body = answer(f'/seed/{UUID}/network-config', replace(BARE, network_config=NETWORK))
+    assert body is not None
+    assert json.loads(body) == yaml.safe_load(body) == NETWORK
+
+
+def test_a_seed_disk_has_what_the_network_seed_has_and_is_found_without_it() -> None:
+    guest = replace(GUEST, network_config=NETWORK)
+    files = seed(guest, phones_home=True)
+    served = {name: answer(f'/seed/{UUID}/{name}', guest) for name in files}
+    local, net = (json.loads(each.pop('meta-data')) for each in (files, served))
+    assert files == served
+    assert files.keys() == {'user-data', 'vendor-data', 'network-config'}
+    assert local == {name: value for name, value in net.items() if name != 'dsmode'}
+
+
+def test_a_seed_disk_without_what_nobody_said() -> None:
+    assert seed(BARE, phones_home=False).keys() == {'meta-data', 'user-data'}
+    assert seed(BARE, phones_home=False)['user-data'] == b''
+    assert b'phone-home' in seed(BARE, phones_home=True)['vendor-data']
+
+
+@given(st.text())
+def test_any_path_is_an_answer_or_nothing(path: str) -> None:
+    assert isinstance(answer(path, GUEST), bytes | None)
+
+
+# A guest's word that it is ready, at the very moment at which it is removed.
+
+
+MAC, ADDRESS, NEIGHBOUR = '52:54:00:aa:00:01', '192.168.122.11', '52:54:00:bb:00:02'
+NEIGHBOURS = f'{ADDRESS} 0x1 0x2 {MAC} * virbr0\n'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """One guest with a lease that does not end."""
+    (tmp_path / 'guests').mkdir()
+    (tmp_path / f'guests/{MAC}.json').write_text(json.dumps({'instance': UUID, 'hostname': 'web1'}))
+    leases = [{'ip-address': ADDRESS, 'mac-address': MAC, 'expiry-time': 0}]
+    (tmp_path / 'virbr0.status').write_text(json.dumps(leases))
+    (tmp_path / 'arp').write_text('')
+    return Config(guests=tmp_path / 'guests', leases=str(tmp_path / '*.status'), neighbours=tmp_path / 'arp')
+
+
+def ask(config: Config, server: Callable[..., Iterable[bytes]] | None = None, **environ: str) -> str:
+    """What the server, a new one unless it is given, answers to this guest."""
+    environ = {'REMOTE_ADDR': ADDRESS, 'HTTP_HOST': config.listen_address, **environ}
+    setup_testing_defaults(environ)
+    answered = []
+    list((server or make_app(files.Files(config)))(environ, lambda status, *_: answered.append(status)))
+    return answered[0]
+
+
+def say_ready(config: Config) -> str:
+    """What the server answers to this guest's word."""
+    return ask(config, REQUEST_METHOD='POST', PATH_INFO=f'/phone-home/{UUID}/')
+
+
+def look(config: Config, server: Callable[..., Iterable[bytes]] | None = None) -> str:
+    return ask(config, server, REQUEST_METHOD='GET', PATH_INFO='/latest/meta-data/instance-id')
+
+
+def test_it_is_noted(config: Config) -> None:
+    assert say_ready(config) == '200 OK'
+    said = {'version': 1, 'host_keys': [], 'stage': None, 'error': None}
+    assert json.loads((config.guests / f'{UUID}.ready').read_text()) == said
+
+
+def test_of_one_that_is_removed_meanwhile_nothing_stays(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_there = files._is_there
+
+    def removed_since(config: Config, mac: str, instance: str) -> bool:
+        was_there = is_there(config, mac, instance)
+        (config.guests / f'{MAC}.json').unlink(missing_ok=True)
+        return was_there
+
+    monkeypatch.setattr(files, '_is_there', removed_since)
+    assert say_ready(config) == '404 Not Found'
+    assert list(config.guests.iterdir()) == []
+
+
+@pytest.mark.parametrize(('change', 'said'), [
+    (lambda config: Path(config.leases.replace('*', 'virbr0')).write_text('[]'), 'no current DHCP lease for'),
+    (lambda config: (config.guests / f'{MAC}.json').unlink(), 'no instance with the MAC address'),
+    (lambda config: (config.guests / f'{MAC}.json').write_text('{'), 'cannot be read'),
+    (lambda config: config.neighbours.write_text(NEIGHBOURS + NEIGHBOURS.replace(MAC, NEIGHBOUR)), 'another machine'),
+])
+def test_ecompute_hears_of_a_guest_that_is_refused_until_it_is_answered(
+    config: Config, change: Callable[[Config], object], said: str
+) -> None:
+    config.neighbours.write_text(NEIGHBOURS)
+    kept = {path: path.read_text() for path in (config.guests / f'{MAC}.json', config.neighbours)}
+    kept[Path(config.leases.replace('*', 'virbr0'))] = Path(config.leases.replace('*', 'virbr0')).read_text()
+    server, data = make_app(files.Files(config)), GuestData(config.guests)
+    for _ in range(2):
+        assert look(config, server) == '200 OK'
+        assert MAC not in data.read_refusals()
+        change(config)
+        assert look(config, server).startswith(('404', '500'))
+        assert said in data.read_refusals()[MAC]
+        for path, text in kept.items():
+            path.write_text(text)
+    assert look(config) == '200 OK'
+    assert MAC not in data.read_refusals()
+
+
+def test_who_sends_from_many_macs_does_not_fill_the_directory(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, 'MAX_REFUSALS', 3)
+    Path(config.leases.replace('*', 'virbr0')).write_text('[]')
+    server = make_app(files.Files(config))
+    for number in range(9):
+        config.neighbours.write_text(NEIGHBOURS.replace(MAC, f'52:54:00:00:00:0{number}'))
+        look(config, server)
+    refused = GuestData(config.guests).read_refusals()
+    assert len(refused) == 3
+    GuestData(config.guests).forget_refusals(refused)
+    assert [path.name for path in config.guests.iterdir()] == [f'{MAC}.json']
+
+
+def test_a_further_word_costs_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One guest says it again and again: each was written to the disk, while all others waited."""
+    say_ready(config)
+    before = (config.guests / f'{UUID}.ready').stat()
+
+    def written(_: int) -> None:
+        raise AssertionError('it is written to the disk')
+
+    monkeypatch.setattr(os, 'fsync', written)
+    assert say_ready(config) == '200 OK'
+    assert (config.guests / f'{UUID}.ready').stat() == before
+    assert sorted(each.name for each in config.guests.iterdir()) == sorted([f'{UUID}.ready', f'{MAC}.json'])
+
+
+def test_the_first_word_stays_although_its_server_was_killed_on_the_way(config: Config) -> None:
+    """After the link and before the unlink: both names are of one file."""
+    told = config.guests / f'{UUID}.ready'
+    say_ready(config)
+    told.write_text('{"the first": 1}')
+    os.link(told, told.with_suffix('.said'))
+    assert say_ready(config) == '200 OK'
+    assert told.read_text() == '{"the first": 1}'
+    assert not told.with_suffix('.said').exists()
+    # Before the link there is no word yet: what is half written is none.
+    told.rename(told.with_suffix('.said'))
+    assert say_ready(config) == '200 OK'
+    assert json.loads(told.read_text())['host_keys'] == []
+    assert not told.with_suffix('.said').exists()
+
+
+def test_who_says_it_several_times_at_once_is_told_each_time(config: Config) -> None:
+    for _ in range(20):
+        (config.guests / f'{UUID}.ready').unlink(missing_ok=True)
+        with ThreadPoolExecutor(4) as threads:
+            assert set(threads.map(lambda _: say_ready(config), range(8))) == {'200 OK'}
+
+
+def test_one_whose_directory_is_full_is_told_so(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(files, '_leave_word', full)
+    assert say_ready(config).startswith('500 ')

@@ -1,0 +1,543 @@
+"""Where instances are placed: which candidate is tried, who takes which place, how claims are split."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ecomp.agent.host.claims import APART, due, orphans
+from ecomp.errors import EcompError, NoCapacity, PlacementRefusal, UnknownOutcome, Unreachable
+from ecomp.model import keys
+from ecomp.model.allocation import Allocations, Room, compute_of, difference, missing, parse_allocations, to_wire, total
+from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, WEIGHS, Candidate, Offer, choose, distribute, share_left
+from ecomp.model.order import SetOrder
+from ecomp.scheduler.placing.claim import AT_ONCE, BLOCK, Claimer, Terms, blocks
+from ecomp.scheduler.placing.place import LOOKS, MOST, SCARCE, Contention, Placer
+from ecomp.store.client import Entry, Snapshot, in_line, in_requests
+
+# Which candidate is tried: only those whose compute is alive, in no fixed order.
+
+
+COMPUTES = [f'compute-{n}' for n in range(6)]
+ONE = {'VCPU': 1}
+SHARED = {'storage': {'DISK_GB': 1}, 'compute-1': {'VCPU': 1}}
+
+
+candidates = st.lists(
+    st.dictionaries(st.sampled_from([*COMPUTES, 'storage']), st.just(ONE), min_size=1, max_size=3), max_size=8
+)
+
+
+@given(candidates, st.sets(st.sampled_from(COMPUTES)), st.sampled_from(WEIGHS), st.randoms(use_true_random=False))
+@example([SHARED], {'compute-1', 'compute-2'}, SPREAD, random.Random(0))
+@example([{'compute-1': ONE, 'compute-2': ONE}], {'compute-1', 'compute-2'}, SPREAD, random.Random(0))
+@example([{name: ONE} for name in COMPUTES], {'compute-3'}, SPREAD, random.Random(0))
+@example([{'compute-1': ONE}], set(), SPREAD, random.Random(0))
+def test_each_try_has_exactly_one_living_compute(
+    found: list[dict[str, dict[str, int]]], alive: set[str], weigh: str, rng: random.Random
+) -> None:
+    choice = choose(Offer(found), alive, weigh, rng)
+    for compute, allocations, _ in choice.tries:
+        assert set(allocations) & alive == {compute}
+    usable = [each for each in found if len(set(each) & alive) == 1]
+    assert sorted(map(str, usable)) == sorted(str(each.allocations) for each in choice.tries)
+    # A candidate with two living computes is passed over: the request goes to one of them, and would hold the other's
+    # for nothing. All others that are passed over are named, once.
+    passed_over = {provider for each in found if each not in usable for provider in each}
+    assert list(choice.skipped) == sorted(passed_over - alive)
+
+
+def test_the_first_choice_is_spread() -> None:
+    # The first of placement's list put 60 of 60 on one of three equal hosts.
+    rng = random.Random(1)
+    offer = Offer([{name: ONE} for name in COMPUTES])
+    firsts = Counter(choose(offer, COMPUTES, SPREAD, rng).tries[0].compute for _ in range(600))
+    assert set(firsts) == set(COMPUTES)
+    assert max(firsts.values()) < 200
+
+
+def test_the_same_randomness_chooses_the_same() -> None:
+    def tries(seed: int) -> list[str]:
+        offer = Offer([{name: ONE} for name in COMPUTES])
+        return [each.compute for each in choose(offer, COMPUTES, SPREAD, random.Random(seed)).tries]
+
+    assert tries(7) == tries(7)
+    assert {tuple(tries(seed)) for seed in range(9)} > {tuple(tries(7))}
+
+
+USED = {'compute-0': 6, 'compute-1': 2, 'compute-2': 0, 'compute-3': 2}
+OFFER = Offer([{name: ONE} for name in USED], {name: {'VCPU': Room(10, used)} for name, used in USED.items()})
+
+
+def order(weigh: str, seed: int = 0) -> list[str]:
+    return [each.compute for each in choose(OFFER, USED, weigh, random.Random(seed)).tries]
+
+
+def test_the_emptiest_or_the_fullest_comes_first() -> None:
+    assert order(SPREAD)[0] == order(PACK)[-1] == 'compute-2'
+    assert order(SPREAD)[-1] == order(PACK)[0] == 'compute-0'
+    # Equals come in any order.
+    assert {tuple(order(SPREAD, seed)[1:3]) for seed in range(20)} == {
+        ('compute-1', 'compute-3'),
+        ('compute-3', 'compute-1'),
+    }
+
+
+def test_in_any_order_or_in_placement_s() -> None:
+    assert {order(RANDOM, seed)[0] for seed in range(50)} == set(USED)
+    assert {tuple(order(FIRST, seed)) for seed in range(9)} == {tuple(USED)}
+
+
+def test_what_is_scarcest_counts() -> None:
+    room = {'VCPU': Room(10, 0), 'MEMORY_MB': Room(1000, 500), 'DISK_GB': Room(3, 3)}
+    assert share_left({'VCPU': 1, 'MEMORY_MB': 400}, room) == 0.1
+    assert share_left({'VCPU': 1}, room) == 0.9
+    # Nothing known of it, all of it reserved, or more asked than there is (a shared provider gives it): no preference.
+    assert share_left({'IPV4_ADDRESS': 1}, room) == share_left({'VCPU': 1}, {'VCPU': Room(0, 0)}) == 0
+    assert share_left({'DISK_GB': 1}, room) == 0
+
+
+sizes = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+
+
+@given(sizes, st.integers(1, 30), st.sampled_from(WEIGHS), st.randoms(use_true_random=False))
+def test_a_set_takes_what_room_there_is(free: list[int], count: int, weigh: str, rng: random.Random) -> None:
+    rooms = {f'compute-{number}': {'VCPU': Room(10, 10 - each)} for number, each in enumerate(free)}
+    offer = Offer([{name: ONE} for name, room in rooms.items() if room['VCPU'].used < 10], rooms)
+    tries = choose(offer, rooms, weigh, rng).tries
+    taken = distribute(tries, rooms, count, weigh, rng)
+    assert len(taken) == min(count, sum(free))
+    per = Counter(each.compute for each in taken)
+    then = {name: room['VCPU'].used + per[name] for name, room in rooms.items()}
+    assert max(then.values()) <= 10
+    if weigh == SPREAD and len(taken) < sum(free):
+        # What is left differs by one at most, but for those that had less from the start.
+        used = [then[name] for name in per]
+        assert max(used, default=0) - min(used, default=0) <= 1
+    if weigh == PACK:
+        # All that were begun are full but for the last.
+        assert sum(then[name] < 10 for name in per) <= 1
+
+
+def test_a_shared_disk_limits_a_set() -> None:
+    rooms = {'pool': {'DISK_GB': Room(3, 0)}, **{name: {'VCPU': Room(8, 0)} for name in COMPUTES}}
+    offer = Offer([{name: ONE, 'pool': {'DISK_GB': 1}} for name in COMPUTES], rooms)
+    tries = choose(offer, COMPUTES, SPREAD, random.Random(0)).tries
+    assert len(distribute(tries, rooms, 10, SPREAD, random.Random(0))) == 3
+
+
+# Who takes which place when many are at it.
+
+
+def line(*read: tuple[int, int]) -> tuple[Contention, list[str]]:
+    """A line whose reads are these, the last of them again and again; and what it does, in order."""
+    left, done = list(read), list[str]()
+
+    def reading() -> tuple[int, int]:
+        done.append('read')
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    def ask() -> Offer:
+        done.append('ask')
+        return Offer([])
+
+    return Contention(reading, ask, random.Random(1)), done
+
+
+def looks(where: Contention, spares: Sequence[int]) -> int:
+    """How often it looks, with so much to spare each time."""
+    for number, spare in enumerate(spares):
+        if not where.should_look(spare):
+            return number
+        where.look()
+    return len(spares)
+
+
+def test_alone_it_never_looks() -> None:
+    where, done = line((0, 0))
+    assert where.is_alone
+    assert looks(where, [0]) == 0
+    assert done == ['read']
+
+
+@pytest.mark.parametrize('read', [(1, 0), (0, 1)])
+def test_with_others_it_looks_once_where_room_is_scarce(read: tuple[int, int]) -> None:
+    where, done = line(read)
+    assert looks(where, [SCARCE]) == 0
+    assert looks(where, [SCARCE - 1, 0]) == 1
+    # The order is what it rests on.
+    assert done == ['read', 'read', 'ask']
+
+
+def test_without_a_place_it_looks_as_long_as_those_ahead_get_on() -> None:
+    where, _ = line((30, 0), *[(30 - number, 0) for number in range(20)], (0, 5))
+    assert looks(where, [-1] * 100) == 21
+    where, _ = line((1, 0))
+    assert looks(where, [-1] * 100) == 1 + LOOKS
+
+
+def test_what_is_left_to_others_has_a_limit() -> None:
+    where, _ = line((10 * MOST, 0))
+    assert where.ahead == MOST
+    where.look()
+    assert where.ahead == MOST
+
+
+def test_the_instances_before_and_behind() -> None:
+    def entry(name: str, revision: int, instances: list[str] | None) -> Entry:
+        value = b'?' if instances is None else json.dumps({'version': 1, 'instances': instances}).encode()
+        return Entry(keys.attempt(name), value, revision, lease=1 if name != 'by hand' else 0)
+
+    found = [
+        *(entry('one', 5, ['one']), entry('set', 6, ['a', 'b', 'c']), entry('odd', 7, None)),
+        *(entry('me', 8, ['me']), entry('late', 9, ['late', 'x'])),
+        *(entry('by hand', 4, ['y']), entry('by hand', 10, ['z'])),
+    ]
+    assert in_line(Snapshot(10, {f'{each.key} {each.revision}': each for each in found}), 8) == (5, 1)
+
+
+# Where one of many at once is placed, who all had the same answer of placement's.
+
+
+SIZE, EACH = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}, 4
+
+
+@dataclass(frozen=True)
+class Willing(Claimer):
+    """All that is claimed is got: there is room enough for what the tests here ask."""
+
+    def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
+        return set(wanted)
+
+
+def offer(computes: int) -> Offer:
+    names = [str(uuid.UUID(int=number)) for number in range(computes)]
+    rooms = {name: {each: Room(EACH * amount, 0) for each, amount in SIZE.items()} for name in names}
+    return Offer([{name: SIZE} for name in names], rooms)
+
+
+def placing(
+    claimer: type[Claimer], look: Callable[[], Offer], wanted: SetOrder, alive: list[str],
+    others: tuple[int, int] = (0, 0), seed: int = 0,
+) -> Placer:  # fmt: skip
+    """A placer whose claims go by `claimer`; placement is not asked. `others`: how many are ahead and behind."""
+    claims = claimer(None, '', '', lambda: True)  # type: ignore[arg-type]
+    return Placer(claims, look, lambda: others, alive, lambda _: True, wanted, random.Random(seed))
+
+
+def placed(found: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, count: int = 1) -> list[str]:
+    """The computes of one request's instances."""
+    wanted = SetOrder(
+        str(uuid.UUID(int=seed)), query='query', image='image', weigh=weigh, count=count, minimum=count
+    )
+    placer = placing(Willing, lambda: found, wanted, list(found.rooms), (ahead, behind), seed)
+    return [each.compute for each in placer.place(found, Terms(None, None), {}).values()]
+
+
+def most(where: list[str]) -> int:
+    return max(Counter(where).values())
+
+
+def test_with_plenty_of_equals_those_who_do_not_know_of_each_other_hardly_meet() -> None:
+    """None of them has the others' claims in its answer, and each knows of some others alone."""
+    found = offer(500)
+    where = [placed(found, seed, SPREAD, ahead=seed % 3, behind=1)[0] for seed in range(40)]
+    assert most(where) <= 3
+
+
+def test_sets_leave_whole_computes_to_those_ahead() -> None:
+    found = offer(500)
+    where = [each for seed in range(8) for each in placed(found, seed, SPREAD, ahead=10 * seed, behind=1, count=10)]
+    assert most(where) == 1
+
+
+def test_where_room_is_scarce_each_leaves_the_first_places_to_those_ahead() -> None:
+    found = offer(SCARCE // EACH // 2)
+    room = SCARCE // 2
+    where = [placed(found, seed, SPREAD, ahead=seed, behind=1)[0] for seed in range(room)]
+    assert Counter(where) == dict.fromkeys(found.rooms, EACH)  # every place once, whoever shuffles how
+
+
+@pytest.mark.parametrize('weigh', [PACK, FIRST])
+def test_those_who_pack_fill_the_same_computes(weigh: str) -> None:
+    found = offer(200)
+    where = [placed(found, seed, weigh, ahead=seed, behind=1)[0] for seed in range(3 * EACH)]
+    assert Counter(where) == dict.fromkeys(list(found.rooms)[:3], EACH)
+
+
+def test_alone_it_spreads_over_all() -> None:
+    assert most(placed(offer(20), 1, SPREAD, ahead=0, count=20)) == 1
+
+
+def test_of_a_compute_with_several_places_one_that_was_taken_leaves_the_others() -> None:
+    """Its GPUs are providers below it, which others are after as well; each is lost but the last."""
+    compute, gpus = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(6)]
+    left = set(gpus)
+
+    @dataclass(frozen=True)
+    class Late(Claimer):
+        """Others were faster wherever there is another place left."""
+
+        def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
+            ((instance, candidate),) = wanted.items()
+            (gpu,) = candidate.allocations.keys() - {compute}
+            if len(left) == 1:
+                return {instance}
+            left.discard(gpu)
+            return set()
+
+    def look() -> Offer:
+        return Offer([{compute: SIZE, gpu: {'CUSTOM_GPU': 1}} for gpu in sorted(left)], {})
+
+    wanted = SetOrder(str(uuid.uuid4()), query='query', image='image')
+    (placed,) = placing(Late, look, wanted, [compute]).place(look(), Terms(None, None), {}).values()
+    assert placed.allocations.keys() == {compute, *left}
+
+
+def test_a_place_on_two_computes_is_said_to_be_one() -> None:
+    """As of one that shares its disk by an aggregate with another one."""
+    found = offer(2)
+    one, other = found.rooms
+    shared = Offer([{one: {'DISK_GB': 1}, other: {'VCPU': 1, 'MEMORY_MB': 128}}], found.rooms)
+    with pytest.raises(NoCapacity, match='parts of two computes, .* take the trait MISC_SHARES_VIA_AGGREGATE off'):
+        placed(shared, 1, SPREAD, ahead=0)
+
+
+def test_a_claim_that_was_taken_over_never_becomes_movable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set that starts again, or is claimed again after its group changed, may come back to the same compute."""
+    monkeypatch.setattr('ecomp.scheduler.placing.claim.claim', lambda *_: None)
+    found = offer(1)
+    (compute,) = found.rooms
+    wanted = SetOrder(str(uuid.uuid4()), query='query', image='image', count=2, minimum=2)
+    claimer = Claimer(None, '', '', lambda: True)  # type: ignore[arg-type]  # placement is not asked
+    placer = Placer(claimer, lambda: found, lambda: (0, 0), [compute], lambda _: True, wanted, random.Random(0))
+    running, new = wanted.instances
+    placer.take_over({running: Candidate(compute, {compute: SIZE}, None)})
+    placer.place(found, Terms(None, None), {})
+    assert claimer.movable == {new}
+
+
+# Which claims nobody stands behind, and when they have been seen for long enough.
+
+
+LEASE = 7
+
+names = st.sets(st.sampled_from('abcdefgh'))
+
+
+@given(names, names, names, names)
+def test_an_orphan_is_held_and_nothing_else(
+    held: set[str], wished: set[str], guests: set[str], at_it: set[str]
+) -> None:
+    assert orphans(held, wished, guests, at_it) == {
+        name for name in held if name not in wished and name not in guests and name not in at_it
+    }
+
+
+@given(st.lists(st.tuples(st.floats(0, 1000), names), max_size=8))
+@example([(100.0, {'a', 'b'})])
+@example([(100.0, {'a'}), (100.0 + APART - 0.1, {'a', 'b'}), (100.0 + APART, {'a', 'b'})])
+@example([(0.0, {'a'}), (30.0, set()), (APART + 1, {'a'})])
+def test_what_is_seen_at_each_look_is_due_when_its_time_has_come(looks: list[tuple[float, set[str]]]) -> None:
+    seen: dict[str, float] = {}
+    since: dict[str, float] = {}
+    for now, found in sorted(looks, key=lambda look: look[0]):
+        since = {name: since.get(name, now) for name in found}
+        seen, ready = due(seen, found, now)
+        assert seen == since
+        assert ready == {name for name in found if now - since[name] >= APART}
+
+
+def test_whom_living_eschedules_are_at() -> None:
+    def entry(name: str, value: bytes) -> tuple[str, Entry]:
+        return f'/requests/{name}', Entry(f'/requests/{name}', value, 1, LEASE)
+
+    of_a_set = json.dumps({'instances': ['a', 'b']}).encode()
+    values = [('a', of_a_set), ('c', b'\xff'), ('d', b'[]'), ('e', b'{"instances": 5}'), ('f', b''), ('g', b'null')]
+    entries = dict(entry(*each) for each in values)
+    assert in_requests(Snapshot(1, entries)) == {*'abcdefg'}
+    # Put by hand, it would never end.
+    entries |= {'/requests/h': Entry('/requests/h', of_a_set, 1), '/requests/a': Entry('/requests/a', of_a_set, 2)}
+    assert in_requests(Snapshot(1, entries)) == {*'cdefg'}
+
+
+# How a set's claims are split among calls, and what is said when some of these fail.
+
+
+SMALL = {'VCPU': 1, 'MEMORY_MB': 64}
+SECONDS = 10.0
+
+
+def wanted(*computes: str, shared: str | None = None) -> dict[str, Candidate]:
+    """An instance on each of these; `shared` provides the disk of all."""
+    disk = {} if shared is None else {shared: {'DISK_GB': 1}}
+    return {f'{number}': Candidate(each, {each: SMALL, **disk}, None) for number, each in enumerate(computes)}
+
+
+@given(st.lists(st.sampled_from('abcdefgh'), min_size=1, max_size=3 * BLOCK))
+def test_blocks_are_all_of_it_and_no_two_have_a_compute(computes: list[str]) -> None:
+    asked = wanted(*computes)
+    parts = blocks(asked)
+    assert {instance: each for part in parts for instance, each in part.items()} == asked
+    assert sum(map(len, parts)) == len(asked)
+    named = [{each.compute for each in part.values()} for part in parts]
+    assert sum(map(len, named)) == len(set(computes))
+    for part, of in zip(parts, named, strict=True):
+        assert len(part) <= BLOCK or len(of) == 1
+
+
+@pytest.mark.parametrize(
+    ('computes', 'each', 'sizes'), [(10, 5, [50]), (10, 10, [50, 50]), (5, 20, [40, 40, 20]), (1, 100, [100])]
+)
+def test_a_block_is_filled_with_whole_computes(computes: int, each: int, sizes: list[int]) -> None:
+    assert [len(part) for part in blocks(wanted(*'abcdefghij'[:computes] * each))] == sizes
+
+
+def test_who_shares_a_disk_is_claimed_for_in_one_call() -> None:
+    assert len(blocks(wanted(*'abcdefghij' * 10, shared='disks'))) == 1
+
+
+@dataclass(frozen=True)
+class Failing(Claimer):
+    """Claims that meet errors: `errors` by the compute of the call's first instance. `asked` has those computes."""
+
+    errors: Mapping[str, EcompError] = field(default_factory=dict)
+    together: threading.Barrier = field(default_factory=lambda: threading.Barrier(AT_ONCE))
+    asked: list[str] = field(default_factory=list)
+
+    def claim(self, wanted: Mapping[str, Allocations]) -> None:
+        """Not before so many calls have come that none of them waits for another."""
+        first = next(iter(next(iter(wanted.values()))))
+        self.asked.append(first)
+        if len(self.asked) <= AT_ONCE:
+            self.together.wait(SECONDS)
+        else:
+            time.sleep(0.1)
+        if first in self.errors:
+            raise self.errors[first]
+
+
+def failing(**errors: EcompError) -> Failing:
+    return Failing(None, '', '', lambda: True, errors=errors)  # type: ignore[arg-type]  # placement is not asked
+
+
+TWO = wanted(*'a' * BLOCK, *'b' * BLOCK)
+
+
+def test_two_calls_are_under_way_at_once_and_all_is_claimed() -> None:
+    claimer = failing()
+    assert claimer.claim_what_fits(TWO) == TWO.keys()
+    assert sorted(claimer.asked) == ['a', 'b']
+
+
+@pytest.mark.parametrize('unknown', ['a', 'b'])
+def test_what_is_not_known_counts_more_than_any_other_error(unknown: str) -> None:
+    """Rule 1: nothing is released while it is not known what was written."""
+    errors: dict[str, EcompError] = {'a': Unreachable('gone'), 'b': Unreachable('gone')}
+    errors[unknown] = UnknownOutcome('nobody knows')
+    with pytest.raises(UnknownOutcome):
+        failing(**errors).claim_what_fits(TWO)
+
+
+def test_after_an_error_no_further_call_is_begun() -> None:
+    claimer = failing(a=Unreachable('gone'), b=Unreachable('gone'))
+    with pytest.raises(Unreachable):
+        claimer.claim_what_fits(wanted(*(each for each in 'abcdefghij' for _ in range(BLOCK))))
+    assert len(claimer.asked) < 10
+
+
+def test_a_refusal_of_one_block_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Failing, '_is_there', lambda *_: True)
+    with pytest.raises(PlacementRefusal):
+        failing(b=PlacementRefusal('no such class')).claim_what_fits(TWO)
+
+
+# Allocations: placement's shape, sums, and the sentence that says how two differ.
+
+
+A, B = 'provider-a', 'provider-b'
+
+allocations = st.dictionaries(
+    st.sampled_from([A, B, 'provider-c']),
+    st.dictionaries(st.sampled_from(['VCPU', 'DISK_GB']), st.integers(1, 2**31 - 1), min_size=1),
+)
+
+
+@given(allocations)
+def test_placement_s_shape_there_and_back(given_: Allocations) -> None:
+    assert parse_allocations(to_wire(given_)) == given_
+
+
+def test_what_placement_adds_is_passed_over() -> None:
+    # GET /allocations has a generation beside the resources; candidates have mappings.
+    wire = {A: {'resources': {'VCPU': 1}, 'generation': 7}}
+    assert parse_allocations(wire) == {A: {'VCPU': 1}}
+
+
+@pytest.mark.parametrize(
+    'value', [None, 7, [], 'x', {A: 7}, {A: {}}, {A: {'resources': {}}}, {A: {'resources': {'VCPU': True}}}]
+)
+def test_another_shape_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match='allocations: '):
+        parse_allocations(value)
+
+
+def test_a_sum_is_over_all_providers() -> None:
+    assert total({A: {'VCPU': 1, 'DISK_GB': 1}, B: {'DISK_GB': 2}}) == {'VCPU': 1, 'DISK_GB': 3}
+    assert total({}) == {}
+
+
+def test_what_a_guest_needs() -> None:
+    assert missing({'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1, 'CUSTOM_X': 1}) == []
+    assert missing({'MEMORY_MB': 1}) == ['VCPU', 'DISK_GB']
+
+
+DIFFERENCES: list[tuple[Allocations, Allocations, str | None]] = [
+    ({}, {}, None),
+    ({A: {'VCPU': 1, 'DISK_GB': 2}}, {A: {'DISK_GB': 2, 'VCPU': 1}}, None),
+    ({A: {'VCPU': 1}}, {}, 'placement holds no allocation for it'),
+    (
+        {A: {'VCPU': 1, 'DISK_GB': 1}},
+        {A: {'VCPU': 2, 'DISK_GB': 1}},
+        'the request and placement differ: requested DISK_GB:1,VCPU:1, held DISK_GB:1,VCPU:2 on provider-a',
+    ),
+    (
+        {A: {'VCPU': 1}},
+        {A: {'VCPU': 1, 'DISK_GB': 1}},
+        'the request and placement differ: requested VCPU:1, held DISK_GB:1,VCPU:1 on provider-a',
+    ),
+    (
+        {A: {'VCPU': 1}},
+        {B: {'VCPU': 1}},
+        'the request and placement differ: nothing is held on provider-a; VCPU:1 held on provider-b was not requested',
+    ),
+    ({}, {B: {'VCPU': 1}}, 'the request and placement differ: VCPU:1 held on provider-b was not requested'),
+]
+
+
+@pytest.mark.parametrize(('asked', 'held', 'sentence'), DIFFERENCES)
+def test_a_difference_is_one_sentence(asked: Allocations, held: Allocations, sentence: str | None) -> None:
+    assert difference(asked, held) == sentence
+
+
+@given(allocations, allocations)
+def test_no_difference_means_the_same(asked: Allocations, held: Allocations) -> None:
+    assert (difference(asked, held) is None) == (asked == held)
+
+
+def test_an_allocation_is_on_the_compute_that_gives_its_vcpus() -> None:
+    shared, compute = 'a-shared-disk', 'a-compute'
+    assert compute_of({shared: {'DISK_GB': 1}, compute: {'VCPU': 1, 'MEMORY_MB': 1}}) == compute
+    assert compute_of({shared: {'DISK_GB': 1}}) == ''
+    assert compute_of({}) == ''

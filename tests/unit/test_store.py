@@ -1,0 +1,386 @@
+"""etcd: which one it is, its messages, its pages, its versions."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.model import cluster
+from ecomp.model.cluster import Header, KnownCluster, holes
+from ecomp.store import messages
+from ecomp.store.connection import EASY, TooLong, pages
+from ecomp.store.messages import (
+    EQUAL,
+    GREATER,
+    Comparison,
+    Grant,
+    KeepAlive,
+    Range,
+    Removal,
+    Revoke,
+    Status,
+    Transaction,
+    WatchCreate,
+    WatchProgress,
+    Write,
+    answer,
+)
+from ecomp.store.roles import etcdrpc  # by way of the module that has protobuf load it
+
+# What we write is what etcd3's generated code writes, and what it writes we read as it does; junk is refused.
+
+
+NUMBERS = st.integers(-(2**63), 2**63 - 1)
+UNSIGNED = st.integers(0, 2**64 - 1)
+KEYS = st.binary(max_size=300)
+
+RANGES = st.builds(Range, KEYS, KEYS, NUMBERS, NUMBERS, st.booleans(), st.booleans(), NUMBERS)
+WRITES = st.builds(Write, KEYS, KEYS, NUMBERS)
+REMOVALS = st.builds(Removal, KEYS)
+COMPARISONS = st.builds(Comparison, KEYS, st.sampled_from((EQUAL, GREATER)), NUMBERS)
+OPERATIONS = st.lists(RANGES | WRITES | REMOVALS, max_size=4)
+TRANSACTIONS = st.builds(Transaction, st.lists(COMPARISONS, max_size=4), OPERATIONS, OPERATIONS)
+LEASES = st.builds(Grant, NUMBERS) | st.builds(KeepAlive, NUMBERS) | st.builds(Revoke, NUMBERS)
+
+
+def theirs(request: Any) -> Any:
+    """The same as etcd3's message."""
+    match request:
+        case Range(key, end, limit, revision, keys_only, count_only, since):
+            return etcdrpc.RangeRequest(
+                key=key, range_end=end, limit=limit, revision=revision, keys_only=keys_only, count_only=count_only,
+                min_mod_revision=since,
+            )  # fmt: skip
+        case Write(key, value, lease):
+            return etcdrpc.PutRequest(key=key, value=value, lease=lease)
+        case Removal(key):
+            return etcdrpc.DeleteRangeRequest(key=key)
+        case Comparison(key, result, revision):
+            target = etcdrpc.Compare.MOD
+            result = {EQUAL: etcdrpc.Compare.EQUAL, GREATER: etcdrpc.Compare.GREATER}[result]
+            return etcdrpc.Compare(key=key, target=target, result=result, mod_revision=revision)
+        case Transaction(compare, success, failure):
+            return etcdrpc.TxnRequest(
+                compare=[theirs(each) for each in compare],
+                success=[operation(each) for each in success],
+                failure=[operation(each) for each in failure],
+            )
+        case Grant(seconds):
+            return etcdrpc.LeaseGrantRequest(TTL=seconds)
+        case KeepAlive(lease):
+            return etcdrpc.LeaseKeepAliveRequest(ID=lease)
+        case Revoke(lease):
+            return etcdrpc.LeaseRevokeRequest(ID=lease)
+        case Status():
+            return etcdrpc.StatusRequest()
+        case WatchCreate(key, end, revision, previous):
+            asked = etcdrpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision, prev_kv=previous)
+            return etcdrpc.WatchRequest(create_request=asked)
+    raise AssertionError(request)
+
+
+def operation(request: Any) -> Any:
+    kinds = {Range: 'request_range', Write: 'request_put', Removal: 'request_delete_range'}
+    return etcdrpc.RequestOp(**{kinds[type(request)]: theirs(request)})
+
+
+WATCHES = st.builds(WatchCreate, KEYS, KEYS, NUMBERS, st.booleans(), st.just(False))
+
+
+@given(RANGES | WRITES | REMOVALS | COMPARISONS | TRANSACTIONS | LEASES | WATCHES | st.just(Status()))
+def test_what_we_write_is_what_etcd3_writes(request: Any) -> None:
+    assert request.to_bytes() == theirs(request).SerializeToString()
+
+
+@given(WATCHES)
+def test_what_is_younger_than_etcd3_s_code_is_a_field_more(request: WatchCreate) -> None:
+    """etcd 3.4's WatchCreateRequest.fragment and WatchProgressRequest: rpc.proto there has their numbers."""
+    from google.protobuf.unknown_fields import UnknownFieldSet  # after the module above has had it load
+
+    found = etcdrpc.WatchRequest.FromString(request._replace(fragment=True).to_bytes()).create_request
+    assert [(each.field_number, each.data) for each in UnknownFieldSet(found)] == [(8, 1)]
+    found.DiscardUnknownFields()
+    assert found == theirs(request).create_request
+    progress = etcdrpc.WatchRequest.FromString(WatchProgress().to_bytes())
+    assert [(each.field_number, each.data) for each in UnknownFieldSet(progress)] == [(3, b'')]
+
+
+HEADERS = st.builds(
+    etcdrpc.ResponseHeader, cluster_id=UNSIGNED, member_id=UNSIGNED, revision=NUMBERS, raft_term=UNSIGNED
+)
+KVS = st.builds(
+    type(etcdrpc.RangeResponse().kvs.add()),
+    **{'key': KEYS, 'value': KEYS, 'lease': NUMBERS, 'version': NUMBERS},
+    **{'create_revision': NUMBERS, 'mod_revision': NUMBERS},
+)
+RANGED = st.builds(
+    etcdrpc.RangeResponse, header=HEADERS, kvs=st.lists(KVS, max_size=4), more=st.booleans(), count=NUMBERS
+)
+PUT = st.builds(etcdrpc.PutResponse, header=HEADERS)
+DONE = st.builds(etcdrpc.ResponseOp, response_range=RANGED) | st.builds(etcdrpc.ResponseOp, response_put=PUT)
+ANSWERS = st.one_of(
+    RANGED,
+    st.builds(etcdrpc.TxnResponse, header=HEADERS, succeeded=st.booleans(), responses=st.lists(DONE, max_size=4)),
+    st.builds(etcdrpc.LeaseGrantResponse, header=HEADERS, ID=NUMBERS, TTL=NUMBERS, error=st.text(max_size=50)),
+    st.builds(etcdrpc.LeaseKeepAliveResponse, header=HEADERS, ID=NUMBERS, TTL=NUMBERS),
+    st.builds(etcdrpc.LeaseRevokeResponse, header=HEADERS),
+    st.builds(etcdrpc.StatusResponse, header=HEADERS, version=st.text(max_size=50), dbSize=NUMBERS, leader=UNSIGNED),
+)
+
+
+EVENTS = st.builds(type(etcdrpc.WatchResponse().events.add()), type=st.sampled_from((0, 1)), kv=KVS, prev_kv=KVS)
+WATCHED = st.builds(
+    etcdrpc.WatchResponse, header=HEADERS, watch_id=NUMBERS, created=st.booleans(), canceled=st.booleans(),
+    compact_revision=NUMBERS, events=st.lists(EVENTS, max_size=4),
+)  # fmt: skip
+
+
+def same(ours: Any, other: Any) -> None:
+    """What is read by us is as etcd3's code reads it, field for field."""
+    for name, value in vars(ours).items():
+        if isinstance(value, list):
+            assert len(value) == len(getattr(other, name))
+            for mine, their in zip(value, getattr(other, name), strict=True):
+                same(mine, their)
+        elif hasattr(value, '__dict__'):
+            same(value, getattr(other, name))
+        else:
+            assert (type(value), value) == (type(getattr(other, name)), getattr(other, name)), name
+
+
+@given(ANSWERS)
+def test_what_etcd3_writes_we_read_as_it_does(message: Any) -> None:
+    same(answer(type(message).__name__, message.SerializeToString()), message)
+
+
+@given(WATCHED, st.sampled_from([(b'', False), (b'\x38\0', False), (b'\x38\1', True)]))
+def test_a_watch_s_answer_is_read_as_etcd3_reads_it(message: Any, piece: tuple[bytes, bool]) -> None:
+    """With a field that etcd3's code does not know: whether it is not all of the answer."""
+    data, fragment = message.SerializeToString() + piece[0], piece[1]
+    found, other = answer('WatchResponse', data), etcdrpc.WatchResponse.FromString(data)
+    assert found.fragment == fragment
+    del found.fragment
+    same(found, other)
+
+
+@given(st.sampled_from([name for _, name in messages.METHODS.values()]), st.binary(max_size=200))
+def test_junk_is_a_value_error_or_a_message(name: str, junk: bytes) -> None:
+    """And where it is a message to both, they agree on it unless a field of ours is of another kind there."""
+    try:
+        found = answer(name, junk)
+    except ValueError:
+        return
+    assert found.header.revision < 2**63
+
+
+@pytest.mark.parametrize(
+    'junk',
+    [
+        *(b'\x0a', b'\x0a\x05abc', b'\xff' * 11, b'\x02\x01', b'\x0b', b'\x08\x01', b'\x12\x02\x08\x01'),
+        *(b'\x1a\x01x', b'\x22\x01x', b'\x0a\x02\x1a\x00', b'\x0a\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01'),
+    ],
+)
+def test_what_is_no_message_is_refused(junk: bytes) -> None:
+    with pytest.raises(ValueError, match=r'.'):
+        answer('RangeResponse', junk)
+
+
+def test_what_is_not_known_is_passed_over() -> None:
+    unknown = b'\x78\x05' + b'\x79' + b'8 bytes!' + b'\x7d' + b'four' + b'\x7a\x03abc'
+    found = answer('RangeResponse', unknown + etcdrpc.RangeResponse(count=7).SerializeToString() + unknown)
+    assert (found.count, found.kvs, found.header.revision) == (7, [], 0)
+
+
+TINY = {
+    'empty keys': ('RangeResponse', b'\x12\0'),
+    'empty events': ('WatchResponse', b'\x5a\0'),
+    'empty results': ('TxnResponse', b'\x1a\0'),
+    'keys in results': ('TxnResponse', b'\x1a\x04\x0a\x02\x12\0'),
+    'one number again and again': ('RangeResponse', b'\x20\x01'),
+    'fields that are not known': ('StatusResponse', b'\x78\x01'),
+}
+
+
+@pytest.mark.parametrize('name', TINY)
+def test_answer_of_more_parts_than_any_real_one_has_is_refused_before_it_fills_memory(name: str) -> None:
+    """8 MiB of empty keys cost 1.1 GiB."""
+    message, part = TINY[name]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=f'more than {messages.MAX_FIELDS} fields'):
+            answer(message, part * (8 * 2**20 // len(part)))
+        assert tracemalloc.get_traced_memory()[1] < 400 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize('name', TINY)
+def test_whoever_reads_an_answer_is_asked_again_and_again_whether_to_go_on(name: str) -> None:
+    message, part = TINY[name]
+    asked: list[None] = []
+
+    def go_on() -> None:
+        asked.append(None)
+        if len(asked) == 3:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        answer(message, part * 100_000, go_on)
+
+
+def test_answer_of_as_many_keys_as_are_asked_for_at_once_is_read() -> None:
+    kvs = [{'key': b'k', 'value': b'v', 'lease': 1, 'version': 1, 'create_revision': 1, 'mod_revision': 1}]
+    data = etcdrpc.RangeResponse(kvs=20_000 * kvs).SerializeToString()
+    assert len(answer('RangeResponse', data).kvs) == 20_000
+
+
+# A list in pages: how many there are, and that each key is in one of them.
+
+
+class Etcd:
+    """Answers as etcd does, of this many keys with values of this many bytes; no answer is longer than `longest`."""
+
+    def __init__(self, count: int, size: int, longest: int) -> None:
+        self.keys = [f'/instances/{number:032x}/{number:032x}'.encode() for number in range(count)]
+        self.size, self.longest = size, longest
+        self.asked: list[int] = []
+
+    def ask(self, wanted: Range) -> Any:
+        """A page. TooLong."""
+        self.asked.append(wanted.limit)
+        assert wanted.revision in (0, 7)
+        assert (wanted.revision == 7) == (wanted.key > self.keys[0])
+        there = [key for key in self.keys if wanted.key <= key < wanted.end]
+        value = b'' if wanted.keys_only else b'.' * self.size
+        kvs = [SimpleNamespace(key=key, value=value) for key in there[: wanted.limit]]
+        if sum(len(each.key) + len(each.value) for each in kvs) > self.longest:
+            raise TooLong('too long')
+        return SimpleNamespace(header=SimpleNamespace(revision=7), kvs=kvs, more=len(there) > len(kvs))
+
+
+@pytest.mark.parametrize(
+    ('count', 'size', 'keys_only', 'asked'),
+    [
+        pytest.param(20_000, 2000, True, [500, 2000, 5000, 5000, 5000, 5000], id='names'),
+        pytest.param(1500, 200, False, [10, 40, 160, 500, 500, 500], id='small values'),
+        pytest.param(30, EASY // 20, False, [10, 19, 19], id='larger ones'),
+        pytest.param(25, EASY, False, [10, 10, 10], id='large ones'),
+    ],
+)
+def test_each_key_is_in_one_page(count: int, size: int, keys_only: bool, asked: list[int]) -> None:
+    etcd = Etcd(count, size, 64 * 1024**2)
+    found = [kv.key for page in pages(etcd.ask, b'/instances/', b'/instances0', keys_only) for kv in page.kvs]
+    assert found == etcd.keys
+    assert etcd.asked == asked
+
+
+def test_a_page_that_is_too_long_is_asked_for_in_the_smallest_ones() -> None:
+    etcd = Etcd(40, 100, 20 * 200)
+    found = [kv.key for page in pages(etcd.ask, b'/instances/', b'/instances0', False) for kv in page.kvs]
+    assert found == etcd.keys
+    assert etcd.asked == [10, 40, 10, 40], 'all that is left, in vain, and after a small page once more'
+    etcd = Etcd(40, 100, 10)
+    with pytest.raises(TooLong):
+        list(pages(etcd.ask, b'/instances/', b'/instances0', False))
+    assert etcd.asked == [10]
+
+
+# Which etcd this is: values in, words out.
+
+
+IDENTITY, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+numbers = st.integers(0, 2**64 - 1)
+headers = st.builds(Header, st.integers(1, 3), st.integers(1, 50), st.integers(1, 9))
+
+
+@given(st.lists(headers, max_size=20), headers)
+def test_nothing_that_has_been_seen_is_seen_to_go_back(before: list[Header], header: Header) -> None:
+    known = KnownCluster(IDENTITY)
+    for each in before:
+        known = known.with_header(each)
+    goes_back = any(header.revision < each.revision or header.term < each.term for each in before)
+    moved = bool(before) and header.cluster != before[-1].cluster
+    assert (cluster.unfamiliar(known, header) is not None) == (goes_back or moved)
+
+
+def test_who_knows_nothing_takes_any() -> None:
+    assert cluster.unfamiliar(KnownCluster(), Header(7, 1, 1)) is None
+
+
+def test_the_words_say_what_is_and_what_was_expected() -> None:
+    known = KnownCluster(IDENTITY, 0xABC, 345, 7)
+    assert cluster.unfamiliar(known, Header(0xABC, 12, 7)) == 'it is at revision 12, and 345 was seen'
+    assert cluster.unfamiliar(known, Header(0xABC, 400, 2)) == 'it is at raft term 2, and 7 was seen'
+    assert cluster.unfamiliar(known, Header(0xDEF, 400, 7)) == 'its cluster id is def, and abc was known'
+    assert cluster.unlike(known, None) == f'/cluster is not there, and identity {IDENTITY} was known'
+    other = cluster.new(OTHER, 'now').encode()
+    assert cluster.unlike(known, other) == f'its identity is {OTHER}, and {IDENTITY} was known'
+    assert cluster.unlike(known, cluster.new(IDENTITY, 'later').encode()) is None
+
+
+@pytest.mark.parametrize(
+    'value', [b'', b'x', b'[]', b'{}', b'{"identity": 7}', b'{"identity": "me"}', b'{"identity": null}', b'\xff']
+)
+def test_a_value_without_an_identity(value: bytes) -> None:
+    with pytest.raises(ValueError, match='.'):
+        cluster.identity(value)
+    assert 'cannot be read' in (cluster.unlike(KnownCluster(IDENTITY), value) or '')
+
+
+def test_what_is_written_once() -> None:
+    assert json.loads(cluster.new(IDENTITY, 'T')) == {'version': 1, 'identity': IDENTITY, 'since': 'T'}
+
+
+@given(st.builds(KnownCluster, st.uuids().map(str), numbers, numbers, numbers))
+def test_the_file_says_what_is_known(known: KnownCluster) -> None:
+    assert cluster.from_json(cluster.to_json(known).encode()) == known
+
+
+@given(st.dictionaries(st.sampled_from(['version', 'identity', 'cluster', 'revision', 'term']), st.none() | numbers))
+def test_any_other_file_is_refused(data: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match='.'):
+        cluster.from_json(json.dumps(data).encode())
+
+
+class Written(NamedTuple):
+    """A key of etcd's, as far as this is about it."""
+
+    value: bytes
+    revision: int
+    created: int = 1
+    lease: int = 0
+
+
+def test_the_highest_acceptance_counts_and_none_is_above_its_own_key() -> None:
+    assert cluster.accepted_in([]) == 0
+    assert cluster.accepted_in([Written(b'5', 9), Written(b'8', 9), Written(b'7', 9)]) == 8
+    assert cluster.accepted_in([Written(b'9' * 19, 4), Written(b'9' * 5000, 6)]) == 4
+    rubbish = b'', b'x', b'-1', b'1.5', '٣'.encode(), b'\xff', b'{}'
+    assert cluster.accepted_in([Written(each, 9) for each in rubbish]) == 0
+
+
+# What is said of an etcd by its version.
+
+
+@pytest.mark.parametrize('version', ['3.5.33', '3.5.40', '3.6.14', '3.7.1', '3.8.0', '4.0.0', '', 'HEAD', '3'])
+def test_nothing_is_known_of_these(version: str) -> None:
+    assert holes(version) is None
+
+
+@pytest.mark.parametrize('version', ['3.5.32', '3.5.16', '3.6.13', '3.7.0', '3.7.0-rc.0'])
+def test_holes_that_are_known(version: str) -> None:
+    cure = '3.5.33, 3.6.14, 3.7.1 and newer have none that is known'
+    assert holes(version) == f'etcd {version} has holes that are known: {cure}'
+
+
+@pytest.mark.parametrize('version', ['3.4.23', '3.4.99', '3.3.0', '2.3.8'])
+def test_end_of_life(version: str) -> None:
+    said = holes(version)
+    assert said is not None
+    assert said.startswith(f'etcd {version} is end-of-life, and its roles are no boundary: ')

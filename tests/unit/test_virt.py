@@ -1,0 +1,387 @@
+"""libvirt's side without libvirt: rights, addresses, XML, and the fake."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.errors import EcompError, UsageError
+from ecomp.model.guest import Attachment, BaseImage, Guest, GuestSpec
+from ecomp.virt import image, libvirt_host, xml
+from ecomp.virt.fake import FakeHypervisor
+from ecomp.virt.xml import Dhcp, Reservation, Service, choose_address, host_xml, read_dhcp
+
+# Who may enter which directory, and which virtualization can be had.
+
+
+QEMU = libvirt_host.User('qemu', 100, frozenset({200, 201}))
+
+
+def acl(*entries: tuple[int, int, int]) -> bytes:
+    return struct.pack('<I', 2) + b''.join(struct.pack('<HHI', *entry) for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ('mode', 'owner', 'group', 'entries', 'bits'),
+    [
+        (0o40711, 0, 0, (), 1),
+        (0o40700, 0, 0, (), 0),
+        (0o40700, 100, 0, (), 7),
+        (0o40077, 100, 0, (), 0),
+        (0o40710, 0, 201, (), 1),
+        (0o40701, 0, 201, (), 0),
+        (0o40710, 0, 0, ((libvirt_host.ACL_USER, 1, 100), (libvirt_host.ACL_MASK, 1, 0)), 1),
+        (0o40700, 0, 0, ((libvirt_host.ACL_USER, 1, 100), (libvirt_host.ACL_MASK, 0, 0)), 0),
+        (0o40711, 0, 0, ((libvirt_host.ACL_USER, 0, 100), (libvirt_host.ACL_MASK, 1, 0)), 0),
+        (0o40711, 0, 0, ((libvirt_host.ACL_USER, 7, 999), (libvirt_host.ACL_MASK, 7, 0)), 1),
+        (0o40770, 0, 0, ((libvirt_host.ACL_GROUP, 5, 201), (libvirt_host.ACL_MASK, 7, 0)), 5),
+        (
+            *(0o40770, 0, 200),
+            ((libvirt_host.ACL_GROUP_OBJ, 4, 0), (libvirt_host.ACL_GROUP, 5, 201), (libvirt_host.ACL_MASK, 7, 0)),
+            5,
+        ),
+    ],
+)
+def test_granted(mode: int, owner: int, group: int, entries: tuple[tuple[int, int, int], ...], bits: int) -> None:
+    assert libvirt_host.granted(mode, owner, group, acl(*entries) if entries else b'', QEMU) == bits
+    assert libvirt_host.granted(mode, owner, group, b'', libvirt_host.User('root', 0, frozenset({0}))) == 7
+
+
+def test_unreachable_directory_is_named_with_the_command(tmp_path: Path) -> None:
+    (tmp_path / 'a b' / 'images').mkdir(parents=True)
+    for step in (tmp_path, *tmp_path.parents):
+        if not libvirt_host.can(libvirt_host.ENTER, step, QEMU):
+            step.chmod(step.stat().st_mode | 0o001)
+    libvirt_host.check_reachable(tmp_path / 'a b' / 'images', QEMU)
+    (tmp_path / 'a b').chmod(0o700)
+    with pytest.raises(UsageError) as refused:
+        libvirt_host.check_reachable(tmp_path / 'a b' / 'images', QEMU)
+    assert f"setfacl -m u:qemu:x '{tmp_path}/a b' " in str(refused.value)
+
+
+@pytest.mark.parametrize(('cpu_flag', 'device', 'offered'), list(itertools.product((False, True), repeat=3)))
+def test_virt_type(
+    *, cpu_flag: bool, device: bool, offered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'cpuinfo').write_text('flags : fpu vmx' if cpu_flag else 'flags : fpu')
+    (tmp_path / 'kvm').touch()
+    (tmp_path / 'kvm').chmod(0o666 if device else 0o600)
+    monkeypatch.setattr(libvirt_host, 'CPUINFO', tmp_path / 'cpuinfo')
+    monkeypatch.setattr(libvirt_host, 'KVM', tmp_path / 'kvm')
+    no_kvm = libvirt_host.explain_no_kvm(QEMU, {'kvm', 'qemu'} if offered else {'qemu'})
+
+    def choose(wanted: str) -> str:
+        return libvirt_host.choose_virt_type(wanted, no_kvm)
+
+    assert libvirt_host.is_kvm_closed(QEMU) == (not device)
+    assert choose('qemu') == 'qemu'
+    if cpu_flag and device and offered:
+        assert (choose('auto'), choose('kvm')) == ('kvm', 'kvm')
+        return
+    assert choose('auto') == 'qemu'
+    with pytest.raises(UsageError) as refused:
+        choose('kvm')
+    assert ('vmx' in str(refused.value)) == (not cpu_flag)
+    assert ('/dev/kvm' in str(refused.value)) == (not device)
+    assert ('libvirt' in str(refused.value)) == (not offered)
+
+
+def test_unknown_virt_type() -> None:
+    with pytest.raises(UsageError, match='xen'):
+        libvirt_host.choose_virt_type('xen', '')
+
+
+# What a libvirt network's definition says of its DHCP, and which address is chosen in it.
+
+
+NETWORK = """<network><name>default</name><forward mode='nat'/>
+<ip address='10.0.0.1' netmask='255.255.255.0'><dhcp>
+<range start='10.0.0.0' end='10.0.0.3'/><range start='10.0.0.254' end='10.0.0.255'/>
+<host mac='52:54:00:AA:00:01' name='a' ip='10.0.0.2'/><host name='b' ip='10.0.0.9'/><host mac='52:54:00:aa:00:02'/>
+</dhcp></ip>
+<ip address='169.254.169.254' netmask='255.255.255.255'/>
+<ip family='ipv6' address='fd00::1' prefix='64'><dhcp><range start='fd00::2' end='fd00::ff'/></dhcp></ip>
+</network>"""
+MAC = '52:54:00:00:00:01'
+macs = st.integers(0, 2**24 - 1).map(lambda number: f'52:54:00:{number.to_bytes(3, "big").hex(":")}')
+
+
+def addresses(*last: int) -> set[IPv4Address]:
+    return {IPv4Address(f'10.0.0.{each}') for each in last}
+
+
+def test_a_definition_is_read() -> None:
+    found = read_dhcp(NETWORK)
+    assert [(str(first), str(last)) for first, last in found.ranges] == [
+        ('10.0.0.0', '10.0.0.3'),
+        ('10.0.0.254', '10.0.0.255'),
+    ]
+    assert found.own == {*addresses(0, 1, 255), IPv4Address('169.254.169.254')}
+    assert found.of('52:54:00:aa:00:01') == Reservation('52:54:00:aa:00:01', '10.0.0.2', 'a')
+    assert found.of(MAC) is None
+    assert found.served
+    assert [last for last in range(256) if found.may_give(IPv4Address(f'10.0.0.{last}'))] == [2, 3, 254]
+
+
+@pytest.mark.parametrize(
+    ('forward', 'served'),
+    [
+        *(('', True), ('<forward/>', True), ("<forward mode='open'/>", True)),
+        ("<forward mode='bridge'/><bridge name='br0'/>", False),
+    ],
+)
+def test_a_bridge_of_somebody_else_s_is_not_served(forward: str, served: bool) -> None:
+    assert read_dhcp(f'<network>{forward}</network>') == Dhcp((), frozenset(), (), served, ipv6=not served)
+
+
+@pytest.mark.parametrize(
+    ('definition', 'ipv6'),
+    [(NETWORK, True), ("<network ipv6='yes'/>", True), ("<network ipv6='no'/>", False),
+     ("<network><ip address='10.0.0.1' prefix='24'/></network>", False)],
+)  # fmt: skip
+def test_network_has_ipv6_where_libvirt_gives_it_an_address_or_allows_it(definition: str, ipv6: bool) -> None:
+    assert read_dhcp(definition).ipv6 is ipv6
+
+
+@pytest.mark.parametrize(
+    ('inside', 'is_filterable'),
+    [
+        ("<portgroup name='a' default='yes'><virtualport type='openvswitch'/></portgroup>", False),
+        ("<portgroup name='a'><virtualport type='openvswitch'/></portgroup>", True),
+        ("<forward mode='hostdev' managed='yes'><pf dev='eth0'/></forward>", False),
+        ("<forward mode='passthrough'><interface dev='eth0'/></forward>", False),
+        ("<forward mode='bridge'/><bridge name='br0'/>", True),
+        ("<forward mode='nat'/>", True),
+    ],
+)
+def test_where_libvirt_can_filter(inside: str, is_filterable: bool) -> None:
+    assert (read_dhcp(f'<network><name>a</name>{inside}</network>').unfit[0] == '') is is_filterable
+
+
+@given(macs, st.sets(st.sampled_from([2, 3, 254])))
+def test_one_that_is_free_is_chosen_and_always_the_same(mac: str, taken: set[int]) -> None:
+    found = read_dhcp(NETWORK)
+    chosen = choose_address(found, addresses(*taken), mac)
+    assert chosen == choose_address(found, addresses(*taken), mac)
+    if len(taken) == 3:
+        assert chosen is None
+    else:
+        assert chosen in addresses(2, 3, 254) - addresses(*taken)
+        first = choose_address(found, set(), mac)
+        assert first in addresses(*taken) or chosen == first
+
+
+def test_without_a_range_there_is_none() -> None:
+    assert choose_address(read_dhcp('<network/>'), set(), MAC) is None
+
+
+def test_a_wide_range_costs_no_more() -> None:
+    wide = Dhcp(((IPv4Address('10.0.0.0'), IPv4Address('10.255.255.255')),), frozenset(), (), True)
+    assert choose_address(wide, set(), MAC) is not None
+
+
+def test_a_reservation_is_written_without_what_it_has_not() -> None:
+    assert host_xml(Reservation(MAC, '10.0.0.2', '"x')) == f'<host mac="{MAC}" ip="10.0.0.2" name="&quot;x" />'
+    assert host_xml(Reservation('', '10.0.0.2', 'b')) == '<host ip="10.0.0.2" name="b" />'
+
+
+# What only the fake does: keep its guests in a file.
+
+
+SPEC = GuestSpec('instance', 'compute', 1, 64, 1, BaseImage('/base', 'qcow2', 1), 'qemu')
+
+
+def test_guests_outlive_the_process(tmp_path: Path) -> None:
+    first = FakeHypervisor(tmp_path)
+    first.prepare()
+    first.reserve('instance', SPEC.macs[0], 'default')
+    first.create_disk(SPEC)
+    first.start(SPEC)
+    second = FakeHypervisor(tmp_path)
+    second.prepare()
+    assert second.guests() == {'instance': Guest('instance', 'compute', defined=True, running=True, disk=True)}
+    assert second.addresses('instance') == first.addresses('instance')
+    assert second.reservations() == first.reservations()
+    second.destroy('instance', 'compute')
+    second.delete_disk('instance')
+    second.release('instance')
+    third = FakeHypervisor(tmp_path)
+    third.prepare()
+    assert third.guests() == {}
+
+
+def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hypervisor = FakeHypervisor()
+    hypervisor.prepare()
+    hypervisor.create_disk(SPEC)
+    hypervisor.start(SPEC)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ('name', 'text'),
+    [
+        *(('fake.json', each) for each in ('', '{', '{}x', '[1]', '[{"instance": "x"}]', '{"a": 1}')),
+        *(
+            ('fake-reserved.json', each)
+            for each in ('', '{', '[1]', 'null', '{"52:54:00:00:00:01": 7}', '{"x": [1, 2, 3]}')
+        ),
+        *(('fake-seeds.json', each) for each in ('', '{', '7', 'null')),
+    ],
+)
+def test_a_file_that_is_not_ours(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(EcompError, match=rf'{re.escape(name)} .* remove it'):
+        FakeHypervisor(tmp_path).prepare()
+
+
+def test_kvm_is_not_pretended() -> None:
+    assert FakeHypervisor().virt_type('auto') == 'qemu'
+    with pytest.raises(UsageError):
+        FakeHypervisor().virt_type('kvm')
+
+
+def test_libvirt_is_not_needed() -> None:
+    """eschedule's laptop and `ecompute --fake` have no libvirt-python; asking for the real one says what to install."""
+    script = """
+import sys
+sys.modules['libvirt'] = None
+import ecomp.virt, ecomp.virt.fake, ecomp.virt.xml, ecomp.virt.image
+from ecomp.errors import UsageError
+try:
+    import ecomp.virt.libvirt_host
+except UsageError as error:
+    assert f"in a clone of ecomp: {sys.executable} -m pip install '.[hypervisor]'" in str(error), error
+else:
+    sys.exit('no UsageError')
+"""
+    subprocess.run([sys.executable, '-c', script], check=True, env={'PYTHONPATH': ':'.join(sys.path)})
+
+
+# The XML given to libvirt, whole, against files; and that no value can become markup.
+
+
+GOLDEN = Path(__file__).parent / 'golden'
+IMAGES = '/var/lib/ecompute/images'
+FULL = GuestSpec(
+    instance='0b4e5b1e-4f3c-4b58-9d1f-6f1a3e1f0001',
+    compute='c0ffee00-0000-4000-8000-000000000001',
+    vcpus=2,
+    memory_mb=512,
+    disk_gb=3,
+    base=BaseImage(f'{IMAGES}/base-cirros.qcow2', 'qcow2', 117_440_512),
+    virt_type='qemu',
+)
+DISK = f'{IMAGES}/{FULL.instance}.qcow2'
+LOG = f'/var/lib/ecompute/console/{FULL.instance}.log'
+
+V4, V6 = Service(IPv4Address('10.0.0.2'), 2379), Service(IPv6Address('fd00::2'), 8080)
+SECOND = Service(IPv4Address('10.0.0.3'), 2379)
+TWO = (Attachment('network', 'default'), Attachment('bridge', 'br0'))
+CASES = {
+    'domain-qemu.xml': xml.domain_xml(FULL, DISK, LOG),
+    'domain-kvm.xml': xml.domain_xml(replace(FULL, virt_type='kvm'), DISK, LOG, control=[V4, V6, SECOND]),
+    'domain-bridge-raw.xml': xml.domain_xml(
+        replace(
+            FULL, networks=TWO, reserved=('10.0.0.5', None), base=BaseImage(f'{IMAGES}/base-debian.raw', 'raw', 2**31)
+        ),
+        DISK,
+        LOG,
+        without_ipv6=TWO[:1],
+        hold_addresses=True,
+    ),
+    'domain-iso.xml': xml.domain_xml(FULL, DISK, LOG, seed=f'/var/lib/ecompute/seeds/{FULL.instance}.iso'),
+    'domain-unfiltered.xml': xml.domain_xml(replace(FULL, reserved=('10.0.0.5',)), DISK, LOG, control=None),
+    'volume.xml': xml.volume_xml(f'{FULL.instance}.qcow2', image.capacity(FULL), FULL.base.path, 'qcow2'),
+    'volume-no-resize.xml': xml.volume_xml(
+        f'{FULL.instance}.qcow2', image.capacity(replace(FULL, disk_gb=None)), f'{IMAGES}/base-debian.raw', 'raw'
+    ),
+    'pool.xml': xml.pool_xml('ecompute', IMAGES),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_whole(name: str) -> None:
+    assert CASES[name] == (GOLDEN / name).read_text()
+
+
+@pytest.mark.parametrize(
+    'text',
+    ['"/><source file="/etc/shadow', "' x='", ']]>', '&x;', '<disk type="file"/>', '-name', 'a b', 'é☃'],
+)
+def test_no_value_becomes_markup(text: str) -> None:
+    plugged = (Attachment('network', text), Attachment('bridge', text))
+    spec = replace(FULL, compute=text, networks=plugged, base=BaseImage(f'/{text}', 'qcow2', 1))
+    harmless = replace(FULL, compute='c', networks=TWO, base=BaseImage('/base', 'qcow2', 1))
+    got = ET.fromstring(xml.domain_xml(spec, f'/disk{text}', f'/log{text}'))
+    expected = ET.fromstring(xml.domain_xml(harmless, '/disk', '/log'))
+
+    assert [element.tag for element in got.iter()] == [element.tag for element in expected.iter()]
+    assert got.find('devices/disk/source').attrib == {'file': f'/disk{text}'}
+    assert got.find('devices/disk/backingStore/source').attrib == {'file': f'/{text}'}
+    sources = [source.attrib for source in got.findall('devices/interface/source')]
+    assert sources == [{'network': text}, {'bridge': text}]
+    assert xml.mark(ET.tostring(got.find('metadata')[0], encoding='unicode')) == xml.Mark(FULL.instance, text)
+
+
+@pytest.mark.parametrize('text', ['<m/>', '<m uuid="x"/>', '<m compute="x"/>', '<m uuid="" compute="x"/>'])
+def test_half_a_mark_is_none(text: str) -> None:
+    assert xml.mark(text) is None
+
+
+def test_capabilities() -> None:
+    found = xml.capabilities("""
+        <capabilities>
+          <host>
+            <secmodel><model>none</model></secmodel>
+            <secmodel><model>dac</model>
+              <baselabel type='kvm'>+64055:+109</baselabel><baselabel type='qemu'>+64055:+109</baselabel></secmodel>
+          </host>
+          <guest><os_type>hvm</os_type><arch name='i686'><domain type='kvm'/></arch></guest>
+          <guest><os_type>xen</os_type><arch name='x86_64'><domain type='xen'/></arch></guest>
+          <guest><os_type>hvm</os_type><arch name='x86_64'><domain type='qemu'/></arch></guest>
+        </capabilities>""")
+    assert found == xml.Capabilities(frozenset({'qemu'}), 64055, 109)
+
+
+def test_capabilities_without_a_user_is_root() -> None:
+    assert xml.capabilities('<capabilities><host/></capabilities>') == xml.Capabilities(frozenset(), 0, 0)
+
+
+def test_interfaces() -> None:
+    plugged = xml.interfaces(CASES['domain-bridge-raw.xml'])
+    bridges = [each.name if each.kind == 'bridge' else '' for each in TWO]
+    plugs = [xml.Plug(*each) for each in zip(TWO, bridges, strict=True)]
+    assert list(plugged.items()) == list(zip(replace(FULL, networks=TWO).macs, plugs, strict=True))
+    assert xml.interfaces('<domain/>') == {}
+
+
+def test_a_seed_disk_is_read_only_and_no_base() -> None:
+    seed = ET.fromstring(CASES['domain-iso.xml']).findall('devices/disk')[1]
+    assert {each.tag: each.attrib for each in seed} == {
+        'driver': {'name': 'qemu', 'type': 'raw'},
+        'source': {'file': f'/var/lib/ecompute/seeds/{FULL.instance}.iso'},
+        'target': {'dev': 'vdb', 'bus': 'virtio'},
+        'readonly': {},
+    }
+    assert set(xml.disks(CASES['domain-iso.xml'])) - set(xml.disks(CASES['domain-qemu.xml'])) == {
+        f'/var/lib/ecompute/seeds/{FULL.instance}.iso'
+    }
+    assert 'nocloud' not in CASES['domain-iso.xml']
+
+
+def test_pool_target() -> None:
+    assert xml.pool_target(xml.pool_xml('ecompute', IMAGES)) == IMAGES
+    assert xml.pool_target("<pool type='rbd'><name>x</name></pool>") == ''
