@@ -354,7 +354,7 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {
 
 def find_given(options: Options) -> set[str]:
     """Return which options are given, as fields; --config goes with every command, and is left out."""
-    return {each for each, value in options._asdict().items() if value not in (None, False)} - {'config'}
+    return {each for each, value in options._asdict().items() if value is not None and value is not False} - {'config'}
 
 
 def check_taken(options: Options, takes: Iterable[str]) -> None:

@@ -300,6 +300,12 @@ def test_wrong_option_is_refused_with_what_to_do(line: str, refusal: str) -> Non
 # ecompute's arguments.
 
 
+@pytest.mark.parametrize('line', ['list -n 0', 'list --timeout 0', 'hosts --count 0', 'doctor --count 0'])
+def test_option_of_zero_is_refused_like_any_other(line: str) -> None:
+    with pytest.raises(UsageError, match='does not go with this form|no option but -f'):
+        parse(line.split())
+
+
 def test_how_many_are_pretended() -> None:
     assert parser().parse_args([]).count is None
     assert parser().parse_args(['--fake', 'VCPU:1', '--count', '5']).count == 5
