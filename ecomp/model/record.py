@@ -198,7 +198,8 @@ def to_dict(record: Record) -> dict[str, Any]:
     """The record as the JSON object that users and etcd see."""
     left_out = {each.name for each in FIELDS if not each.recorded}
     values = {name: value for name, value in asdict(record).items() if name not in left_out}
-    values = {name: value for name, value in values.items() if value or name in _WRITTEN}  # as 1.0 wrote it
+    # What has no value is left out, but for what 1.0 wrote; 0 is a value.
+    values = {name: value for name, value in values.items() if name in _WRITTEN or value not in (None, ())}
     named = {'version': VERSION, 'group': record.group_name, 'why': record.why._asdict() if record.why else None}
     return dict.fromkeys(_WRITTEN) | values | named
 
