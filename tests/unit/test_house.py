@@ -31,7 +31,7 @@ from tests.unit.rooms import (
 
 # The house rules that a machine can hold: who may import whom, what is done where.
 #
-# The rooms are in rooms.py, the linters in test_linters.py.
+# The rooms are in rooms.py.
 
 
 TOP = Path(__file__).resolve().parents[2]
