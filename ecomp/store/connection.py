@@ -118,7 +118,8 @@ class Connection:
                     self.move_on(client)
                 late = time.monotonic() > deadline - SHORTEST
                 if is_passing(error) and not late:
-                    left = max(left, 1)
+                    # A round more: the others may be electing, too, and the one whose end they have seen refuses.
+                    left = max(left, len(self.config.endpoints))
                     time.sleep(SHORTEST)
                 elif left <= 0 or late or not may_work_elsewhere(error, repeatable):
                     sent = unanswered if not was_not_sent(error) else Unreachable

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 
@@ -23,6 +24,7 @@ from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
 from ecomp.store.by_h2 import Member as H2Member
 from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.connection import Connection
 from ecomp.store.messages import (
     DEADLINE_EXCEEDED,
     FAILED_PRECONDITION,
@@ -91,6 +93,31 @@ def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd
             assert store.get(prefix) is None
         with closing(Store(config(*endpoints))) as store:
             assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
+
+
+class Electing:
+    """Members of which the leader has just died: the first one refuses, and the others elect for so many calls."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def begin(self, _: EtcdConfig, endpoint: str) -> SimpleNamespace:
+        def call(*_: object) -> str:
+            if endpoint == 'dead:1':
+                raise CallFailure(UNAVAILABLE, 'Connection refused', unsent=True)
+            self.left -= 1
+            if self.left > 0:
+                raise CallFailure(UNAVAILABLE, 'etcdserver: no leader')
+            return endpoint
+
+        return SimpleNamespace(call=call, close=lambda: None)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize('unanswered', [Unreachable, UnknownOutcome])
+def test_election_is_waited_for_though_the_dead_leader_refuses(unanswered: type[Unreachable]) -> None:
+    connection = Connection(config('dead:1', 'alive:2', 'alive:3'), Electing(6).begin)
+    assert connection.ask(lambda member, _: member.call(), unanswered).startswith('alive')
 
 
 @pytest.mark.fast
