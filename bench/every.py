@@ -45,6 +45,7 @@ class Script:
 
 SCRIPTS = (
     Script('claim_one', 60, 600),
+    Script('plain_yaml', 60, 120),
     Script('look', 60, 300),
     Script('refusal', 60, 600),
     Script('singles', 120, 1800),

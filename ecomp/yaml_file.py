@@ -13,11 +13,13 @@ import re
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ecomp.errors import UsageError
 from ecomp.model.json_object import dump
 from ecomp.model.text import did_you_mean, escaped
+from ecomp.yaml_plain import Node as Node
+from ecomp.yaml_plain import plain
 
 CONFIG_VARIABLE = 'ECOMP_CONFIG'
 MAX_BYTES = 64 * 1024  # of a file; a larger one is refused
@@ -28,17 +30,6 @@ CORE_NUMBER = (
     r'|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$'
 )
 """What YAML 1.2's core schema takes for a number. PyYAML, which knows YAML 1.1, takes 1e3, 0o17 and 08 for text."""
-
-
-class Node(NamedTuple):
-    """A value in the file. `kind` is str, int, float, bool, null, map or seq, or YAML's name of another type."""
-
-    kind: str
-    line: int
-    text: str = ''
-    items: tuple[Node, ...] = ()
-    pairs: tuple[tuple[Node, Node], ...] = ()
-
 
 T = TypeVar('T')
 Part = TypeVar('Part', Node, tuple[Node, Node])
@@ -156,7 +147,8 @@ class YamlFile:
             raise UsageError(f'{name}: cannot be read: {reason}') from error
         if len(content) > MAX_BYTES:
             raise UsageError(f'{name}: is larger than {MAX_BYTES // 1024} KiB; this is not a configuration file')
-        return cls(name, directory, _parse(content, name), directory / path.name)
+        node = plain(content.decode('ascii', 'replace')) or _parse(content, name)
+        return cls(name, directory, node, directory / path.name)
 
     def path_of(self, node: Node) -> Path:
         """An absolute path; a relative one is taken from the file's directory. Wrong."""

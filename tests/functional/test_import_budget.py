@@ -38,11 +38,11 @@ run()
 """
 NEVER = {
     *('requests', 'urllib3', 'charset_normalizer', 'idna', 'certifi', 'etcd3', 'grpc', 'google', 'asyncio', 'tenacity'),
-    *('argparse', 'gettext', 'shutil', 'uuid', 'platform', 'hashlib', 'subprocess', 'os_traits', 'stringprep'),
+    *('yaml', 'argparse', 'gettext', 'shutil', 'uuid', 'platform', 'hashlib', 'subprocess', 'os_traits', 'stringprep'),
     *('multiprocessing', 'tempfile', 'concurrent.futures.thread', 'signal', 'encodings.ascii'),
     *('ecomp.store.roles', 'ecomp.store.watch', 'ecomp.compute_conf'),
 }
-THEIRS = {'h2', 'hpack', 'hyperframe', 'yaml'}
+THEIRS = {'h2', 'hpack', 'hyperframe'}
 """Other people's libraries that are loaded."""
 OF_PLACEMENT = {'http.client', 'email.parser', 'concurrent.futures'}
 """What no command loads that asks etcd alone."""
@@ -79,7 +79,6 @@ def check(what: str, modules: set[str]) -> None:
     python = {each for each in modules - ours if each.partition('.')[0].lstrip('_') in PYTHON}
     # The machine's own, not of Python: what Debian has it load at each start, and how this tree is installed here.
     installed = {'_distutils_hack', '__editable___ecomp_1_0_0_finder', '__main__', '__mp_main__', 'sitecustomize'}
-    installed |= {each for each in tops if 'cython' in each}  # what yaml's binding of libyaml is made with
     assert {each for each in tops - {'ecomp'} if each.lstrip('_') not in PYTHON} - installed == THEIRS
     assert len(python) <= MOST[what], sorted(python)
 

@@ -25,7 +25,8 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.arguments': {'ecomp.errors'},
     'ecomp.log': {'ecomp.model'},
     'ecomp.failpoints': {'ecomp.errors'},
-    'ecomp.yaml_file': {'ecomp.errors', 'ecomp.model'},
+    'ecomp.yaml_plain': set(),
+    'ecomp.yaml_file': {'ecomp.errors', 'ecomp.model', 'ecomp.yaml_plain'},
     'ecomp.files': {'ecomp.errors'},
     'ecomp.systemd': set(),
     'ecomp.tls': set(),
@@ -114,7 +115,7 @@ PLACES: dict[str, set[str]] = {
 # These take time, uuids and randomness as arguments, and touch nothing.
 PURE = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml'),
-    'ecomp.agent.instance.plan',
+    *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
     *('ecomp.cli.options', 'ecomp.cli.near', 'ecomp.cli.tables', 'ecomp.cli.completion'),
     'ecomp.lab.network',
     *('mdserver.guests', 'mdserver.metadata'),

@@ -1,0 +1,102 @@
+"""What is read as plain YAML is what PyYAML reads; and the configurations that people have are plain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ecomp.yaml_file import _parse
+from ecomp.yaml_plain import plain
+
+TOP = Path(__file__).resolve().parents[2]
+
+WORDS = st.sampled_from([
+    *('etcd', 'a_b', 'yes', 'No', 'true', 'True', 'FALSE', 'null', 'Null', 'y', 'nan', '_', '_1', 'e3', 'inf', 'x:y'),
+    *('/etc/x.crt', 'https://ds1:8080', 'http://ds1:8080/', 'ds1:2379', '127.0.0.1:2379', '10.0.0.1', '1.2', '1:30'),
+    *('0', '7', '010', '0x1f', '1_000', '-1', '1e3', '12:30:45', '2026-11-24', '~', '""', "''", '"a b"', "'it''s'"),
+    *('"a\\n"', "'# no comment'", '"a#b"', 'a#b', 'a b', 'a: b', 'a:', '-', '- x', '-x', '?', '? x', '!x', '&a', '*a'),
+    *('[a, b]', '[]', '[ a ]', '[a,b]', '[a, b', '[[a]]', '[a: b]', '{a: b}', '{}', '[1, 2]', '["a", \'b\']', '|', '>'),
+    *('%x', '@x', '`x', 'a,b', 'a]', 'a}', 'é', '...', '---', '[a, ]', '[,]', "[a'b]", 'a"b', '.5', '[true, ~]', '<<'),
+    *('a#b', 'x.img#sha256=07e4', 'resources=VCPU:1,DISK_GB:5&required=!A', 'a,b: c', '[x.img#a, b]'),
+])  # fmt: skip
+KEYS = st.sampled_from(['etcd', 'a_b', 'on', 'ca_cert', 'a-b', 'a.b', '1', 'null', 'a', 'b', '"q"', '?', '<<', 'x y'])
+ENDS = st.sampled_from(['', '', '', ' ', ' # why', '#x', ' #', '\t', '\r', '  # a: b'])
+INDENTS = st.sampled_from(['', '', '  ', '  ', '    ', ' ', '\t'])
+LINES = st.one_of(
+    st.builds('{}{}: {}{}'.format, INDENTS, KEYS, WORDS, ENDS),
+    st.builds('{}{}:{}'.format, INDENTS, KEYS, ENDS),
+    st.builds('{}- {}{}'.format, INDENTS, WORDS, ENDS),
+    st.builds('{}-{}'.format, INDENTS, ENDS),
+    st.builds('{}{}'.format, INDENTS, ENDS),
+    st.builds('{}{}{}'.format, INDENTS, WORDS, ENDS),
+)
+WELL = st.one_of(
+    st.builds('{}: {}'.format, st.sampled_from(['a', 'b', 'etcd']), WORDS),
+    st.builds('etcd:\n  host: {}\n  port: {}'.format, WORDS, WORDS),
+    st.builds('keys:\n- {}\n- {}'.format, WORDS, WORDS),
+    st.builds('keys:\n  - {}\n\n  # why\n  - {}'.format, WORDS, WORDS),
+)
+
+
+def agrees(text: str) -> bool:
+    """Whether it is plain; then PyYAML has the same."""
+    found = plain(text)
+    if found is not None:
+        assert (None if found.kind == 'null' else found) == _parse(text.encode(), 'x.yaml'), text
+    return found is not None
+
+
+NAMES = st.sampled_from(['etcd', 'etcd', 'a_b', 'ca_cert', 'a', 'b', '_1', 'on', 'a-b'])
+GOOD = st.sampled_from([
+    *('ds1:2379', '10.0.0.1', '/etc/x.crt', 'https://h:1', 'a', '# b', 'x.img#sha256=07e4', 'a=B:1,C:5&d=!E')
+])  # fmt: skip
+VALUES = st.one_of(GOOD, GOOD, GOOD, WORDS, st.booleans(), st.integers(-1, 70_000), st.lists(GOOD, max_size=3))
+DUMPED = st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES, max_size=3), min_size=1, max_size=3)
+FILES = st.one_of(
+    DUMPED.map(yaml.safe_dump),
+    DUMPED.map(yaml.safe_dump),
+    st.lists(LINES, max_size=6).map('\n'.join),
+    st.lists(WELL, max_size=4).map('\n'.join),
+    st.text('ab:- #\n\'"[],{}1.0~', max_size=25),
+)
+
+
+@pytest.mark.parametrize('examples', [200, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_what_is_plain_is_what_pyyaml_reads(examples: int) -> None:
+    plainly: list[str] = []
+
+    @settings(max_examples=examples)
+    @given(FILES)
+    def read(text: str) -> None:
+        if agrees(text):
+            plainly.append(text)
+
+    read()
+    assert len(plainly) > examples / 20, 'too few are plain for this to say anything'
+
+
+SECURED = {
+    'etcd': {'endpoints': ['ds1:2379', '10.0.0.1:2379'], 'ca_cert': '/etc/ecomp/ca.crt', 'timeout': 5},
+    'placement': {'endpoint': 'https://ds1:8080', 'token_file': '/etc/ecomp/token', 'insecure': True},
+    'project_id': 'web',
+    'image': 'https://images.invalid/x.img#sha256=07e4',
+    'flavors': {'small': 'resources=VCPU:1,DISK_GB:5&required=HW_CPU_X86_AVX2,!A'},
+    'ssh_keys': ['id_ed25519.pub'],
+}
+
+
+def test_the_example_is_plain() -> None:
+    assert agrees((TOP / 'schedule.yaml').read_text())
+
+
+def test_what_pyyaml_writes_is_plain() -> None:
+    assert agrees(yaml.safe_dump(SECURED))
+
+
+@pytest.mark.parametrize('text', ['a: é\n', 'a: |\n  b\n', ' a: b\n', 'a: b\n c: d\n', 'a: yes\n'])
+def test_what_is_not_plain_is_left(text: str) -> None:
+    assert plain(text) is None
