@@ -75,6 +75,7 @@ class _Commands(Mapping[str, Command]):
 COMMANDS: Mapping[str, Command] = _Commands()
 """Every command by its name, in the order of the help. A name may have two words, and has no = in it."""
 
+
 def families() -> dict[str, list[Command]]:
     """All commands by what they are for."""
     return {family: [row for module in modules for row in load_rows(module)] for family, modules in FAMILIES.items()}
