@@ -34,7 +34,6 @@ from ecomp.model import keys
 from ecomp.model.allocation import missing
 from ecomp.model.choose import SPREAD
 from ecomp.model.guest import KEYS_LIMIT, USER_DATA_LIMIT, check_user_data, looks_unknown, public_keys, unpacked
-from ecomp.model.host import Naming
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump
 from ecomp.model.keys import new_uuid
@@ -42,6 +41,7 @@ from ecomp.model.order import Order, SetOrder
 from ecomp.model.text import check_name, printable
 
 if TYPE_CHECKING:
+    from ecomp.model.host import Naming
     from ecomp.scheduler.looking.find import Backend
     from ecomp.scheduler.placing.claim import DeliveryOutcome
 

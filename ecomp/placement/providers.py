@@ -13,16 +13,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome
 from ecomp.model.allocation import Inventory, Room
-from ecomp.model.explain import Provider
 from ecomp.model.json_object import is_text
 from ecomp.model.query import Amount, Constraint, Has, Named, unknown_words, words
 from ecomp.model.status import CUSTOM
 from ecomp.placement.client import WRONG, Placement, number, text, whole
+
+if TYPE_CHECKING:
+    from ecomp.model.explain import Provider
 
 TRIES = 60
 """A claim on the provider moves its generation too: of 30 races with 30 claims a second on it, the longest took 15,
@@ -390,6 +392,8 @@ def look(
 
     `used` is how much of it is used, if that is known.
     """
+    from ecomp.model.explain import Provider  # a claim does without
+
     try:
         have = inventories(placement, uuid, used)
         there = names_of(placement, uuid, TRAITS) if traits else frozenset()
@@ -400,6 +404,8 @@ def look(
 
 
 def _summed_up(uuid: str, summary: Mapping[str, Any]) -> Provider:
+    from ecomp.model.explain import Provider  # as above
+
     have = {name: Inventory(each.capacity, used=each.used) for name, each in rooms(summary['resources']).items()}
     if not isinstance(summary['traits'], list):
         raise ValueError('not a list of traits')

@@ -33,7 +33,6 @@ from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, settle
 from ecomp.model.guest import SharedUserData
-from ecomp.model.host import by_instance
 from ecomp.model.json_object import dump
 from ecomp.model.order import Order, Request, announced, to_json
 from ecomp.model.quota import Quota, charge, refusal, times
@@ -305,6 +304,8 @@ def deliver(
             # All or none: what became of one became of each.
             if store.get(keys.request(first, instance)) is not None:
                 return True
+            from ecomp.model.host import by_instance
+
             # The record of another compute is of what another eschedule of this uuid delivered.
             there = store.read([keys.record(first, instance), keys.old_record(instance)])
             return any(first in each.records for each in by_instance(there.items()).values())

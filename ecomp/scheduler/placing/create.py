@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
@@ -21,18 +21,19 @@ from ecomp.model import keys
 from ecomp.model.allocation import compute_of, total
 from ecomp.model.choose import Candidate, Offer, Why
 from ecomp.model.group import Group, Membership
-from ecomp.model.host import Computes, silent_cure
 from ecomp.model.order import Order, Request, SetOrder, check_order_size, difference, member
 from ecomp.model.query import Amount, Unexplained, enabled_only, parse
 from ecomp.model.record import ERROR, GONE
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import FRESH, InstanceEntries, find, take_names
-from ecomp.scheduler.looking.hosts import computes
 from ecomp.scheduler.placing.claim import Claimer, DeliveryOutcome, Terms, abandon, announce, deliver, terms_of
 from ecomp.scheduler.placing.place import Few, Placer
 from ecomp.store.client import Store, in_line
 from ecomp.store.sharing import Change, Excluded, charged, highest_released, index, joined, quietly_revoke, together
+
+if TYPE_CHECKING:
+    from ecomp.model.host import Computes
 
 
 def _before(store: Store, wanted: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
@@ -343,6 +344,8 @@ class Attempt:
             told = f'{which} claimed on {host} by another attempt'
             cure = f'wait two minutes, in which {host} releases the claim if no request owns it, or use another uuid'
         else:
+            from ecomp.model.host import silent_cure
+
             told, cure = f'{which} claimed on {host}, which is silent and may be running it', silent_cure(host)
         return ClaimedElsewhere(on, f'{told}. Fix: {cure}')
 
@@ -387,6 +390,8 @@ class Attempt:
     def known(self) -> Computes:
         """What the computes are called."""
         if self._known is None:
+            from ecomp.scheduler.looking.hosts import computes  # for what is said of a few
+
             self._known = computes(self.store)
         return self._known
 

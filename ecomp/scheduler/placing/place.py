@@ -28,13 +28,11 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Resources, Room, Rooms, missing, total
 from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Candidate, Choice, Offer, choose, distribute
 from ecomp.model.group import AFFINITY, Group
-from ecomp.model.host import fits, living_in, share_left
 from ecomp.model.order import SetOrder
 from ecomp.model.query import amounts_alone
 from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import SHARES
-from ecomp.scheduler.looking.hosts import computes
 from ecomp.scheduler.placing.claim import Claimer, Terms, terms_of
 from ecomp.store.client import Store
 
@@ -289,6 +287,8 @@ def plan(
     group.
     """
     terms = terms_of(store, wanted, wanted.instances)
+    from ecomp.scheduler.looking.hosts import computes  # a claim does without
+
     known = computes(store)
     there = known.living
     _, offer = backend.result()
@@ -348,6 +348,8 @@ class Few:
         entries, number = store.around(keys.COMPUTES, start, READ)
         if number <= large:
             return {}
+        from ecomp.model.host import fits, living_in, share_left  # in a large cluster alone
+
         # What is called otherwise is no provider of placement's, and would be a part of the question.
         alive = [each for each in entries if each.lease and keys.is_uuid(keys.last(each.key))]
         hinted = {keys.last(each.key): living_in(each.value).room for each in alive}
