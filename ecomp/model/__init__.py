@@ -1,1 +1,1 @@
-"""The core. Pure: values, and functions from values to values. Nothing here does I/O."""
+"""The pure core: values, and functions from values to values. No module here does I/O."""

@@ -1,7 +1,7 @@
-"""Allocations and inventories: how much of what a provider gives to one consumer, and what it has. Pure.
+"""Allocations and inventories, with capacities computed as placement computes them. Pure.
 
-An allocation's shape is placement's: {provider uuid: {'resources': {class: amount}}}
-(https://docs.openstack.org/api-ref/placement/#update-allocations). Room is reckoned as placement itself does.
+On the wire an allocation has placement's shape: {provider uuid: {'resources': {class: amount}}}
+(https://docs.openstack.org/api-ref/placement/#update-allocations).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from ecomp.model.json_object import is_text
 
+# The maximum amount of one class in placement's schema; placement refuses a larger one.
 LARGEST = 2**31 - 1
-"""The largest amount of one class; above it placement refuses (its schema's maximum)."""
 
 
 class Room(NamedTuple):
-    """Of one class of a provider: what can be given in all, and what is given.
+    """The capacity of one resource class of a provider, and the amount that is used.
 
-    `shut`: all of it is reserved, so what is used says nothing about too much having been given.
+    With `is_fully_reserved` the capacity is 0 on purpose, so usage above it is not reported as too much.
     """
 
     capacity: int
@@ -28,21 +28,21 @@ class Room(NamedTuple):
 
     @property
     def free(self) -> int:
-        """What can still be given."""
+        """The amount that can still be allocated."""
         return max(self.capacity - self.used, 0)
 
     @property
     def over(self) -> int:
-        """How much more is given than there is: the inventory became smaller after it was claimed."""
+        """The amount used beyond the capacity: the inventory shrank after the claims. 0 if fully reserved."""
         return 0 if self.shut else max(self.used - self.capacity, 0)
 
 
+# {provider: {class: Room}}
 Rooms = Mapping[str, Mapping[str, Room]]
-"""{provider: {class: Room}}"""
 
 
 class Inventory(NamedTuple):
-    """One class of a provider, and how much of it is used."""
+    """Placement's inventory of one resource class of a provider, and the amount that is used."""
 
     total: int
     reserved: int = 0
@@ -54,66 +54,65 @@ class Inventory(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """What can be given in all."""
+        """The amount that can be allocated in total."""
         return capacity(self.total, self.allocation_ratio, self.reserved)
 
     @property
     def is_shut(self) -> bool:
-        """True if all of it is reserved: of VCPU, its ecompute stopped in good order."""
+        """True if all of it is reserved. An ecompute that stops cleanly reserves all its VCPU."""
         return self.reserved >= self.total
 
     @property
     def free(self) -> int:
-        """What can still be given."""
+        """The amount that can still be allocated."""
         return Room(self.capacity, self.used).free
 
     def nearest(self, amount: int, room: int) -> int | None:
-        """The amount nearest to this one that may be asked for if there is so much room; None if none may."""
-        least, most = self.min_unit, min(self.max_unit, room)
-        below = min(amount, most) // self.step_size * self.step_size
-        above = -(-max(amount, least) // self.step_size) * self.step_size
-        possible = [each for each in (below, above) if max(least, 1) <= each <= most]
+        """Return the valid amount that is nearest to `amount` and fits into `room`, or None if there is none."""
+        minimum, maximum = self.min_unit, min(self.max_unit, room)
+        below = min(amount, maximum) // self.step_size * self.step_size
+        above = -(-max(amount, minimum) // self.step_size) * self.step_size
+        possible = [candidate for candidate in (below, above) if max(minimum, 1) <= candidate <= maximum]
         return min(possible, key=lambda each: abs(each - amount), default=None)
 
 
 def capacity(total: float, ratio: float = 1.0, reserved: float = 0) -> int:
-    """What can be given in all (openstack-placement 16, objects/inventory.py)."""
+    """Return the amount that can be allocated in total (openstack-placement 16, objects/inventory.py)."""
     return int((total - reserved) * ratio)
 
 
+# The microversion of placement's API that every call requests; an older placement answers 406 to the first call.
+# 1.28 made consumer generations safe, 1.38 made consumer_type required. It is pinned because `latest` once changed the
+# meaning of requests under unchanged code (2019).
 MICROVERSION = (1, 39)
-"""Of placement's API, asked for with every call: an older placement answers 406 to the first.
-
-1.28 made consumer generations safe, 1.38 made consumer_type required. One is named, for `latest` changed what was asked
-for under the code of 2019.
-"""
 
 Resources = Mapping[str, int]
 Allocations = Mapping[str, Resources]
 
-MIB, GIB = 2**20, 2**30
-"""Bytes of one MEMORY_MB, and of one DISK_GB."""
+# Bytes of one MEMORY_MB, and of one DISK_GB.
+MIB = 2**20
+GIB = 2**30
 
+# The resource classes without which no guest can be made.
 NEEDED = ('VCPU', 'MEMORY_MB', 'DISK_GB')
-"""The classes a guest cannot be made without."""
 
 
+# A larger number is not accepted as a sum of amounts, because no real amounts add up to it.
 MOST = LARGEST * LARGEST
-"""The largest sum of amounts; a larger number is taken for none, for no amounts there are have that sum."""
 
+# Characters; a longer difference is cut off, because placement may hold names of any length.
 SENTENCE = 500
-"""Characters of a difference; the rest is cut off, for placement may name anything."""
 
 _CLASS = re.compile('[A-Z0-9_]{1,255}')
 
 
 def is_class(name: str) -> bool:
-    """True for what placement takes as the name of a resource class, or of a trait (its schema's pattern)."""
+    """Return True if placement's schema accepts the name for a resource class, or for a trait."""
     return _CLASS.fullmatch(name) is not None
 
 
 def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
-    """Placement's shape to {provider: {class: amount}}. ValueError says what is wrong, in plain words."""
+    """Convert placement's shape to {provider: {class: amount}}; raise ValueError with the reason if malformed."""
     if not isinstance(value, dict):
         raise ValueError(f'allocations: expected an object, not {type(value).__name__}')
     parsed: dict[str, dict[str, int]] = {}
@@ -129,44 +128,44 @@ def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
 
 
 def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
-    """The allocations in placement's shape."""
+    """Return the allocations in placement's shape."""
     return {provider: {'resources': dict(resources)} for provider, resources in allocations.items()}
 
 
 def is_amount(value: object, most: int = MOST) -> bool:
-    """True for a whole number from 0 to `most`. True itself is an int to Python, and would be one VCPU."""
+    """Return True for an int from 0 to `maximum`. A bool is refused: JSON's true would count as one VCPU."""
     return type(value) is int and 0 <= value <= most
 
 
 def total(allocations: Allocations) -> dict[str, int]:
-    """What the consumer has in all; several providers may give parts of it, a shared one the disk."""
+    """Return the sum over all providers, by class. A sharing provider may supply a part, such as the disk."""
     return summed(allocations.values())
 
 
 def summed(each: Iterable[Resources]) -> dict[str, int]:
-    """The sum of these amounts, by class."""
-    found: dict[str, int] = {}
+    """Return the sum of these amounts, by class."""
+    sums: dict[str, int] = {}
     for resources in each:
         for name, amount in resources.items():
-            found[name] = found.get(name, 0) + amount
-    return found
+            sums[name] = sums.get(name, 0) + amount
+    return sums
 
 
 def compute_of(allocations: Allocations) -> str:
-    """Return the compute that an instance's allocations are on: the provider that gives the VCPUs; '' without any.
+    """Return the compute of an instance's allocations, which is the provider of its VCPUs; '' if there is none.
 
-    A sharing provider gives a part (the disk, say) and is no compute.
+    A sharing provider supplies a part, such as the disk, and is not a compute.
     """
     return next((provider for provider, resources in allocations.items() if 'VCPU' in resources), '')
 
 
 def missing(resources: Resources) -> list[str]:
-    """The classes a guest needs that are not asked for."""
+    """Return the classes that a guest needs and that `resources` lacks."""
     return [name for name in NEEDED if name not in resources]
 
 
 def difference(asked: Allocations, held: Allocations) -> str | None:
-    """Where two allocations differ, in one sentence; None when they are the same."""
+    """Describe in one sentence how two allocations differ; return None if they are equal."""
     if {p: dict(r) for p, r in asked.items()} == {p: dict(r) for p, r in held.items()}:
         return None
     if not held:
@@ -179,10 +178,10 @@ def difference(asked: Allocations, held: Allocations) -> str | None:
             parts.append(f'{words(held[provider])} held on {provider} was not requested')
         elif dict(asked[provider]) != dict(held[provider]):
             parts.append(f'requested {words(asked[provider])}, held {words(held[provider])} on {provider}')
-    said = 'the request and placement differ: ' + '; '.join(parts)
-    return said if len(said) <= SENTENCE else f'{said[:SENTENCE]}…'
+    sentence = 'the request and placement differ: ' + '; '.join(parts)
+    return sentence if len(sentence) <= SENTENCE else f'{sentence[:SENTENCE]}…'
 
 
 def words(resources: Resources) -> str:
-    """The amounts as a query has them: VCPU:1,DISK_GB:1."""
+    """Format the amounts as in a query, sorted by class: DISK_GB:1,VCPU:1."""
     return ','.join(f'{name}:{amount}' for name, amount in sorted(resources.items()))

@@ -1,4 +1,4 @@
-"""How long to wait before something is tried again."""
+"""Exponential back-off between retries."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass
 class Backoff:
-    """Seconds to wait before the next try: `first`, then twice as many each time, up to `last`."""
+    """Delays before retries: `initial_seconds`, then doubled each time up to `max_seconds`."""
 
     first: float
     last: float
     delay: float = 0.0
 
     def next(self) -> float:
-        """The seconds to wait now."""
+        """Advance to the next delay and return it, in seconds."""
         self.delay = min(max(2 * self.delay, self.first), self.last)
         return self.delay
 
     def reset(self) -> None:
-        """Begin with `first` again, after a try that worked."""
+        """Start again with the initial delay, after a successful try."""
         self.delay = 0.0
