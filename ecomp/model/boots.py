@@ -1,8 +1,8 @@
-"""The boots of a guest: each time it was started, why, and how far it came. Pure.
+"""The boots of a guest: why each was started, and which stages it reached. Pure.
 
-In a record they are "boots": [{"number", "reason", "stages": {"started", "addressed", "ready", "stopped"}}], the times
-in ISO 8601, at most KEPT and the last one last. Number 1 is the boot that the instance was created with. A record that
-ecomp 1.0 wrote has none; its first boot is then told by its stages.
+In a record they are "boots": [{"number", "reason", "stages": {"started", "addressed", "ready", "stopped"}}], with times
+in ISO 8601; the newest 5, oldest first. Number 1 is the boot that the instance was created with. A record that
+ecomp 1.0 wrote has no boots; its first boot is then derived from its stages.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 STARTED, ADDRESSED, READY, STOPPED = STAGES = ('started', 'addressed', 'ready', 'stopped')
-CREATED, BY_HAND, AFTER_HOST = 'created', 'by hand', 'host reboot'
+CREATED = 'created'
+BY_HAND = 'by hand'
+AFTER_HOST = 'host reboot'
+# Why a guest was started; `by hand` is outside ecomp, `host reboot` is after its host went down while it was running.
 REASONS = (CREATED, 'start', 'reboot', AFTER_HOST, BY_HAND)
-"""Why a guest was started: it is new; its start or reboot was asked for; it ran when its host went down; by others."""
 
-KEPT = 5
-"""Boots a record has, at most: the last ones."""
+KEPT = 5  # boots that a record keeps, the newest ones
 MOST = 2**53
-"""A boot's number, at most."""
 
 
 @dataclass(frozen=True)
 class Boot:
-    """One boot: its number, one of REASONS, and the times of the STAGES it has reached."""
+    """One boot: its number, one of REASONS, and the ISO time of each stage that it has reached."""
 
     number: int
     reason: str
@@ -35,14 +35,14 @@ Boots = tuple[Boot, ...]
 
 
 def of(boots: Boots, stages: Mapping[str, str]) -> Boots:
-    """The boots of a record with these `boots` and `stages`: also of one whose writer knows of no boots."""
+    """Return the boots of a record, or a first boot made from `stages` if an older ecompute wrote no boots."""
     if boots or STARTED not in stages:
         return boots
     return (Boot(1, CREATED, {name: stages[name] for name in (STARTED, ADDRESSED, READY) if name in stages}),)
 
 
 def begun(boots: Boots, reason: str, now: str) -> Boots:
-    """The boots once the guest was seen running: the last one, if that goes on, else one more."""
+    """Return the boots after the guest was seen running: one more, unless the last one has not stopped."""
     if boots and STOPPED not in boots[-1].stages:
         return boots
     number = boots[-1].number + 1 if boots else 1
@@ -50,32 +50,32 @@ def begun(boots: Boots, reason: str, now: str) -> Boots:
 
 
 def reached(boots: Boots, stage: str, now: str) -> Boots:
-    """The boots once the last one has reached a stage; the first time counts."""
+    """Return the boots after the last one reached a stage; if it had reached it before, that time stays."""
     if not boots or stage in boots[-1].stages:
         return boots
     return (*boots[:-1], replace(boots[-1], stages={**boots[-1].stages, stage: now}))
 
 
 def off_until(boots: Boots) -> str:
-    """The last time at which the guest is known not to have run yet in its last boot; '' where that is not known."""
+    """Return the ISO time at which the boot before the last one stopped, or '' if it is not known."""
     return boots[-2].stages.get(STOPPED, '') if len(boots) > 1 else ''
 
 
 def numbered(boots: Boots, number: int | None) -> Boot | None:
-    """The boot of this number, the last one for None; None if it is not there."""
-    return next((each for each in reversed(boots) if number in (None, each.number)), None)
+    """Return the boot with this number (None: the last boot), or None if there is no such boot."""
+    return next((boot for boot in reversed(boots) if number in (None, boot.number)), None)
 
 
 def parse(data: Any) -> Boots:
-    """The boots in a record. ValueError for what is none; of more than KEPT the last ones, of a stage only STAGES."""
+    """Parse a record's newest MAX_BOOTS boots; return () for None, raise ValueError if malformed or not in order."""
     if data is None:
         return ()
     if not isinstance(data, Sequence) or isinstance(data, str) or not all(map(_is_boot, data)):
         raise ValueError('not a record: boots is no list of boots')
-    found = [Boot(each['number'], each['reason'], _known(each['stages'])) for each in data[-KEPT:]]
-    if [each.number for each in found] != sorted({each.number for each in found}):
+    boots = [Boot(entry['number'], entry['reason'], _known(entry['stages'])) for entry in data[-KEPT:]]
+    if [boot.number for boot in boots] != sorted({boot.number for boot in boots}):
         raise ValueError('not a record: boots are not in their order')
-    return tuple(found)
+    return tuple(boots)
 
 
 def _known(stages: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What came of canaries: small guests that are booted, entered and destroyed, to see whether hosts do that. Pure."""
+"""Results of canaries: small guests that are booted, logged in to and destroyed to test hosts. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from ecomp.model.health import Ailment
 
 CHECK = 'canary'
-"""The check that finds what is wrong with one."""
+# The default query of a canary.
 SMALL = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
-"""What a canary asks for, if nothing else is said."""
-BOOTED, READY = 'addressed', STAGES[-1]
-ENTERED = 'entered'
-"""How far a canary comes that was logged in to, beyond every stage."""
+BOOTED = 'addressed'
+READY = STAGES[-1]
+ENTERED = 'entered'  # logged in to: the result after the last stage
 
 CHECKED = 'ecompute --check, there, and the log of its ecompute say more'
+# The cure by the stage in which a canary failed; for other stages it is DEFAULT_CURE.
 CURES: Mapping[str, str] = {
     STAGES[0]: 'the same command again; what is wrong with etcd and placement eschedule doctor alone says, too',
     SCHEDULED: 'systemctl restart ecompute, there; its log says why it took nothing',
@@ -28,15 +28,14 @@ CURES: Mapping[str, str] = {
     READY: 'take an image with a cloud-init that calls back, as those for clouds have; else: --for addressed',
     ENTERED: 'name the private key with -i, and the user in ssh_user of schedule.yaml; its `reach` has to lead there',
 }
-"""What mends it, by the stage in which it broke; of all others CHECKED."""
 
 
 class Canary(NamedTuple):
-    """What came of the canary of a host, which is `called` so.
+    """The result of one host's canary.
 
-    `reached` is the last stage that it reached, or ENTERED, and None where none was placed; `seconds` is how long that
-    took, None where it broke. `why` says why it came no further. `broken` is the stage in which it broke, '' where
-    nothing is wrong with the host. `left` says why something of it may be left, '' where it is gone.
+    `reached` is the last stage it reached, or ENTERED (None: it was not placed), after `seconds` (None: it failed).
+    `reason` says why it went no further. `failed_stage` is '' if nothing is wrong with the host, and `leftover_reason`
+    if the canary is gone. `display_name` is the host as users know it.
     """
 
     compute: str
@@ -51,21 +50,21 @@ class Canary(NamedTuple):
     left: str = ''
 
     def to_dict(self) -> dict[str, object]:
-        """What -f json has of it."""
-        own = ('compute', 'host', 'instance', 'name', 'reached')
+        """Return the JSON object of the canary; `gone` is null if no canary was placed."""
+        names = ('compute', 'host', 'instance', 'name', 'reached')
         gone = None if self.reached is None else not self.left
-        about = {each: getattr(self, each) for each in own}
-        return {**about, 'seconds': self.seconds and round(self.seconds, 3), 'said': self.why or None, 'gone': gone}
+        fields = {name: getattr(self, name) for name in names}
+        return {**fields, 'seconds': self.seconds and round(self.seconds, 3), 'said': self.why or None, 'gone': gone}
 
 
 def check_names_no_host(query: str) -> None:
-    """ValueError for a query that says on which host it is to be: each canary is on its own."""
+    """Raise ValueError if the query selects a host (in_tree=), because each host gets a canary of its own."""
     if any(key.startswith('in_tree') for key, _ in parse_qsl(query, keep_blank_values=True)):
         raise ValueError('a canary is placed on every host: say --on HOST, for one alone, in place of in_tree=')
 
 
 def line(canary: Canary) -> str:
-    """What came of it, as one line, with the compute by its uuid."""
+    """Return the result as one line, which begins with the compute's uuid."""
     if canary.name is None:
         return f'{canary.compute}: no canary: {canary.why}'
     end = f'it may be left: {canary.left}' if canary.left else 'gone'
@@ -78,31 +77,37 @@ def line(canary: Canary) -> str:
 
 
 def of_canaries(found: Iterable[Canary], interrupted: bool) -> list[Ailment]:
-    """What is wrong with the hosts, as far as their canaries tell; and with those of which something may be left."""
-    from ecomp.model.health import Ailment  # every command loads this module, and few need that
+    """List the hosts' problems that the canaries show, and the canaries that may not be fully removed.
 
-    ailments, tried = [], interrupted
-    for each in found:
-        tried = tried or each.name is not None
-        if each.broken:
-            cure = CURES.get(each.broken, CHECKED)
-            ailments.append(Ailment(CHECK, f'on {each.called} a canary did not come through: {each.why}', cure))
-        if each.left:
-            what = f'{each.name} on {each.called} may be left: {each.left}'
-            ailments.append(Ailment(CHECK, what, f'eschedule destroy --wait {each.instance}'))
-    if not tried:
-        what = 'no canary was placed: there is no compute that is up and has room for one'
-        ailments.append(Ailment(CHECK, what, 'eschedule hosts shows all, and how much each has'))
+    A run in which no canary was placed is a problem, too, unless it was interrupted.
+    """
+    from ecomp.model.health import Ailment  # every command loads this module, but few need Ailment
+
+    ailments, was_tried = [], interrupted
+    for canary in found:
+        was_tried = was_tried or canary.name is not None
+        if canary.broken:
+            cure = CURES.get(canary.broken, CHECKED)
+            ailments.append(Ailment(CHECK, f'on {canary.called} a canary did not come through: {canary.why}', cure))
+        if canary.left:
+            problem = f'{canary.name} on {canary.called} may be left: {canary.left}'
+            ailments.append(Ailment(CHECK, problem, f'eschedule destroy --wait {canary.instance}'))
+    if not was_tried:
+        problem = 'no canary was placed: there is no compute that is up and has room for one'
+        ailments.append(Ailment(CHECK, problem, 'eschedule hosts shows all, and how much each has'))
     return ailments
 
 
 def how_far(record: Record | None) -> tuple[str, str]:
-    """The last stage that a guest has reached, and the one in which it is, or broke. None: nobody knows of it."""
+    """Return the last stage that a guest reached, and the stage that it is in or failed in.
+
+    Without a record (None) both are the first stage.
+    """
     if record is None:
         return STAGES[0], STAGES[0]
-    reached = [each for each in STAGES if each in record.reached] or [STAGES[0]]
+    reached = [stage for stage in STAGES if stage in record.reached] or [STAGES[0]]
     if record.error is not None:
         return reached[-1], record.error.stage
     if record.state == SCHEDULED:
-        return reached[-1], SCHEDULED  # its compute has not begun with it
-    return reached[-1], next((each for each in STAGES if each not in reached), READY)
+        return reached[-1], SCHEDULED  # its compute has not started the build
+    return reached[-1], next((stage for stage in STAGES if stage not in reached), READY)

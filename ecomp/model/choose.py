@@ -1,4 +1,4 @@
-"""Which candidate to claim first, and which not at all. Pure."""
+"""The order in which candidates are claimed, and how a set is distributed over them. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from typing import Any, NamedTuple
 from ecomp.model.allocation import LARGEST, Allocations, Resources, Room, Rooms, is_amount
 from ecomp.model.group import AFFINITY, Group
 
-SPREAD, PACK, RANDOM, FIRST = 'spread', 'pack', 'random', 'first'
+SPREAD = 'spread'
+PACK = 'pack'
+RANDOM = 'random'
+FIRST = 'first'
+# Strategies: the emptiest compute first, the fullest one that has room first, a random one, or placement's own order.
 WEIGHS = (SPREAD, PACK, RANDOM, FIRST)
-"""Ways to order candidates: the emptiest first, the fullest that has room first, by chance, or as placement does."""
 
+# The weight of a candidate that has no room left or that the group excludes; below every other weight.
 GONE = (-math.inf, 0.0)
-"""Weighs less than any: what has no room any more, or is not for this group."""
 
+# Stands for the strategy in PlacementReason if a compute took the request from a queue, so nothing was weighed.
 QUEUE = 'queue'
-"""Written in place of a way where no order was made: a compute took the request from a queue."""
 
 
 class Offer(NamedTuple):
     """Placement's answer to a query: the candidates, and the room of the providers in them.
 
-    `asked` is when placement was asked, in seconds of this process's monotonic clock: nothing in the answer is newer.
+    Nothing in the answer is newer than `queried_at`, in seconds of this process's monotonic clock.
     """
 
     candidates: Sequence[Allocations]
@@ -34,7 +37,7 @@ class Offer(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A candidate on one compute. The one with the largest `weight` is tried first; None: it was not weighed."""
+    """A candidate on one compute. A larger `weight` is tried earlier; None means that it was not weighed."""
 
     compute: str
     allocations: Allocations
@@ -42,7 +45,7 @@ class Candidate(NamedTuple):
 
 
 class Why(NamedTuple):
-    """Why an instance is on its compute: how candidates were weighed, its own weight, and of how many it is."""
+    """Why an instance is on its compute: the strategy, the compute's weight, and the number of possible computes."""
 
     weigh: str
     weight: float | None
@@ -50,79 +53,81 @@ class Why(NamedTuple):
 
 
 def why_from(data: Any) -> Why | None:
-    """The Why in a request or a record, {"weigh", "weight", "of"}; None for other data, as nothing depends on it."""
+    """Parse {"weigh", "weight", "of"} of a request or record; return None if malformed, as it is only informative."""
     if not isinstance(data, dict):
         return None
-    weigh, weight, of = (data.get(name) for name in Why._fields)
-    if not isinstance(weigh, str) or not is_amount(of, LARGEST) or not of:
+    strategy, weight, compute_count = (data.get(name) for name in Why._fields)
+    if not isinstance(strategy, str) or not is_amount(compute_count, LARGEST) or not compute_count:
         return None
-    # Of NaN neither holds.
+    # NaN fails both comparisons.
     if weight is not None and (type(weight) not in (int, float) or not -LARGEST <= weight <= LARGEST):
         return None
-    return Why(weigh[:40], weight, int(of))
+    return Why(strategy[:40], weight, int(compute_count))
 
 
 class Choice(NamedTuple):
-    """The candidates in the order they are tried, and the providers of those that are not."""
+    """The candidates in the order to try; `skipped` are the providers of the others that are no living computes."""
 
     tries: Sequence[Candidate]
     skipped: Sequence[str]
 
 
 def choose(offer: Offer, alive: Iterable[str], weigh: str, rng: random.Random, group: Group | None = None) -> Choice:
-    """The candidates whose compute is in `alive` and allowed by the group: those it prefers first, then the heaviest.
+    """Order the candidates on living computes that the group allows: by the group's preference, then by weight.
 
-    Equal ones are shuffled, for racing schedulers must not all want the same one. A candidate may name several
-    providers (shared storage). One with no compute in `alive`, or with two, is left out: no compute would get the
-    request.
+    Equal candidates are shuffled, so that racing schedulers do not want the same one; FIRST keeps placement's order.
+    A candidate may name several providers (shared storage). One that names no living compute, or two, is left out: no
+    compute would get the request.
     """
     living = set(alive)
-    tries: list[Candidate] = []
+    candidates: list[Candidate] = []
     skipped: set[str] = set()
     for allocations in offer.candidates:
         computes = [provider for provider in allocations if provider in living]
         if len(computes) == 1:
-            tries.append(Candidate(computes[0], allocations, _weight(computes[0], allocations, offer.rooms, weigh)))
+            candidates.append(
+                Candidate(computes[0], allocations, _weight(computes[0], allocations, offer.rooms, weigh))
+            )
         else:
             skipped.update(allocations)
     if weigh != FIRST:
-        rng.shuffle(tries)
-        tries.sort(key=lambda each: -(each.weight or 0))
-    wanted = {each.compute for each in tries}
-    skipped -= wanted | living
+        rng.shuffle(candidates)
+        candidates.sort(key=lambda each: -(each.weight or 0))
+    candidate_computes = {candidate.compute for candidate in candidates}
+    skipped -= candidate_computes | living
     if group is not None:
-        tries = [each for each in tries if group.excludes(each.compute) is None]
-        tries.sort(key=lambda each: -group.preference(each.compute))
-    return Choice(tries, sorted(skipped))
+        candidates = [candidate for candidate in candidates if group.excludes(candidate.compute) is None]
+        candidates.sort(key=lambda each: -group.preference(each.compute))
+    return Choice(candidates, sorted(skipped))
 
 
 def share_left(asked: Resources, room: Mapping[str, Room]) -> float:
-    """The share from 0 to 1 that is free on a compute once it gives what is `asked`, of the class with least.
+    """Return the share, 0 to 1, that stays free on a compute after it gives `requested`, of the scarcest class.
 
-    Rounded to hundredths, so that computes that differ by less are equal.
+    It is rounded to hundredths, so that computes that differ by less are equal, and 0 if `room` lacks all the classes.
     """
-    known = [(room[name], amount) for name, amount in asked.items() if name in room and room[name].capacity]
-    shares = [1 - (each.used + amount) / each.capacity for each, amount in known]
+    usages = [(room[name], amount) for name, amount in asked.items() if name in room and room[name].capacity]
+    shares = [1 - (usage.used + amount) / usage.capacity for usage, amount in usages]
     return round(max(min(shares, default=0.0), 0.0), 2)
 
 
 def distribute(
     tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None = None
 ) -> list[Candidate]:
-    """The candidates that `count` instances take one after the other, fewer where room or the group ends.
+    """Return a candidate for each of `count` instances, or for fewer if the room or the group does not allow more.
 
-    `tries` is in choose()'s order. A class or provider that `rooms` does not have is no limit.
+    `candidates` are in the order of choose(). A class or provider that is missing in `rooms` is unlimited.
     """
     if group is None or not group.strict or group.policy != AFFINITY or group.on:
         return _distribute(tries, rooms, count, weigh, rng, group)
-    # All of them share one compute, which nobody has chosen yet: the first that has room for all, or else for most.
+    # A strict affinity group without members: take the first compute with room for all, or the one with room for most.
     best: list[Candidate] = []
-    for compute in dict.fromkeys(each.compute for each in tries):
-        there = [each for each in tries if each.compute == compute]
-        found = _distribute(there, rooms, count, weigh, rng, None)
-        if len(found) > len(best):
-            best = found
-        if len(found) == count:
+    for compute in dict.fromkeys(candidate.compute for candidate in tries):
+        on_compute = [candidate for candidate in tries if candidate.compute == compute]
+        distributed = _distribute(on_compute, rooms, count, weigh, rng, None)
+        if len(distributed) > len(best):
+            best = distributed
+        if len(distributed) == count:
             break
     return best
 
@@ -130,54 +135,54 @@ def distribute(
 def _distribute(
     tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None
 ) -> list[Candidate]:
-    now = {provider: dict(room) for provider, room in rooms.items()}
-    on = Counter(group.on if group is not None else ())
-    at: dict[str, list[int]] = {}
-    for number, candidate in enumerate(tries):
-        at.setdefault(candidate.compute, []).append(number)
+    remaining = {provider: dict(room) for provider, room in rooms.items()}
+    counts = Counter(group.on if group is not None else ())
+    indices: dict[str, list[int]] = {}
+    for index, chosen in enumerate(tries):
+        indices.setdefault(chosen.compute, []).append(index)
 
     def weight(each: Candidate) -> tuple[float, float]:
-        preferred = 0 if group is None else group.sign * on[each.compute]
-        return preferred, 0.0 if weigh == RANDOM else _weight(each.compute, each.allocations, now, weigh) or 0.0
+        preference = 0 if group is None else group.sign * counts[each.compute]
+        return preference, 0.0 if weigh == RANDOM else _weight(each.compute, each.allocations, remaining, weigh) or 0.0
 
-    weights = [weight(each) for each in tries]
-    taken: list[Candidate] = []
-    while len(taken) < count:
+    weights = [weight(contender) for contender in tries]
+    distributed: list[Candidate] = []
+    while len(distributed) < count:
         best = max(weights, default=GONE)
         if best == GONE:
             break
-        # The first of equals, for they come shuffled.
-        equals = [number for number, each in enumerate(weights) if each == best] if weigh == RANDOM else []
-        number = rng.choice(equals) if equals else weights.index(best)
-        candidate = tries[number]
-        if not _take(candidate.allocations, now):
-            weights[number] = GONE
+        # Candidates come shuffled, so the first of equals will do. RANDOM chooses again for each instance.
+        equals = [index for index, value in enumerate(weights) if value == best] if weigh == RANDOM else []
+        index = rng.choice(equals) if equals else weights.index(best)
+        chosen = tries[index]
+        if not _take(chosen.allocations, remaining):
+            weights[index] = GONE
             continue
-        taken.append(candidate)
-        on[candidate.compute] += 1
-        for other in at[candidate.compute]:
+        distributed.append(chosen)
+        counts[chosen.compute] += 1
+        for other in indices[chosen.compute]:
             weights[other] = GONE if weights[other] == GONE else weight(tries[other])
         if group is not None and group.strict:
-            for other, each in enumerate(tries):
-                weights[other] = weights[other] if group.admits(each.compute, on) else GONE
-    return taken
+            for other, contender in enumerate(tries):
+                weights[other] = weights[other] if group.admits(contender.compute, counts) else GONE
+    return distributed
 
 
 def _take(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
-    """Count the allocations as used in `rooms`; False, and nothing counted, if they do not fit."""
-    wanted = [
+    """Add the allocations to the usage in `rooms`; return False and change nothing if they do not fit."""
+    usages = [
         (room, name, amount)
-        for provider, asked in allocations.items()
-        for name, amount in asked.items()
+        for provider, resources in allocations.items()
+        for name, amount in resources.items()
         if name in (room := rooms.get(provider, {}))
     ]
-    if any(room[name].used + amount > room[name].capacity for room, name, amount in wanted):
+    if any(room[name].used + amount > room[name].capacity for room, name, amount in usages):
         return False
-    for room, name, amount in wanted:
+    for room, name, amount in usages:
         room[name] = Room(room[name].capacity, room[name].used + amount)
     return True
 
 
 def _weight(compute: str, allocations: Allocations, rooms: Rooms, weigh: str) -> float | None:
-    left = share_left(allocations[compute], rooms.get(compute, {}))
-    return {SPREAD: left, PACK: 1 - left}.get(weigh)
+    free_share = share_left(allocations[compute], rooms.get(compute, {}))
+    return {SPREAD: free_share, PACK: 1 - free_share}.get(weigh)
