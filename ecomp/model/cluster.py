@@ -1,9 +1,10 @@
-"""Which etcd this is (rule 10): what a compute remembers of one, what another one looks like, its holes. Pure.
+"""The identity of an etcd cluster (rule 10): how a wiped or restored etcd is detected; its vulnerabilities. Pure.
 
-/cluster, written once by the first ecompute that finds none and remembers none, is JSON: {"version", "identity": uuid,
-"since": ISO time}. An etcd that was wiped has another one, or none. One restored from an older snapshot has the same:
-its revision tells, which never goes back in a healthy cluster; where that has been overtaken already, its raft term
-does, with which a restored etcd begins anew, or etcd's own cluster id, if its members have other names now.
+/cluster is JSON: {"version", "identity": uuid, "since": ISO time}. The first ecompute that finds no such key, and
+remembers none, writes it once. A wiped etcd has another identity, or none. An etcd that was restored from an older
+snapshot has the same identity, but a lower revision, which never decreases in a healthy cluster. If new writes have
+raised the revision again, the raft term shows it, because a restored etcd starts again with a low term, or etcd's own
+cluster id does, if the members have new names.
 """
 
 from __future__ import annotations
@@ -17,17 +18,14 @@ from ecomp.model.json_object import dump, load_object
 
 VERSION = 1
 
+# The first patch release of each minor version without a known vulnerability. Maintained versions are listed at
+# https://etcd.io/docs/v3.6/op-guide/versioning/, advisories at https://github.com/etcd-io/etcd/security/advisories.
 MENDED = {(3, 5): 33, (3, 6): 14, (3, 7): 1}
-"""The first release of each minor version without a hole that is known.
-
-https://etcd.io/docs/v3.6/op-guide/versioning/ says which releases are still mended; each release's advisories are at
-https://github.com/etcd-io/etcd/security/advisories.
-"""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What etcd says in every reply: its cluster id, its revision and its raft term."""
+    """The header of every reply of etcd: its cluster id, revision and raft term."""
 
     cluster: int
     revision: int
@@ -36,7 +34,7 @@ class Header:
 
 @dataclass(frozen=True)
 class KnownCluster:
-    """What is remembered of an etcd, with the highest revision and term seen; the defaults mean nothing."""
+    """An etcd as a compute remembers it, with the highest revision and term seen; the defaults mean unknown."""
 
     identity: str = ''
     cluster: int = 0
@@ -44,26 +42,26 @@ class KnownCluster:
     term: int = 0
 
     def with_header(self, header: Header) -> KnownCluster:
-        """What is remembered after a reply with this header."""
+        """Return the knowledge after a reply with this header."""
         return KnownCluster(
             self.identity, header.cluster, max(self.revision, header.revision), max(self.term, header.term)
         )
 
 
 def accepted_in(entries: Iterable[keys.StoredValue]) -> int:
-    """Return the highest revision that the keys below /accepted/ name; 0 for none.
+    """Return the highest revision that the keys below /accepted/ contain, or 0 if there is none.
 
-    A key names none above its own: whoever writes a larger number says what cannot be.
+    A number above the key's own revision cannot be true and counts as that revision; other text is ignored.
     """
-    said = ((each.value, each.revision) for each in entries)
-    return max((min(int(value), own) for value, own in said if value.isdigit() and len(value) < 20), default=0)
+    values = ((entry.value, entry.revision) for entry in entries)
+    return max((min(int(value), own) for value, own in values if value.isdigit() and len(value) < 20), default=0)
 
 
 def unfamiliar(known: KnownCluster, header: Header) -> str | None:
-    """Why a reply with this header is not from the etcd we knew, in words; None if it may be.
+    """Explain why a reply's header is not from the remembered etcd; return None if it may be.
 
-    Right for a linearizable reply to what was sent after `known` was seen: no member of a healthy cluster is behind
-    then. Any other, such as a watch's, may come from a member that is.
+    It is valid for a linearizable reply to a call that was sent after `remembered` was read: no member of a healthy
+    cluster is behind then. Another reply, such as a watch's, may come from a member that lags.
     """
     if known.cluster and header.cluster != known.cluster:
         return f'its cluster id is {header.cluster:x}, and {known.cluster:x} was known'
@@ -75,39 +73,39 @@ def unfamiliar(known: KnownCluster, header: Header) -> str | None:
 
 
 def unlike(known: KnownCluster, value: bytes | None) -> str | None:
-    """Why `value`, that of /cluster or None, is not of the etcd we knew, in words; None if it is."""
+    """Explain why the value of /cluster (None: no such key) is not the remembered etcd's; return None if it is."""
     if value is None:
         return f'{keys.CLUSTER} is not there, and identity {known.identity} was known'
     try:
-        found = identity(value)
+        current = identity(value)
     except ValueError as error:
         return f'{keys.CLUSTER} cannot be read ({error}), and identity {known.identity} was known'
-    return None if found == known.identity else f'its identity is {found}, and {known.identity} was known'
+    return None if current == known.identity else f'its identity is {current}, and {known.identity} was known'
 
 
 def new(identity: str, now: str) -> str:
-    """The value of /cluster for this identity; `now` is an ISO time."""
+    """Return the value of /cluster for this identity; `now` is an ISO time."""
     return dump({'version': VERSION, 'identity': identity, 'since': now})
 
 
 def identity(value: bytes) -> str:
-    """The identity in a value of /cluster. ValueError if it has none."""
-    found = load_object(value).get('identity')
-    if not isinstance(found, str) or not keys.is_uuid(found):
+    """Return the identity in a value of /cluster; raise ValueError if it is malformed or has none."""
+    text = load_object(value).get('identity')
+    if not isinstance(text, str) or not keys.is_uuid(text):
         raise ValueError('it holds no identity')
-    return found
+    return text
 
 
 def to_json(known: KnownCluster) -> str:
-    """The text in which the state directory keeps what is known."""
+    """Return the text that the state directory keeps."""
     return dump({'version': VERSION, **asdict(known)})
 
 
 def from_json(value: bytes) -> KnownCluster:
-    """What is known, from to_json()'s text. ValueError for any other."""
+    """Parse the text of to_json(); raise ValueError for any other text."""
     data = load_object(value)
-    wanted = {name: type(each) for name, each in {'version': VERSION, **asdict(KnownCluster())}.items()}
-    if {name: type(each) for name, each in data.items()} != wanted or data.pop('version') != VERSION:
+    types = {name: type(default) for name, default in {'version': VERSION, **asdict(KnownCluster())}.items()}
+    if {name: type(field) for name, field in data.items()} != types or data.pop('version') != VERSION:
         raise ValueError('not what an ecompute of this version remembers')
     if not keys.is_uuid(data['identity']):
         raise ValueError('it holds no identity')
@@ -115,12 +113,12 @@ def from_json(value: bytes) -> KnownCluster:
 
 
 def holes(version: str) -> str | None:
-    """One line for the log about an etcd of this version (`3.4.23`); None: nothing is known of it."""
+    """Return a log line if this etcd version (`3.4.23`) is end-of-life or has known vulnerabilities, else None."""
     parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
     if parts is None:
         return None
-    major, minor, patch = (int(each) for each in parts.groups())
-    cure = f'{", ".join(f"{m}.{n}.{least}" for (m, n), least in MENDED.items())} and newer have none that is known'
+    major, minor, patch = (int(part) for part in parts.groups())
+    cure = f'{", ".join(f"{m}.{n}.{fixed}" for (m, n), fixed in MENDED.items())} and newer have none that is known'
     if (major, minor) < min(MENDED):
         return f'etcd {version} is end-of-life, and its roles are no boundary: {cure}'
     if patch < MENDED.get((major, minor), 0):

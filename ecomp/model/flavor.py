@@ -1,6 +1,6 @@
-"""A flavor: what is asked of placement, by a name. Pure.
+"""Flavors: named placement queries. Pure.
 
-Written as a placement query with resources and traits alone: 'resources=VCPU:1,MEMORY_MB:256&required=T,!FORBIDDEN'.
+A flavor is written as a query with only resources and traits: 'resources=VCPU:1,MEMORY_MB:256&required=T,!FORBIDDEN'.
 The key /flavors/<flavor> holds JSON: {"version", "name", "resources": {class: amount}, "required", "forbidden"}.
 """
 
@@ -20,7 +20,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Flavor:
-    """Amounts of classes, on a compute that has all of the `required` traits and none of the `forbidden` ones."""
+    """Amounts of resource classes, and the traits that a compute must have or must not have."""
 
     name: str
     resources: Resources
@@ -29,22 +29,22 @@ class Flavor:
 
     @property
     def traits(self) -> str:
-        """The traits as a query has them, '' for none."""
-        return ','.join([*self.required, *(f'!{each}' for each in self.forbidden)])
+        """The traits as a query writes them, '' if there are none."""
+        return ','.join([*self.required, *(f'!{trait}' for trait in self.forbidden)])
 
     @cached_property
     def query(self) -> str:
-        """The placement query that asks for the flavor."""
+        """The flavor as a placement query."""
         return on_top(self, '')
 
 
 def check_flavor_name(name: str) -> str:
-    """The name as it is; ValueError if it is none."""
+    """Return the name unchanged; raise ValueError if it is not a valid flavor name."""
     return check_plain(name, 'a flavor')
 
 
 def parse_flavor(name: str, text: str) -> Flavor:
-    """The flavor written as a query. ValueError says what is wrong with it."""
+    """Parse a flavor that is written as a query; raise ValueError with the reason if the name or query is invalid."""
     check_flavor_name(name)
     resources: dict[str, int] = {}
     required: list[str] = []
@@ -52,8 +52,8 @@ def parse_flavor(name: str, text: str) -> Flavor:
     for part in filter(None, text.split('&')):
         key, _, value = part.partition('=')
         if key == 'resources':
-            for each, amount in _amounts(value).items():
-                resources[each] = _amount(each, amount)
+            for resource_class, amount in _amounts(value).items():
+                resources[resource_class] = _amount(resource_class, amount)
         elif key == 'required' and not value.startswith('in:'):
             for trait in value.split(','):
                 (forbidden if trait.startswith('!') else required).append(_name_of('trait', trait.removeprefix('!')))
@@ -67,9 +67,9 @@ def parse_flavor(name: str, text: str) -> Flavor:
 
 
 def on_top(flavor: Flavor, query: str) -> str:
-    """The flavor's query with `query` added, whose amounts replace the flavor's of the same class.
+    """Return the flavor's query with `query` added; amounts in `query` replace the flavor's of the same class.
 
-    ValueError if resources of `query` are not CLASS:AMOUNT.
+    Raises ValueError if resources in `query` are not CLASS:AMOUNT or name an invalid class.
     """
     amounts = {name: str(amount) for name, amount in flavor.resources.items()}
     rest = []
@@ -78,17 +78,17 @@ def on_top(flavor: Flavor, query: str) -> str:
             amounts |= _amounts(part.removeprefix('resources='))
         else:
             rest.append(part)
-    asked = ','.join(f'{name}:{amount}' for name, amount in amounts.items())
-    return '&'.join([f'resources={asked}', *([f'required={flavor.traits}'] if flavor.traits else []), *rest])
+    resources = ','.join(f'{name}:{amount}' for name, amount in amounts.items())
+    return '&'.join([f'resources={resources}', *([f'required={flavor.traits}'] if flavor.traits else []), *rest])
 
 
 def to_json(flavor: Flavor) -> str:
-    """The value of the flavor's key."""
+    """Return the value of the flavor's key."""
     return dump({'version': VERSION, **to_dict(flavor)})
 
 
 def to_dict(flavor: Flavor) -> dict[str, Any]:
-    """The flavor as JSON has it."""
+    """Return the flavor as a JSON object."""
     return {
         'name': flavor.name,
         'resources': dict(flavor.resources),
@@ -98,29 +98,29 @@ def to_dict(flavor: Flavor) -> dict[str, Any]:
 
 
 def from_json(name: str, value: bytes) -> Flavor:
-    """The flavor at a key. ValueError if it cannot be understood."""
+    """Parse the value of a flavor's key; raise ValueError if it is malformed or of a newer version."""
     data = load_object(value)
     version = data.get('version', VERSION)
     if not is_version(version, VERSION):
         raise ValueError(f'version {version!r:.40} of a flavor is not known here')
     resources, traits = data.get('resources'), (data.get('required', []), data.get('forbidden', []))
-    if not isinstance(resources, Mapping) or not all(isinstance(each, list) for each in traits):
+    if not isinstance(resources, Mapping) or not all(isinstance(names, list) for names in traits):
         raise ValueError('expected resources, required and forbidden')
-    if not all(isinstance(each, int | str) for each in resources.values()):
+    if not all(isinstance(number, int | str) for number in resources.values()):
         raise ValueError('expected amounts of resources')
-    asked = ','.join(f'{each}:{amount}' for each, amount in resources.items())
-    named = [*map(str, traits[0]), *(f'!{each}' for each in traits[1])]
-    return parse_flavor(name, f'resources={asked}' + (f'&required={",".join(named)}' if named else ''))
+    amounts = ','.join(f'{resource_class}:{amount}' for resource_class, amount in resources.items())
+    required = [*map(str, traits[0]), *(f'!{trait}' for trait in traits[1])]
+    return parse_flavor(name, f'resources={amounts}' + (f'&required={",".join(required)}' if required else ''))
 
 
 def _amounts(value: str) -> dict[str, str]:
-    found = {}
+    amounts = {}
     for part in value.split(','):
         name, colon, amount = part.partition(':')
         if not colon:
             raise ValueError(f'{part[:80]!r} is not CLASS:AMOUNT')
-        found[_name_of('resource class', name)] = amount
-    return found
+        amounts[_name_of('resource class', name)] = amount
+    return amounts
 
 
 def _amount(name: str, text: str) -> int:

@@ -1,8 +1,8 @@
-"""Groups: instances that are to share one compute, or not to. Pure.
+"""Groups: instances that share one compute (affinity), or avoid each other's (anti-affinity). Pure.
 
 The key /groups/<name> holds JSON: {"version", "policy": "affinity" or "anti-affinity", "strict": true or false,
-"members": {instance: the uuid of its compute, or "" while it waits in a queue}}. What a group is, its first member
-says; with its last one it is gone.
+"members": {instance: the uuid of its compute, or "" while it waits in a queue}}. The first member sets the policy; the
+group is deleted with its last member.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from ecomp.model.json_object import dump, is_version, load_object
 from ecomp.model.text import check_plain
 
 VERSION = 1
-AFFINITY, ANTI_AFFINITY = 'affinity', 'anti-affinity'
+AFFINITY = 'affinity'
+ANTI_AFFINITY = 'anti-affinity'
 POLICIES = (AFFINITY, ANTI_AFFINITY)
+# More members are refused: each new one rewrites the group's key, in a transaction that may hold a set of up to 1.4 MB.
 LARGEST = 1000
-"""Members of a group; one more is refused. Its key is rewritten with each, beside a set of up to 1.4 MB."""
 
 
 class Membership(NamedTuple):
-    """What a request says of its group. `policy` or `strict` None: it does not say, and takes the group as it is."""
+    """The group in a request. With `policy` or `strict` None the request takes the group as it is."""
 
     name: str
     policy: str | None = None
@@ -35,7 +36,7 @@ class Membership(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """A group; `members` is {instance: its compute, '' while it waits in a queue}."""
+    """A group; `members` is {instance: its compute, or '' while it waits in a queue}."""
 
     name: str
     policy: str
@@ -44,44 +45,41 @@ class Group:
 
     @property
     def membership(self) -> Membership:
-        """The Membership that a member's request has."""
+        """The membership that a member's request contains."""
         return Membership(self.name, self.policy, self.strict)
 
     @property
     def rule(self) -> str:
-        """`strict anti-affinity`."""
+        """The rule in words, such as `strict anti-affinity`."""
         return f'{"strict" if self.strict else "soft"} {self.policy}'
 
     @cached_property
     def on(self) -> Counter[str]:
-        """{compute: how many members are on it}."""
+        """The number of members on each compute."""
         return Counter(compute for compute in self.members.values() if compute)
 
     def with_members(self, members: Mapping[str, str]) -> Group:
-        """The group with these members, too; those it has already are moved to the compute named."""
+        """Return the group with these members added, or moved if they are in it already."""
         return replace(self, members={**self.members, **members})
 
     def without(self, *instances: str) -> Group:
-        """The group without these members."""
-        return replace(self, members={name: each for name, each in self.members.items() if name not in instances})
+        """Return the group without these members."""
+        return replace(self, members={name: place for name, place in self.members.items() if name not in instances})
 
     def admits(self, compute: str, on: Mapping[str, int]) -> bool:
-        """Whether one more member may be on the compute; `on` is how many are on each compute already."""
+        """Return True if one more member may be on the compute, given the number of members on each compute."""
         if not self.strict or not compute or not any(on.values()):
             return True
         return bool(on.get(compute)) == (self.policy == AFFINITY)
 
     def excludes(self, compute: str, called: Callable[[str], str] = str) -> str | None:
-        """Why no other member may be placed on a compute, as the end of a sentence; None if one may.
-
-        `called` says what a compute is called.
-        """
-        on = self.on
-        if self.admits(compute, on):
+        """Explain, as the end of a sentence, why no other member may be on a compute; return None if one may."""
+        counts = self.on
+        if self.admits(compute, counts):
             return None
         if self.policy == ANTI_AFFINITY:
             return f'group {self.name} has a member there ({self.rule})'
-        return f'group {self.name} is on {", ".join(sorted(map(called, on)))} ({self.rule})'
+        return f'group {self.name} is on {", ".join(sorted(map(called, counts)))} ({self.rule})'
 
     @property
     def sign(self) -> int:
@@ -89,29 +87,31 @@ class Group:
         return 1 if self.policy == AFFINITY else -1
 
     def preference(self, compute: str) -> int:
-        """How much the group prefers this compute for its next member: the largest number first."""
+        """Return the group's preference for a compute, for its next member; the largest number comes first."""
         return self.sign * self.on[compute]
 
     def broken(self) -> list[str]:
-        """A line for each breach of a strict rule: members on several computes, or several members on one."""
-        on = self.on
+        """List the breaches of a strict rule: members on several computes, or several members on one."""
+        counts = self.on
         if not self.strict:
             return []
         if self.policy == AFFINITY:
-            return [f'its members are on {len(on)} computes: {", ".join(sorted(on))}'] if len(on) > 1 else []
-        crowded = sorted(compute for compute, count in on.items() if count > 1)
-        return [f'{on[compute]} of its members are on compute {compute}' for compute in crowded]
+            return (
+                [f'its members are on {len(counts)} computes: {", ".join(sorted(counts))}'] if len(counts) > 1 else []
+            )
+        crowded = sorted(compute for compute, count in counts.items() if count > 1)
+        return [f'{counts[compute]} of its members are on compute {compute}' for compute in crowded]
 
 
 def check_group_name(name: str) -> str:
-    """The name as it is; ValueError if it is none."""
+    """Return the name unchanged; raise ValueError if it is not a valid group name."""
     return check_plain(name, 'a group')
 
 
 def settle(there: Group | None, wanted: Membership) -> Group:
-    """The group `there`, or a new one if None, as the request wants it.
+    """Return the existing group, or a new one (`existing` is None), after a check against the request's membership.
 
-    UsageError if a new one has no policy; Conflict if the request says other than the group is.
+    Raises UsageError if a new group has no policy, and Conflict if the request's policy or `strict` differs.
     """
     name = wanted.name
     if there is None:
@@ -124,36 +124,36 @@ def settle(there: Group | None, wanted: Membership) -> Group:
 
 
 def allowed(group: Group, places: Mapping[str, str]) -> list[str]:
-    """The instances of `places`, {instance: compute}, that may be members there, if they come in this order."""
-    found: list[str] = []
-    now = group.without(*places)
+    """Return the instances of `places`, {instance: compute}, that the group admits there if they join in this order."""
+    admitted: list[str] = []
+    joined = group.without(*places)
     for instance, compute in places.items():
-        if now.excludes(compute) is None:
-            found.append(instance)
-            now = now.with_members({instance: compute})
-    return found
+        if joined.excludes(compute) is None:
+            admitted.append(instance)
+            joined = joined.with_members({instance: compute})
+    return admitted
 
 
 def to_json(group: Group) -> str:
-    """The value of the group's key."""
+    """Return the value of the group's key."""
     value = {'version': VERSION, 'policy': group.policy, 'strict': group.strict, 'members': dict(group.members)}
     return dump(value, separators=(',', ':'))
 
 
 def from_json(name: str, value: bytes) -> Group:
-    """The group that a key holds. ValueError if it is none, or of a newer version."""
+    """Parse the value of a group's key; raise ValueError if it is malformed or of a newer version."""
     data = load_object(value)
     version = data.get('version')
     if not is_version(version, VERSION):
         raise ValueError(f'a group of version {version!r:.40}: this ecomp reads up to {VERSION}')
     members = data.get('members')
-    if not isinstance(members, dict) or not all(_is_place(*each) for each in members.items()):
+    if not isinstance(members, dict) or not all(_is_place(*member) for member in members.items()):
         raise ValueError('not a group: members is no object of instances and computes')
     return Group(check_group_name(name), *_rule(data), dict(members))
 
 
 def membership_from(data: Any) -> Membership | None:
-    """What a request's "group" says: {"name", "policy", "strict"}. ValueError if it is no such thing."""
+    """Parse a request's "group", {"name", "policy", "strict"} or None; raise ValueError if it is malformed."""
     if data is None:
         return None
     if not isinstance(data, dict) or not isinstance(data.get('name'), str):
