@@ -1,9 +1,8 @@
-"""What happened, in words: one change of etcd's keys, before and after, as events. Pure.
+"""Events: changes of etcd's keys, described in words. Pure.
 
-etcd keeps what its keys held, and not when: an event's time is what the new values say of it (a stage, a boot), else it
-is not known. What changes without news for anybody (progress, claims, answers to audits) is no event.
-An event is what was written, and nobody is believed by it: a compute writes what it likes below its own uuid, which is
-the event's `compute`.
+etcd stores values without times, so an event's time comes from the new value (a stage, a boot), or is unknown. Changes
+of progress, claims and audit answers are not events. Events are not trusted: a compute can write anything below its own
+uuid, which is the event's `compute`.
 """
 
 from __future__ import annotations
@@ -22,19 +21,18 @@ from ecomp.model.queue import marked_by, parse_waiting
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import ACTIVE, ERROR, QUEUED, Interface, Record, from_json
 
+# Characters of an event's text, which may quote values of any length from etcd.
 LONGEST = 500
-"""Characters of an event's words: some are quoted from etcd."""
 KINDS = ('instance', 'request', 'queue', 'name', 'compute', 'group', 'quota', 'flavor', 'cluster')
-"""What an event is about."""
 
+# Returns the display name of a compute, by its uuid.
 Host = Callable[[str], str]
-"""What a compute is called, by its uuid."""
 
 
 class Change(NamedTuple):
-    """One key at one revision: its value `before` and `after`, None where it was not there.
+    """One key at one revision: its values before and after, None if the key did not exist.
 
-    `is_known` False: etcd has forgotten what it was before.
+    With `is_known` False the earlier value is unknown, because etcd has compacted it.
     """
 
     key: str
@@ -46,10 +44,9 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened, at one of etcd's revisions: `says` in words, of one of KINDS.
+    """One event, at a revision of etcd. `kind` is one of KINDS, `says` is the text.
 
-    `time` is ISO, '' where nobody wrote it down. Of an instance `instance` is its uuid and `name` its name, '' for
-    none; `compute` is a uuid, '' where there is none to it.
+    `instance` and `compute` are uuids, `name` is the instance's name, `time` is ISO; each is '' if there is none.
     """
 
     revision: int
@@ -65,21 +62,24 @@ Told = Iterator[tuple[Event, Iterable[str]]]
 
 
 def told(changes: Sequence[Change], host: Host, seen: str = '') -> list[Event]:
-    """The events of one revision: what its changes say. `seen` is when that was heard, '' for long after it."""
-    taken = {keys.last(each.key): each.key.split('/')[2] for each in changes if _is_request(each)}
-    found = [each for change in changes for each in _TOLD.get(_family(change.key), _nothing)(change, host, taken)]
-    times = [time for _, said in found for time in said if _is_time(time)]
+    """Return the events of the changes of one revision.
+
+    All get the latest time in the new values, or else `seen_at`, when the changes were received ('' for past ones).
+    """
+    takers = {keys.last(request.key): request.key.split('/')[2] for request in changes if _is_request(request)}
+    timed = [entry for change in changes for entry in _TOLD.get(_family(change.key), _nothing)(change, host, takers)]
+    times = [time for _, stamps in timed for time in stamps if _is_time(time)]
     when = max(times, default=seen)
     return [
-        Event(each.revision, each.kind, each.says[:LONGEST], each.instance, each.name, each.compute, when)
-        for each, _ in found
+        Event(event.revision, event.kind, event.says[:LONGEST], event.instance, event.name, event.compute, when)
+        for event, _ in timed
     ]
 
 
 def as_object(event: Event) -> dict[str, Any]:
-    """The event as the JSON object that users see: what is not known is null."""
-    order = ('revision', 'time', 'kind', 'instance', 'name', 'compute', 'says')
-    return {name: getattr(event, name) or None for name in order}
+    """Return the event as the JSON object that users see; empty fields are null."""
+    names = ('revision', 'time', 'kind', 'instance', 'name', 'compute', 'says')
+    return {name: getattr(event, name) or None for name in names}
 
 
 def _family(key: str) -> str:
@@ -104,7 +104,7 @@ def _nothing(_change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
 def _record(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
     compute, instance = keys.recorded(change.key)
     if change.after is None and compute is None:
-        return  # ecomp 1.0's: it moved below its compute
+        return  # a record of ecomp 1.0 that moved below its compute
     if change.after is None:
         yield Event(change.revision, 'instance', 'its record is gone', instance, compute=compute or ''), ()
         return
@@ -112,10 +112,12 @@ def _record(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
     if after is None:
         yield Event(change.revision, 'instance', 'its record cannot be read', instance, compute=compute or ''), ()
         return
-    new = [time for name, time in after.stages.items() if before is None or before.stages.get(name) != time]
-    new += [time for each in after.boots if before is None or each not in before.boots for time in each.stages.values()]
-    for says in _news(before, after, host, change.is_known):
-        yield Event(change.revision, 'instance', says, after.instance, after.name or '', after.compute), new
+    times = [time for name, time in after.stages.items() if before is None or before.stages.get(name) != time]
+    times += [
+        time for boot in after.boots if before is None or boot not in before.boots for time in boot.stages.values()
+    ]
+    for text in _news(before, after, host, change.is_known):
+        yield Event(change.revision, 'instance', text, after.instance, after.name or '', after.compute), times
 
 
 def _read(value: bytes | None, instance: str, compute: str | None) -> Record | None:
@@ -126,61 +128,61 @@ def _read(value: bytes | None, instance: str, compute: str | None) -> Record | N
 
 
 def _news(before: Record | None, after: Record, host: Host, is_known: bool) -> Iterator[str]:
-    """What a record says that it did not say before. Of one whose past is forgotten: what it is."""
-    was = before or Record(after.instance, '', QUEUED)
-    if after.state != was.state:
+    """Describe what is new in a record; only its state if the earlier value is unknown."""
+    old = before or Record(after.instance, '', QUEUED)
+    if after.state != old.state:
         on = f' on {host(after.compute)}' if before is None and after.compute else ''
         yield f'{after.state}{on}' + (f': at stage {after.error.stage}: {after.error.reason}' if after.error else '')
     if not is_known:
         return
     for stage in ('image', 'disk'):
-        if stage in after.stages and stage not in was.stages and after.state not in (ACTIVE, ERROR):
+        if stage in after.stages and stage not in old.stages and after.state not in (ACTIVE, ERROR):
             yield f'{after.state}: {stage}'
-    begun = after.boot
-    if begun is not None and begun.number > 1 and (was.boot is None or was.boot.number < begun.number):
-        yield f'boot {begun.number}: {begun.reason}'
-    addresses = list(_addresses(was.addresses, after.addresses))
+    boot = after.boot
+    if boot is not None and boot.number > 1 and (old.boot is None or old.boot.number < boot.number):
+        yield f'boot {boot.number}: {boot.reason}'
+    addresses = list(_addresses(old.addresses, after.addresses))
     yield from addresses
-    earlier = was.boot.stages if was.boot and begun and was.boot.number == begun.number else {}
-    if begun is not None and boots.ADDRESSED in begun.stages and not (boots.ADDRESSED in earlier or addresses):
+    old_stages = old.boot.stages if old.boot and boot and old.boot.number == boot.number else {}
+    if boot is not None and boots.ADDRESSED in boot.stages and not (boots.ADDRESSED in old_stages or addresses):
         yield f'has its address {after.address} again'
-    if begun is not None and boots.READY in begun.stages and boots.READY not in earlier:
+    if boot is not None and boots.READY in boot.stages and boots.READY not in old_stages:
         yield 'ready'
-    if after.cloud_init is not None and after.cloud_init != was.cloud_init:
+    if after.cloud_init is not None and after.cloud_init != old.cloud_init:
         yield f'cloud-init failed at stage {after.cloud_init.stage}: {after.cloud_init.reason}'
-    if after.power != was.power and phase(after.power) in _MIDWAY:
+    if after.power != old.power and phase(after.power) in _MIDWAY:
         yield _MIDWAY[phase(after.power)]
-    if after.attempts > was.attempts:
+    if after.attempts > old.attempts:
         yield f'attempt {after.attempts} failed'
-    if after.fault != was.fault:
-        yield f'fault: {after.fault}' if after.fault else f'is over: {was.fault}'
+    if after.fault != old.fault:
+        yield f'fault: {after.fault}' if after.fault else f'is over: {old.fault}'
 
 
 _MIDWAY = {ASKED: 'its guest was asked to turn itself off', OFF: 'is off, and about to be started'}
 
 
 def _addresses(before: Sequence[Interface], after: Sequence[Interface]) -> Iterator[str]:
-    known = {each.mac: each.address for each in before}
-    for each in after:
-        if each.address is not None and known.get(each.mac) != each.address:
-            yield f'address {each.address} on {each.network}'
+    old_addresses = {interface.mac: interface.address for interface in before}
+    for interface in after:
+        if interface.address is not None and old_addresses.get(interface.mac) != interface.address:
+            yield f'address {interface.address} on {interface.network}'
 
 
 def _request(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
     compute, instance = change.key.removeprefix(keys.HOSTS).partition('/')[::2]
     if change.after is None:
-        return  # its record says what became of it
+        return  # the record's events describe the end
     before = parse_request(compute, change.key, change.before) if change.before is not None else None
     after = parse_request(compute, change.key, change.after)
     if isinstance(after, Invalid):
-        says = f'its request to {host(compute)} cannot be understood: {after.reason}'
-        yield Event(change.revision, 'request', says, instance, after.shares.name or '', compute), ()
+        text = f'its request to {host(compute)} cannot be understood: {after.reason}'
+        yield Event(change.revision, 'request', text, instance, after.shares.name or '', compute), ()
         return
-    was = before if isinstance(before, Request) else None
-    says = _asked(was, after, host(compute)) if change.is_known else ''
-    if says:
-        new = after.stages.values() if was is None and not after.is_tombstone else ()  # later it repeats the record's
-        yield Event(change.revision, 'request', says, after.instance, after.name or '', compute), new
+    old = before if isinstance(before, Request) else None
+    text = _asked(old, after, host(compute)) if change.is_known else ''
+    if text:
+        times = after.stages.values() if old is None and not after.is_tombstone else ()  # later ones repeat the record
+        yield Event(change.revision, 'request', text, after.instance, after.name or '', compute), times
 
 
 def _asked(was: Request | None, after: Request, host: str) -> str:
@@ -197,22 +199,22 @@ def _queue(change: Change, host: Host, taken: Mapping[str, str]) -> Told:
         flavor, instance = change.key.removeprefix(keys.QUEUES).split('/', 1)[0], keys.in_queue(change.key)
         compute = marked_by(change.after) if change.after is not None else None
         if compute and change.key.endswith(keys.TAKER) and change.before is None:
-            says = f'queue {flavor}: {host(compute)} is taking it'
-            yield Event(change.revision, 'queue', says, instance, compute=compute), ()
+            text = f'queue {flavor}: {host(compute)} is taking it'
+            yield Event(change.revision, 'queue', text, instance, compute=compute), ()
         return
     flavor, instance = place
     waiting = parse_waiting(change.key, change.after if change.after is not None else change.before or b'')
     name = '' if isinstance(waiting, Invalid) else waiting.name or ''
     compute = taken.get(instance, '')
-    new: Iterable[str] = ()
+    times: Iterable[str] = ()
     if change.after is None:
-        says = f'queue {flavor}: taken by {host(compute)}' if compute else f'queue {flavor}: left, and nobody has it'
+        text = f'queue {flavor}: taken by {host(compute)}' if compute else f'queue {flavor}: left, and nobody has it'
     elif isinstance(waiting, Invalid):
-        says = f'queue {flavor}: waits, and nobody takes it: {waiting.reason}'
+        text = f'queue {flavor}: waits, and nobody takes it: {waiting.reason}'
     else:
-        says, new = f'queue {flavor}: waits', waiting.stages.values()
+        text, times = f'queue {flavor}: waits', waiting.stages.values()
     if change.is_known or change.after is None:
-        yield Event(change.revision, 'queue', says, instance, name, compute), new
+        yield Event(change.revision, 'queue', text, instance, name, compute), times
 
 
 def _name(change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
@@ -224,34 +226,34 @@ def _name(change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
             holders.append('?')
     before, after = holders
     if change.is_known and before != after:
-        says = 'is called so now' if after else 'gave its name back'
-        yield Event(change.revision, 'name', says, after or before, name), ()
+        text = 'is called so now' if after else 'gave its name back'
+        yield Event(change.revision, 'name', text, after or before, name), ()
 
 
 def _compute(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
     compute = keys.last(change.key)
     before, after = (load_if_object(value or b'') for value in (change.before, change.after))
-    told = after or before
-    said = (told.get(name) for name in ('hostname', 'version', 'since'))
-    hostname, version, since = (each if is_text(each) else '' for each in said)
-    called = hostname if isinstance(hostname, str) and hostname else host(compute)
+    presence = after or before
+    fields = (presence.get(name) for name in ('hostname', 'version', 'since'))
+    hostname, version, since = (field if is_text(field) else '' for field in fields)
+    label = hostname if isinstance(hostname, str) and hostname else host(compute)
     if change.after is None:
-        yield Event(change.revision, 'compute', f'compute {called} went away', compute=compute), ()
+        yield Event(change.revision, 'compute', f'compute {label} went away', compute=compute), ()
     elif change.before is None or before.get('since') != since:
-        which = f', ecomp {version}' if version else ''
-        words = 'came up' if change.before is None and change.is_known else 'is up'
-        yield Event(change.revision, 'compute', f'compute {called} {words}{which}', compute=compute), (str(since),)
+        suffix = f', ecomp {version}' if version else ''
+        verb = 'came up' if change.before is None and change.is_known else 'is up'
+        yield Event(change.revision, 'compute', f'compute {label} {verb}{suffix}', compute=compute), (str(since),)
 
 
 def _shared(kind: str, describe: Callable[[str, bytes], str]) -> Callable[[Change, Host, Mapping[str, str]], Told]:
-    """What is told of what operators set: when what is described of it is another."""
+    """Make the function that reports a change of a key that operators write, if its description changed."""
 
     def say(change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
         name = change.key.split('/', 2)[2]
-        was, now = (_described(describe, name, value) for value in (change.before, change.after))
-        if now != was and (change.is_known or now is None):
-            says = f'{kind} {name}: {now if now is not None else "removed"}'
-            yield Event(change.revision, kind, says), ()
+        old, new = (_described(describe, name, value) for value in (change.before, change.after))
+        if new != old and (change.is_known or new is None):
+            text = f'{kind} {name}: {new if new is not None else "removed"}'
+            yield Event(change.revision, kind, text), ()
 
     return say
 

@@ -1,8 +1,8 @@
-"""Why a provider cannot give what a query asks for, and what would change that. Pure.
+"""Explain why a provider does not satisfy a query, and which change would help. Pure.
 
-Placement's own rules (openstack-placement 16, objects/research_context.py) for providers that stand alone: neither
-nested nor near one that shares. An amount has room if used + amount <= (total - reserved) * allocation_ratio; it has to
-be from min_unit to max_unit, and a multiple of step_size.
+It implements placement's rules (openstack-placement 16, objects/research_context.py) for standalone providers: neither
+nested nor in an aggregate with a sharing one. An amount fits if used + amount <= (total - reserved) *
+allocation_ratio; it must be from min_unit to max_unit, and a multiple of step_size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ORDINALS = ('first', 'second', 'third')
 
 @dataclass(frozen=True)
 class Provider:
-    """A resource provider. `alone`: it has no parent and no children. `taken_count`: of a set, counted as used."""
+    """A resource provider. `is_standalone`: without parent and children. `taken_count`: see with_usage()."""
 
     uuid: str
     inventories: Mapping[str, Inventory] = field(default_factory=dict)
@@ -31,23 +31,26 @@ class Provider:
 
     @property
     def is_closed(self) -> bool:
-        """True if all its VCPU is reserved: its ecompute stopped in good order."""
+        """True if all its VCPU is reserved, because its ecompute stopped cleanly."""
         return 'VCPU' in self.inventories and self.inventories['VCPU'].is_shut
 
     def less(self, given: Sequence[Resources]) -> Provider:
-        """The provider with these amounts used as well."""
-        more = summed(given)
-        now = {name: each._replace(used=each.used + more.get(name, 0)) for name, each in self.inventories.items()}
-        return replace(self, inventories=now, taken_count=len(given))
+        """Return the provider with the amounts of other instances of the same set added to its usage."""
+        sums = summed(given)
+        increased = {
+            name: inventory._replace(used=inventory.used + sums.get(name, 0))
+            for name, inventory in self.inventories.items()
+        }
+        return replace(self, inventories=increased, taken_count=len(given))
 
     def what(self, key: str) -> Collection[str]:
-        """The provider's aggregates, tree or traits, as the parameter `key` of a query is about."""
+        """Return the aggregates, tree or traits of the provider, to which the query parameter `key` applies."""
         return {'member_of': self.aggregates, 'in_tree': (self.uuid,)}.get(key, self.traits)
 
 
 @dataclass(frozen=True)
 class GroupConstraint:
-    """The constraint to be in this group; placement knows nothing of it, so it is no part of a query."""
+    """The constraint to be in this group. It is not part of a query, because placement does not know groups."""
 
     group: str
 
@@ -57,7 +60,7 @@ class GroupConstraint:
 
 @dataclass(frozen=True)
 class Cure:
-    """What makes a constraint hold: to ask for `instead` (None: to drop it), once `freed` of its class is free."""
+    """A way to meet a constraint: request `replacement` (None: drop it) after `amount_to_free` of its class is free."""
 
     constraint: Constraint | GroupConstraint
     instead: Constraint | None
@@ -66,7 +69,7 @@ class Cure:
 
 @dataclass(frozen=True)
 class UnmetConstraint:
-    """A constraint that fails; `shortage` is from 0, almost met, to 1; `cure` None means that nothing helps."""
+    """A constraint that fails; `shortage` is from 0, almost met, to 1. `cure` None means that nothing helps."""
 
     constraint: Constraint | GroupConstraint
     why: str
@@ -75,13 +78,13 @@ class UnmetConstraint:
 
     @property
     def is_disabled(self) -> bool:
-        """True if it fails because the provider is disabled, which no change of the query helps."""
+        """True if it fails because the provider is disabled, which no change of the query can fix."""
         return _is_enabled(self.constraint)
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A provider and the constraints that fail on it; without any it can give what is asked for."""
+    """A provider and the constraints that fail on it; without failures it satisfies the query."""
 
     provider: str
     failures: tuple[UnmetConstraint, ...]
@@ -93,47 +96,46 @@ class Miss:
 
     @property
     def is_disabled(self) -> bool:
-        """True if the provider is disabled, and lacks nothing else."""
-        return bool(self.failures) and all(each.is_disabled for each in self.failures)
+        """True if the only failure is that the provider is disabled."""
+        return bool(self.failures) and all(failure.is_disabled for failure in self.failures)
 
     @property
     def cures(self) -> tuple[Cure, ...] | None:
-        """The cures of all failures; None if one has no cure."""
-        found = tuple(each.cure for each in self.failures if each.cure is not None)
-        return found if len(found) == len(self.failures) else None
+        """The cures of all failures, or None if one of them has no cure."""
+        cures = tuple(failure.cure for failure in self.failures if failure.cure is not None)
+        return cures if len(cures) == len(self.failures) else None
 
 
 def unexplained(query: Iterable[Constraint], provider: Provider, sharing: Iterable[Provider]) -> str | None:
-    """Why these rules do not cover a provider, as the end of a sentence; None if they do.
+    """Say, as the end of a sentence, why the rules of this module do not cover a provider; return None if they do.
 
-    `sharing` are the providers with the trait MISC_SHARES_VIA_AGGREGATE.
+    `sharing_providers` have the trait MISC_SHARES_VIA_AGGREGATE.
     """
     if not provider.alone:
         return 'its resource providers are nested'
-    asked = {each.name for each in query if isinstance(each, Amount)}
-    for each in sharing:
-        if each.uuid == provider.uuid:
+    classes = {constraint.name for constraint in query if isinstance(constraint, Amount)}
+    for other in sharing:
+        if other.uuid == provider.uuid:
             return 'it shares with others'
-        near = set(each.aggregates) & set(provider.aggregates)
-        if near and asked & each.inventories.keys():
-            return f'provider {each.uuid} shares with it'
+        common_aggregates = set(other.aggregates) & set(provider.aggregates)
+        if common_aggregates and classes & other.inventories.keys():
+            return f'provider {other.uuid} shares with it'
     return None
 
 
 def miss(query: Sequence[Constraint], provider: Provider) -> Miss:
-    """The constraints of a query that fail on a provider, for which unexplained() is None."""
-    # A guest cannot be made without these: the class that is left out is never the last one.
-    may_drop = any(isinstance(each, Amount) and each.name in NEEDED for each in query)
-    found = (_failure(each, provider, may_drop) for each in query)
-    failures = (each for each in found if each is not None)
+    """Find the constraints of a query that fail on a provider for which explain_uncovered() is None."""
+    # Required classes are never dropped. If the query has one, it keeps a resource without any other class.
+    can_drop = any(isinstance(constraint, Amount) and constraint.name in NEEDED for constraint in query)
+    results = (_failure(constraint, provider, can_drop) for constraint in query)
+    failures = (failure for failure in results if failure is not None)
     return Miss(provider.uuid, tuple(sorted(failures, key=lambda each: not each.is_disabled)))
 
 
 def apart(found: Miss, group: Group | None, taken: Sequence[str] = (), called: Callable[[str], str] = str) -> Miss:
-    """The miss with a failure added if the instance's group excludes this provider; None means no group.
+    """Return the miss, with a failure added if the instance's group (None: no group) excludes the provider.
 
-    `taken` are the computes that the others of its set take, in order: with these its group has members, too. `called`
-    says what a compute is called.
+    `taken_computes` are those that the other instances of its set take, in order; they count as members of the group.
     """
     if group is None:
         return found
@@ -141,9 +143,9 @@ def apart(found: Miss, group: Group | None, taken: Sequence[str] = (), called: C
     if why is None and taken:
         others = group.with_members({str(number): compute for number, compute in enumerate(taken)})
         if others.excludes(found.provider) is not None:
-            number = taken.index(found.provider) if found.provider in taken else 0
-            which = ORDINALS[number] if number < len(ORDINALS) else f'no. {number + 1}'
-            why = f"the set's {which} takes {called(taken[number])} (group {group.name}, {group.rule})"
+            index = taken.index(found.provider) if found.provider in taken else 0
+            ordinal = ORDINALS[index] if index < len(ORDINALS) else f'no. {index + 1}'
+            why = f"the set's {ordinal} takes {called(taken[index])} (group {group.name}, {group.rule})"
     if why is None:
         return found
     constraint = GroupConstraint(group.name)
@@ -151,36 +153,38 @@ def apart(found: Miss, group: Group | None, taken: Sequence[str] = (), called: C
 
 
 def nearest(misses: Iterable[Miss]) -> list[Miss]:
-    """The misses sorted by how many constraints fail, then by how much they fall short, the least first."""
+    """Sort the misses by the number of failures, then by the total shortage, the smallest first."""
     return sorted(misses, key=lambda each: (len(each.failures), sum(failure.shortage for failure in each.failures)))
 
 
 def smallest(misses: Iterable[Miss]) -> Miss | None:
-    """The miss that the smallest change cures: one that changes the query alone before one that must free something."""
-    curable = [each for each in nearest(misses) if each.cures]
-    by_query = (each for each in curable if not any(cure.freed for cure in each.cures or ()))
+    """Find the miss with the smallest cure, or None; a change of the query alone is smaller than freeing something."""
+    curable = [candidate for candidate in nearest(misses) if candidate.cures]
+    by_query = (candidate for candidate in curable if not any(cure.freed for cure in candidate.cures or ()))
     return next(by_query, next(iter(curable), None))
 
 
 def changed(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constraint, ...]:
-    """The query with the constraints that have a cure replaced, or dropped, by it."""
-    instead: dict[Constraint | GroupConstraint, Constraint | None] = {each.constraint: each.instead for each in cures}
-    now = (instead.get(each, each) for each in query)
-    return tuple(each for each in now if each is not None)
+    """Return the query with the constraints that have a cure replaced or dropped."""
+    replacements: dict[Constraint | GroupConstraint, Constraint | None] = {
+        cure.constraint: cure.instead for cure in cures
+    }
+    replaced = (replacements.get(constraint, constraint) for constraint in query)
+    return tuple(remaining for remaining in replaced if remaining is not None)
 
 
 def in_words(cures: Sequence[Cure], host: str) -> str:
-    """The cures as one instruction: free 1 VCPU on hv2, ask for DISK_GB:10, without required=CUSTOM_FAST."""
-    freed = [f'{each.freed} {_name(each.constraint)}' for each in cures if each.freed]
-    asked = [str(each.instead) for each in cures if each.instead not in (None, each.constraint)]
-    without = [_name(each.constraint) for each in cures if each.instead is None]
+    """Format the cures as one instruction: free 1 VCPU on hv2, ask for DISK_GB:10, without required=CUSTOM_FAST."""
+    amounts_to_free = [f'{cure.freed} {_name(cure.constraint)}' for cure in cures if cure.freed]
+    replacements = [str(cure.instead) for cure in cures if cure.instead not in (None, cure.constraint)]
+    dropped = [_name(cure.constraint) for cure in cures if cure.instead is None]
     parts = []
-    if freed:
-        parts.append(f'free {" and ".join(freed)} on {host}')
-    if asked:
-        parts.append(f'ask for {" and ".join(asked)}')
-    if without:
-        parts.append(f'{"" if asked else "ask "}without {" and ".join(without)}')
+    if amounts_to_free:
+        parts.append(f'free {" and ".join(amounts_to_free)} on {host}')
+    if replacements:
+        parts.append(f'ask for {" and ".join(replacements)}')
+    if dropped:
+        parts.append(f'{"" if replacements else "ask "}without {" and ".join(dropped)}')
     return ', '.join(parts)
 
 
@@ -193,20 +197,20 @@ def _name(constraint: Constraint | GroupConstraint) -> str:
 def _failure(constraint: Constraint, provider: Provider, may_drop: bool) -> UnmetConstraint | None:
     if isinstance(constraint, Amount):
         return _short(constraint, provider.inventories.get(constraint.name), may_drop, provider.taken_count)
-    there = provider.what(constraint.key)
+    names = provider.what(constraint.key)
     if isinstance(constraint, HasNot):
-        holds = constraint.name not in there
+        is_met = constraint.name not in names
     else:
-        holds = any(name in there for name in constraint.any_of)
-    if holds:
+        is_met = any(name in names for name in constraint.any_of)
+    if is_met:
         return None
-    # Asked without it, a query is sent with it all the same.
+    # Dropping it cannot help: enabled_only() adds it to each query that is sent.
     cure = None if _is_enabled(constraint) else Cure(constraint, None)
     return UnmetConstraint(constraint, _lack(constraint), 1.0, cure)
 
 
 def _is_enabled(constraint: Constraint | GroupConstraint) -> bool:
-    """Whether it is the constraint that fails on a disabled compute."""
+    """Return True for the constraint that forbids the trait of disabled computes."""
     return isinstance(constraint, HasNot) and constraint.name == DISABLED
 
 
@@ -216,37 +220,37 @@ def _lack(constraint: Has | HasNot) -> str:
     if isinstance(constraint, HasNot):
         return f'{"is in aggregate" if constraint.key == "member_of" else "has"} {constraint.name}'
     names = ', '.join(constraint.any_of)
-    several = len(constraint.any_of) > 1
+    has_several = len(constraint.any_of) > 1
     if constraint.key == 'in_tree':
         return f'is not provider {names}'
     if constraint.key == 'member_of':
-        return f'is in none of the aggregates {names}' if several else f'is not in aggregate {names}'
-    return f'lacks each of {names}' if several else f'lacks {names}'
+        return f'is in none of the aggregates {names}' if has_several else f'is not in aggregate {names}'
+    return f'lacks each of {names}' if has_several else f'lacks {names}'
 
 
 def _short(asked: Amount, have: Inventory | None, may_drop: bool, taken_count: int) -> UnmetConstraint | None:
     name, amount = asked.name, asked.amount
-    without = Cure(asked, None) if may_drop and name not in NEEDED else None
+    drop_cure = Cure(asked, None) if may_drop and name not in NEEDED else None
     if have is None:
-        return UnmetConstraint(asked, f'has no {name}', 1.0, without)
-    why = []
+        return UnmetConstraint(asked, f'has no {name}', 1.0, drop_cure)
+    reasons = []
     if have.used + amount > have.capacity:
-        there = f'free {have.free} of {have.capacity}'
+        usage = f'free {have.free} of {have.capacity}'
         if have.used > have.capacity:
-            there = f'used {have.used} of {have.capacity}'
-        short = f'short by {have.used + amount - have.capacity}'
-        why.append(f'{name} is {short}' if taken_count else f'{name} {short} ({there})')
+            usage = f'used {have.used} of {have.capacity}'
+        lacking = f'short by {have.used + amount - have.capacity}'
+        reasons.append(f'{name} is {lacking}' if taken_count else f'{name} {lacking} ({usage})')
     if amount > have.max_unit:
-        why.append(f'{name}:{amount} is more than one may have (max_unit {have.max_unit})')
+        reasons.append(f'{name}:{amount} is more than one may have (max_unit {have.max_unit})')
     if amount < have.min_unit:
-        why.append(f'{name}:{amount} is less than one has to have (min_unit {have.min_unit})')
+        reasons.append(f'{name}:{amount} is less than one has to have (min_unit {have.min_unit})')
     if amount % have.step_size:
-        why.append(f'{name}:{amount} is not a multiple of {have.step_size} (step_size)')
-    if not why:
+        reasons.append(f'{name}:{amount} is not a multiple of {have.step_size} (step_size)')
+    if not reasons:
         return None
     possible = have.nearest(amount, have.free)
     shortage = 1.0 if possible is None else min(abs(amount - possible) / amount, 1.0)
-    return UnmetConstraint(asked, '; '.join(why), shortage, _cure(asked, have, possible, without))
+    return UnmetConstraint(asked, '; '.join(reasons), shortage, _cure(asked, have, possible, drop_cure))
 
 
 def _cure(asked: Amount, have: Inventory, possible: int | None, without: Cure | None) -> Cure | None:
@@ -254,7 +258,7 @@ def _cure(asked: Amount, have: Inventory, possible: int | None, without: Cure | 
         return Cure(asked, Amount(asked.name, possible))
     if without is not None:
         return without
-    emptied = have.nearest(asked.amount, have.capacity)
-    if emptied is None:
+    amount_if_empty = have.nearest(asked.amount, have.capacity)
+    if amount_if_empty is None:
         return None
-    return Cure(asked, Amount(asked.name, emptied), have.used + emptied - have.capacity)
+    return Cure(asked, Amount(asked.name, amount_if_empty), have.used + amount_if_empty - have.capacity)

@@ -1,7 +1,7 @@
-"""A guest: what it is plugged into, what it is given, what a hypervisor makes of it, and what it says of itself. Pure.
+"""Guests: their networks, keys, user-data and specification, and the reports that they send. Pure.
 
-It is believed about itself alone, and as far as it is well formed: whatever else it says counts as not said. Nothing
-of user-data and keys is ever quoted: a reason says which line, for it goes to terminals and logs.
+A guest is trusted only about itself; malformed parts of its report are ignored. User-data and keys are never quoted in
+errors, which go to terminals and logs: an error names the line.
 
 Sources: cloud-init's "User data formats" and `user_data.py`; RFC 4253 6.6 (a public key's blob is length-prefixed
 strings, the first its type); sshd(8) for the line around it.
@@ -18,131 +18,129 @@ from ecomp.errors import BuildFailed
 from ecomp.model.json_object import dump, load_if_object, load_object
 from ecomp.model.text import printable
 
+# A configuration with more interfaces for each guest is refused.
 MOST_INTERFACES = 8
-"""Interfaces of a guest; a configuration with more is refused."""
 
 
 class Attachment(NamedTuple):
-    """What an interface is plugged into: `kind` is `network` (libvirt's, by name) or `bridge` (the host's)."""
+    """The network of an interface: `kind` is `network` (of libvirt, by name) or `bridge` (of the host)."""
 
     kind: str
     name: str
 
 
+# The address of EC2's metadata server, at which guests look for one. It is link-local, so no router forwards to it.
 METADATA_ADDRESS = '169.254.169.254'
-"""Where guests look for a metadata server: EC2's, and link-local, so that no router knows it."""
 
 DEFAULT_NETWORKS = (Attachment('network', 'default'),)
 
+# The route metric of the first interface, the default of networkd and NetworkManager; further ones get multiples.
 METRIC = 100
-"""The metric of the first interface's routes, as networkd and NetworkManager have it; the next ones have multiples."""
 
 
 def network_config(macs: Sequence[str]) -> dict[str, Any] | None:
-    """What cloud-init is told of the interfaces with these MACs: DHCP on each, and the first one's routes come first.
+    """Return cloud-init's network configuration: DHCP on each interface, the first one's routes preferred.
 
-    None for a single one, on which every image asks DHCP by itself. Netplan's version 2, which cloud-init hands on to
-    netplan or translates; it finds the interfaces by their MACs, so that the keys need not be their names.
+    It is None for a single interface, on which every image uses DHCP by default. The format is netplan's version 2,
+    which cloud-init passes to netplan or translates. It matches interfaces by MAC, so the keys need not be their names.
     Sources: cloud-init's "Networking config version 2" and network_state.py (22.4 to 25.1), netplan-yaml(5).
     """
     if len(macs) < 2:
         return None
     ethernets: dict[str, Any] = {}
-    for number, mac in enumerate(macs):
-        ethernets[f'eth{number}'] = {
+    for index, mac in enumerate(macs):
+        ethernets[f'eth{index}'] = {
             'match': {'macaddress': mac},
             'dhcp4': True,
-            # Two default routes of one metric are two of which any may be taken.
-            'dhcp4-overrides': {'route-metric': METRIC * (number + 1)},
-            # A network without DHCP is not waited for.
-            **({'optional': True} if number else {}),
+            # With equal metrics a guest may use either default route.
+            'dhcp4-overrides': {'route-metric': METRIC * (index + 1)},
+            # Do not delay the boot for a network without DHCP.
+            **({'optional': True} if index else {}),
         }
     return {'version': 2, 'ethernets': ethernets}
 
 
+# Host keys of other types, further keys, and longer ones are dropped. 3000 characters hold an RSA key of 16384 bits.
 KINDS = ('ssh-ed25519', 'ecdsa-sha2-nistp256', 'ecdsa-sha2-nistp384', 'ecdsa-sha2-nistp521', 'ssh-rsa')
-"""Types of host keys that count; of another type none is kept."""
 MOST_KEYS = 4
-"""Host keys of a guest; further ones are left out."""
 LARGEST_KEY = 3000
-"""Characters of a host key, of RSA with 16384 bits; a longer one is left out."""
-LONGEST_STAGE, LONGEST_REASON = 40, 500
-"""Characters of what cloud-init says failed; what is longer ends in `…`."""
+# Characters of cloud-init's failed stage and error; longer text is truncated and ends in `…`.
+LONGEST_STAGE = 40
+LONGEST_REASON = 500
 
 
 @dataclass(frozen=True)
 class GuestFailure:
-    """What went wrong in a guest's cloud-init: the stage, as cloud-init calls it, and cloud-init's own words."""
+    """A failure of a guest's cloud-init: the stage, by cloud-init's name, and cloud-init's error message."""
 
     stage: str
     reason: str
 
 
 class GuestWord(NamedTuple):
-    """What a guest said. `host_keys` are `<type> <base64>`; `failed` None: its cloud-init did all it was told to."""
+    """A guest's report. `host_keys` are `<type> <base64>`; `failure` None means that its cloud-init succeeded."""
 
     host_keys: tuple[str, ...] = ()
     failed: GuestFailure | None = None
 
 
 def parse_word(data: bytes) -> GuestWord:
-    """What the metadata server wrote down of a guest's word. What cannot be read is a word without anything in it.
+    """Parse the guest's report that the metadata server stored.
 
-    So is an empty one: an older metadata server writes that.
+    A malformed report counts as an empty one, which older metadata servers write.
     """
-    said = load_if_object(data)
-    return GuestWord(host_keys(said.get('host_keys')), failed(said.get('stage'), said.get('error')))
+    report = load_if_object(data)
+    return GuestWord(host_keys(report.get('host_keys')), failed(report.get('stage'), report.get('error')))
 
 
 def host_keys(value: object) -> tuple[str, ...]:
-    """The OpenSSH public keys in a list, without comments, each once; what is none, or too large, is left out."""
-    found: dict[str, None] = {}
+    """Return up to MAX_HOST_KEYS valid OpenSSH public keys of a list, each once and without its comment."""
+    accepted: dict[str, None] = {}
     for text in value if isinstance(value, list) else ():
         fields = text.split()[:2] if isinstance(text, str) and len(text) <= LARGEST_KEY else ['']
         try:
             if fields and fields[0] in KINDS:
-                found[public_key(fields)] = None
+                accepted[public_key(fields)] = None
         except ValueError:
             continue
-    return tuple(found)[:MOST_KEYS]
+    return tuple(accepted)[:MOST_KEYS]
 
 
 def failed(stage: object, reason: object) -> GuestFailure | None:
-    """The failure that two words tell of; None unless both are texts, and the first is not empty."""
+    """Return the failure of a report, or None unless both fields are strings and the stage is not empty."""
     if not isinstance(stage, str) or not isinstance(reason, str) or not stage:
         return None
     return GuestFailure(printable(stage, LONGEST_STAGE), printable(reason, LONGEST_REASON))
 
 
+# More user-data, or more ssh keys of an instance in total, are refused. A request contains user-data as base64.
 USER_DATA_LIMIT = 256 * 1024
-"""Bytes of user-data; more is refused. A request holds it as base64."""
 KEYS_LIMIT = 32 * 1024
-"""Bytes of all ssh keys of an instance; more are refused."""
 
 GZIP = b'\x1f\x8b'
+# The beginnings of user-data that cloud-init accepts; it also accepts a MIME header near the beginning.
 KNOWN = ('#cloud-config', '#cloud-boothook', '#!', '#include', '#part-handler', '## template: jinja')
-"""How user-data begins that cloud-init takes; it also takes what has a MIME header near its beginning."""
+# Gzipped user-data that unpacks to more bytes is not inspected.
 UNPACKED_LIMIT = 16 * 1024 * 1024
-"""Bytes that are unpacked of gzip to look at them; what has more is not looked at."""
 
 
 class SharedUserData(NamedTuple):
-    """User-data of a set: its SHA-256, which the set's requests hold, and the value of the key that holds it once."""
+    """User-data of a set: its SHA-256, which each request contains, and the value of the one key that stores it."""
 
     sha256: str
     text: str
 
     @classmethod
     def of(cls, data: bytes) -> Self:
-        """The SharedUserData of these bytes."""
-        import hashlib  # here and below: seldom needed, and slow to load
+        """Make the SharedUserData of these bytes."""
+        import hashlib  # loaded late, here and below: rarely needed, and slow to load
 
         encoded = binascii.b2a_base64(data, newline=False).decode()
         return cls(hashlib.sha256(data).hexdigest(), dump({'version': 1, 'user_data': encoded}))
 
 
 def shared_user_data(value: bytes, sha256: str) -> bytes:
-    """The user-data in the value of a set's key. ValueError if its SHA-256 is another."""
+    """Return the user-data in the value of a set's key; raise ValueError if it is malformed, too large or changed."""
     import hashlib
 
     try:
@@ -157,7 +155,7 @@ def shared_user_data(value: bytes, sha256: str) -> bytes:
 
 
 def check_user_data(data: bytes) -> bytes:
-    """The user-data as it is; ValueError if cloud-init cannot read it. The size is not checked."""
+    """Return the user-data unchanged; raise ValueError if cloud-init cannot read it. Its size is not checked."""
     if not data:
         raise ValueError('is empty')
     if data.startswith(GZIP):
@@ -173,27 +171,28 @@ def check_user_data(data: bytes) -> bytes:
 
 
 def unpacked(data: bytes) -> bytes | None:
-    """What cloud-init reads of user-data: what is in it where it is gzip, None where that is broken.
+    """Return the user-data unpacked if it is gzip, or None if the gzip data is corrupt.
 
-    Of more than UNPACKED_LIMIT the data as it is.
+    Data that would unpack to more than MAX_UNPACKED_BYTES is returned packed.
     """
     if not data.startswith(GZIP):
         return data
-    import gzip  # here and below: few give any
+    import gzip  # loaded late: few users pass gzip
     import io
     import zlib
 
     try:
-        found = gzip.GzipFile(fileobj=io.BytesIO(data)).read(UNPACKED_LIMIT + 1)
+        content = gzip.GzipFile(fileobj=io.BytesIO(data)).read(UNPACKED_LIMIT + 1)
     except (OSError, EOFError, zlib.error):
         return None
-    return found if len(found) <= UNPACKED_LIMIT else data
+    return content if len(content) <= UNPACKED_LIMIT else data
 
 
 def looks_unknown(data: bytes) -> bool:
-    """True for user-data that cloud-init would ignore: it begins with none of KNOWN and has no MIME header.
+    """Return True for user-data that cloud-init would ignore: not gzip, without a known beginning and MIME header.
 
-    As type_from_starts_with() in cloud-init's cloudinit/handlers/__init__.py: of UTF-8 alone, lowered, left-stripped.
+    It compares as type_from_starts_with() in cloud-init's cloudinit/handlers/__init__.py: only UTF-8, in lower case,
+    without leading white space.
     """
     text = data.decode(errors='replace')
     is_known = text.encode() == data and text.lower().lstrip().startswith(KNOWN)
@@ -201,28 +200,28 @@ def looks_unknown(data: bytes) -> bool:
 
 
 def public_keys(data: bytes) -> tuple[str, ...]:
-    """The keys in a file of OpenSSH public keys, a line each, without empty lines and comments.
+    """Return the keys in a file of OpenSSH public keys, each once, without empty lines and comments.
 
-    ValueError, with the line, for any other line.
+    Raises ValueError if another line is not a key, naming the line, or if there is no key.
     """
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f'line {data.count(bytes([10]), 0, error.start) + 1}: is not text in UTF-8') from error
-    found = []
+    accepted = []
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith('#'):
             try:
-                found.append(public_key(line.split()))
+                accepted.append(public_key(line.split()))
             except ValueError as error:
                 raise ValueError(f'line {number}: {error}') from error
-    if not found:
+    if not accepted:
         raise ValueError('has no key in it')
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(accepted))
 
 
 def public_key(fields: list[str]) -> str:
-    """The OpenSSH public key that these words of a line are: type, base64, comment. ValueError if they are none."""
+    """Join the fields of a line (type, base64, comment) to an OpenSSH public key; raise ValueError if it is invalid."""
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
         raise ValueError('is a private key: name the public one, whose file ends in .pub')
@@ -238,19 +237,19 @@ def public_key(fields: list[str]) -> str:
         raise ValueError(wrong) from error
     if not blob.startswith(len(kind).to_bytes(4, 'big') + kind):
         raise ValueError(wrong)
-    # A certificate's blob also holds plain numbers.
+    # A certificate's blob is not checked, because it also contains plain numbers.
     if b'-cert-v' not in kind and not _is_whole(blob):
         raise ValueError('is a part of a public key only: copy the whole line')
     return key
 
 
 def _is_whole(blob: bytes) -> bool:
-    """True when the blob is two strings or more, and ends where the last one does."""
-    at = count = 0
-    while at < len(blob):
-        at += 4 + int.from_bytes(blob[at : at + 4], 'big')
+    """Return True if the blob consists of two or more complete length-prefixed strings."""
+    position = count = 0
+    while position < len(blob):
+        position += 4 + int.from_bytes(blob[position : position + 4], 'big')
         count += 1
-    return at == len(blob) and count > 1
+    return position == len(blob) and count > 1
 
 
 CRASHED = 'its QEMU process crashed or was killed'
@@ -262,9 +261,9 @@ REFUSED_METADATA = 'the metadata server refuses it'
 
 
 class Address(NamedTuple):
-    """An IPv4 address a guest has, and what says so: `lease` (libvirt's DHCP), `arp` (the host's table) or `agent`.
+    """An IPv4 address of a guest, and its source: `lease` (libvirt's DHCP), `arp` (the host's table) or `agent`.
 
-    `since` is the ISO time at which a lease was given, or given again; '' where that is not known.
+    `since` is the ISO time at which the lease was granted or renewed; '' if it is not known.
     """
 
     address: str
@@ -281,7 +280,7 @@ class ReservedAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class BaseImage:
-    """A cached image, ready to be overlaid. `virtual_size` is in bytes."""
+    """A cached image, ready for overlays. `virtual_size` is in bytes."""
 
     path: str
     format: str
@@ -290,12 +289,12 @@ class BaseImage:
 
 @dataclass(frozen=True)
 class GuestSpec:
-    """All a hypervisor needs to make one guest. Memory is in MiB, disk in GiB.
+    """The specification from which a hypervisor makes a guest. `memory_mb` is in MiB, `disk_gb` in GiB.
 
-    `disk_gb` None means the image's own size (`resize: False`). The guest has an interface on each of `networks`, at
-    most MOST_INTERFACES; `reserved` has their IPv4 addresses in the same order, None or nothing where none is reserved.
-    `virt_type` is libvirt's domain type, `kvm` or `qemu`. `seed` has the files of its NoCloud disk, {name: content};
-    None means that it has no such disk and asks the metadata server.
+    `disk_gb` None means the image's own size (`resize: False`). The guest has one interface on each of `networks`, at
+    most MAX_INTERFACES. `reserved_addresses` are their IPv4 addresses in the same order; None, or a missing one, means
+    that none is reserved. `virt_type` is libvirt's domain type, `kvm` or `qemu`. `seed` has the files of the NoCloud
+    disk, {name: content}; None means that there is no such disk and the guest uses the metadata server.
     """
 
     instance: str
@@ -312,16 +311,16 @@ class GuestSpec:
     @property
     def macs(self) -> tuple[str, ...]:
         """The MAC addresses of the interfaces, in the order of `networks`."""
-        return tuple(mac_address(self.instance, number) for number in range(len(self.networks)))
+        return tuple(mac_address(self.instance, index) for index in range(len(self.networks)))
 
 
 @dataclass(frozen=True)
 class Guest:
-    """What a host has of one instance: a domain with our mark, its disk, or both.
+    """An instance's guest as it is on a host: a domain with our owner mark, a disk, or both.
 
-    `compute` is the provider uuid in the domain's mark, None when only a disk is there. `trouble` is what is wrong with
-    it on this host (its QEMU crashed, or is paused for want of disk), in plain words; '' if nothing is. `size` is what
-    its domain has by the names of resource classes, where that is known; `MEMORY_MB now` is what its balloon leaves it.
+    `compute` is the uuid in the owner mark, None if there is only a disk. `trouble` says what is wrong with the guest
+    on this host (its QEMU crashed, or is paused because the disk is full), '' if nothing is. `size` has the domain's
+    amounts by resource class, if known; `MEMORY_MB now` is the memory that its balloon leaves it.
     """
 
     instance: str
@@ -333,17 +332,17 @@ class Guest:
     size: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def with_trouble(self, trouble: str) -> Guest:
-        """Return the guest with this trouble beside what it has."""
+        """Return the guest with `trouble` added to its troubles; '' adds none."""
         return replace(self, trouble='; '.join(filter(None, (self.trouble, trouble))))
 
     @property
     def is_built(self) -> bool:
-        """Whether it runs, or may have run: a domain is defined last, on a disk that is there by then."""
+        """True if it runs or may have run: a build defines the domain last, when the disk already exists."""
         return self.running or (self.defined and self.disk)
 
 
 def mac_address(instance: str, number: int) -> str:
-    """The MAC of an instance's interface: the same every time, in QEMU's own range 52:54:00."""
+    """Return the MAC of an instance's interface: a hash of both arguments, in QEMU's range 52:54:00."""
     import hashlib
 
     digest = hashlib.sha256(f'{instance}/{number}'.encode()).hexdigest()
@@ -351,11 +350,11 @@ def mac_address(instance: str, number: int) -> str:
 
 
 def all_macs(instance: str) -> tuple[str, ...]:
-    """Every MAC an interface of the instance can have, for as many networks as it can be on."""
-    return tuple(mac_address(instance, number) for number in range(MOST_INTERFACES))
+    """Return every MAC that an interface of the instance can have."""
+    return tuple(mac_address(instance, index) for index in range(MOST_INTERFACES))
 
 
 def same_mac(mac: str, other: str) -> BuildFailed:
-    """Why no guest is made whose MAC the instance `other` of this host has: that is 24 bits of a hash."""
-    why = f'its MAC {mac} is that of instance {other} here'
-    return BuildFailed('scheduled', f'{why}: ask again, a new uuid has another')
+    """Return the error for a MAC that instance `other` on this host has, too: it is only 24 bits of a hash."""
+    reason = f'its MAC {mac} is that of instance {other} here'
+    return BuildFailed('scheduled', f'{reason}: ask again, a new uuid has another')
