@@ -1,7 +1,7 @@
-"""The audit: where placement, etcd and the computes tell different stories. Pure: planes in, findings out.
+"""The audit: find disagreements between placement, etcd and the computes. Pure.
 
-What an instance's own state explains is no finding: one that is scheduled, building or destroying, or that an eschedule
-is at, is in work. What a compute that is silent or mute has on it is not compared.
+An instance in work (scheduled, building, destroying, or with an attempt in flight) gives no findings that its state
+explains. The guests and disks of silent and mute computes are not compared.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ecomp.model.quota import Quota, counted
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.text import some
 
+# The exit code of `audit` and `doctor` with findings.
 FOUND = 8
-"""The exit code of an audit or a doctor that found something."""
 
 
 class Repair(Enum):
-    """What `audit --fix` does about a finding, in words; ecomp.scheduler.operating.audit carries it out."""
+    """A repair of `audit --fix`, in words; ecomp.scheduler.operating.audit carries it out."""
 
     RELEASE = 'releases it'
     CLAIM = 'claims it again, as it was requested'
@@ -44,20 +44,16 @@ class Repair(Enum):
 
 
 class Code(NamedTuple):
-    """What an audit can find: every code, what it means, and what mends it.
-
-    The codes are stable: scripts may ask for them. An instance is named by its uuid, a compute by its provider's, a
-    name by itself.
-    """
+    """A kind of finding: its meaning and repair. Its code is stable: scripts depend on it."""
 
     meaning: str
     repair: Repair | None = None
+    # The manual repair. `<key>` stands for the finding's key, or for all of its keys if one of them is wrong.
     how: str = ''
-    """How a person mends it otherwise. Of a finding `<key>` is its key, or each of those of which one is wrong."""
 
     @property
     def fix(self) -> str:
-        """What `audit --fix` does about it, '' for nothing."""
+        """The repair of `audit --fix` in words, '' if there is none."""
         return self.repair.value if self.repair else ''
 
 
@@ -186,11 +182,11 @@ CODES = {
 
 
 class Finding(NamedTuple):
-    """One disagreement about `subject`, an instance, a compute or a name; `sentence` says which plane says what.
+    """One disagreement about `subject`: an instance, compute, name, group or project.
 
-    `compute` is the compute it is on, '' for none; `leftover` is what --fix has that compute remove, None for nothing.
-    `mendable` False means that --fix leaves this one, whatever its code says. `keys` are those of etcd that a person
-    chooses from; where --fix repairs it, the first is what it changes, if all of them are as they were found.
+    `sentence` says what each plane has. `compute` is where it is, '' if nowhere. --fix has that compute remove
+    `leftover`, unless None. With `is_repairable` False --fix leaves the finding alone, although its code has a repair.
+    `keys` are the keys in etcd to choose from; --fix changes the first one, if all are still as they were found.
     """
 
     code: str
@@ -203,78 +199,78 @@ class Finding(NamedTuple):
 
     @property
     def repair(self) -> Repair | None:
-        """What `audit --fix` does about it, None for nothing."""
+        """The repair of `audit --fix`, None if it leaves the finding alone."""
         return CODES[self.code].repair if self.mendable else None
 
     @property
     def fix(self) -> str:
-        """The repair in words, '' for none."""
+        """The repair in words, '' if there is none."""
         return self.repair.value if self.repair else ''
 
     @property
     def how(self) -> str:
-        """How a person mends it, '' where `audit --fix` does."""
-        how = '' if self.fix else CODES[self.code].how
-        return how.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else how
+        """The manual repair, '' if `audit --fix` repairs it."""
+        text = '' if self.fix else CODES[self.code].how
+        return text.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else text
 
     def to_dict(self) -> dict[str, Any]:
-        """The finding as users see it in JSON."""
         return {name: getattr(self, name) for name in ('code', 'subject', 'compute', 'sentence', 'fix', 'how')}
 
 
+# {subject: {key about the subject: its revision in etcd}}
 Revisions = Mapping[str, Mapping[str, int]]
-"""{subject: {key about it: etcd's revision}}."""
 
 
 def confirmed(first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]) -> list[Finding]:
-    """The findings that both looks have, word for word, and about whose subject no key changed in any of `revisions`.
+    """Return the findings that both checks have, and about whose subject no key changed.
 
-    What is in work changes keys: what two planes say of it at different moments is no disagreement.
+    Work on an instance changes keys, so planes that were read at different moments need not disagree about it.
     """
-    again = set(second)
+    second_findings = set(second)
     return [
-        each
-        for each in first
-        if each in again and all(at.get(each.subject) == revisions[0].get(each.subject) for at in revisions)
+        finding
+        for finding in first
+        if finding in second_findings
+        and all(snapshot.get(finding.subject) == revisions[0].get(finding.subject) for snapshot in revisions)
     ]
 
 
+# The code for each trouble of a living guest that its compute detects itself and writes into the record's fault.
 TROUBLES = {**dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED), 'domain-differs'), REFUSED_METADATA: 'metadata-refused'}
-"""The code of what a compute has found itself of a living guest, and says in its record's fault."""
 
 
 def audit(planes: Planes) -> list[Finding]:
-    """Every disagreement between the planes, those about computes first."""
+    """Return every disagreement between the planes, starting with those about computes."""
     world = World(planes)
-    found = [*_computes(world), *_attempts(world), *_queues(world), *_names(world), *groups(world), *quotas(world)]
+    findings = [*_computes(world), *_attempts(world), *_queues(world), *_names(world), *groups(world), *quotas(world)]
     for instance in world.instances():
         if instance not in world.at_it:
-            found += _instance(world, instance)
+            findings += _instance(world, instance)
     for compute, digest in planes.digests.items():
-        found += (
+        findings += (
             Finding('part-orphaned', compute, f'{name} is on compute {compute}, and nobody is writing it', compute,
                     Leftover('part', name, mark))
             for name, mark in digest.parts.items()
         )  # fmt: skip
         for name in digest.bad_bases:
-            said = f'base volume {name} on compute {compute} is not what it was when it was fetched'
-            found.append(Finding('base-differs', compute, said))
+            sentence = f'base volume {name} on compute {compute} is not what it was when it was fetched'
+            findings.append(Finding('base-differs', compute, sentence))
         for name in digest.open_dhcp:
-            said = f'the DHCP of network {name} on compute {compute} gives an address to whatever MAC asks'
-            found.append(Finding('dhcp-open', compute, said))
-    return found
+            sentence = f'the DHCP of network {name} on compute {compute} gives an address to whatever MAC asks'
+            findings.append(Finding('dhcp-open', compute, sentence))
+    return findings
 
 
 def _computes(world: World) -> Iterator[Finding]:
-    known = {*world.alive, *world.planes.providers, *world.away()}
-    for key, kept in world.planes.etcd.items():
-        if key.startswith(keys.COMPUTES) and not kept.lease:
+    known_computes = {*world.alive, *world.planes.providers, *world.away()}
+    for key, entry in world.planes.etcd.items():
+        if key.startswith(keys.COMPUTES) and not entry.lease:
             compute = keys.last(key)
             yield Finding('presence-unleased', compute, f'{key} is on no lease: nobody is alive by it', keys=(key,))
-        if key.startswith(keys.HOSTNAMES) and keys.last(key) not in known:
-            told = f'{key} is the name of a compute that neither placement nor a request or a living record speaks of'
+        if key.startswith(keys.HOSTNAMES) and keys.last(key) not in known_computes:
+            detail = f'{key} is the name of a compute that neither placement nor a request or a living record speaks of'
             presence = keys.compute(keys.last(key))
-            yield Finding('hostname-orphaned', keys.last(key), told, keys=(key, presence))
+            yield Finding('hostname-orphaned', keys.last(key), detail, keys=(key, presence))
     for compute in sorted(world.alive):
         provider = world.planes.providers.get(compute)
         if provider is None:
@@ -282,36 +278,36 @@ def _computes(world: World) -> Iterator[Finding]:
         elif not provider.inventory:
             yield Finding('inventory-missing', compute, f'compute {compute} lives, placement has no inventory of it')
         if compute in world.planes.mute:
-            why = world.planes.mute[compute]
-            yield Finding('compute-mute', compute, f'etcd says compute {compute} lives, it gives no digest: {why}')
+            reason = world.planes.mute[compute]
+            yield Finding('compute-mute', compute, f'etcd says compute {compute} lives, it gives no digest: {reason}')
     for compute, state in world.away().items():
         held = world.planes.providers[compute].held if compute in world.planes.providers else {}
         if state == SILENT and (held or world.queued):
-            why = f'holds {len(held)} claim' + 's' * (len(held) > 1) if held else 'requests wait that it may run'
-            told = f'compute {compute} is silent, and {why}: what it has was not compared'
-            yield Finding('compute-silent', compute, told, compute)
+            reason = f'holds {len(held)} claim' + 's' * (len(held) > 1) if held else 'requests wait that it may run'
+            sentence = f'compute {compute} is silent, and {reason}: what it has was not compared'
+            yield Finding('compute-silent', compute, sentence, compute)
     for compute in sorted(world.computes & world.planes.providers.keys()):
         provider = world.planes.providers[compute]
         for name, amount in sorted(summed(provider.held.values()).items()):
-            each = provider.inventory.get(name, {})
-            # Not less `reserved`: a compute that was stopped has all its VCPU reserved, and its guests go on.
-            there = capacity(each.get('total', 0), each.get('allocation_ratio', 1.0))
-            if amount > there:
-                yield Finding('capacity-exceeded', compute, f'{name}:{amount} is held of it, and it has {there}')
+            inventory = provider.inventory.get(name, {})
+            # `reserved` is not subtracted: a stopped compute has all its VCPU reserved while its guests keep running.
+            total = capacity(inventory.get('total', 0), inventory.get('allocation_ratio', 1.0))
+            if amount > total:
+                yield Finding('capacity-exceeded', compute, f'{name}:{amount} is held of it, and it has {total}')
 
 
 def _attempts(world: World) -> Iterator[Finding]:
-    for key, kept in world.under(keys.ATTEMPTS).items():
-        if not kept.lease:
-            said = f'{key} is on no lease: it will stay for ever'
-            yield Finding('attempt-unleased', keys.last(key), said, keys=(key,))
+    for key, entry in world.under(keys.ATTEMPTS).items():
+        if not entry.lease:
+            sentence = f'{key} is on no lease: it will stay for ever'
+            yield Finding('attempt-unleased', keys.last(key), sentence, keys=(key,))
 
 
 def _queues(world: World) -> Iterator[Finding]:
-    for key, kept in world.under(keys.QUEUES).items():
-        if key.endswith(keys.TAKER) and not kept.lease:
-            said = f'{key} is on no lease: nobody else ever takes it'
-            yield Finding('taker-unleased', keys.in_queue(key), said, keys=(key,))
+    for key, entry in world.under(keys.QUEUES).items():
+        if key.endswith(keys.TAKER) and not entry.lease:
+            sentence = f'{key} is on no lease: nobody else ever takes it'
+            yield Finding('taker-unleased', keys.in_queue(key), sentence, keys=(key,))
     for instance, queues in sorted(world.queued.items()):
         wishes, record = sorted(world.wishes.get(instance, {})), world.records.get(instance)
         others = [f'it is requested of compute {", ".join(wishes)}'] if wishes else []
@@ -319,17 +315,17 @@ def _queues(world: World) -> Iterator[Finding]:
         for flavor, waiting in sorted(queues.items()):
             key = keys.queue(flavor, instance)
             if isinstance(waiting, Invalid):
-                said = f'{key} cannot be understood, and nobody takes it: {waiting.reason}'
-                yield Finding('queued-unreadable', instance, said, keys=(key,))
+                sentence = f'{key} cannot be understood, and nobody takes it: {waiting.reason}'
+                yield Finding('queued-unreadable', instance, sentence, keys=(key,))
             elif others or len(queues) > 1:
-                also = [f'it waits for {", ".join(sorted(queues))}'] if len(queues) > 1 else []
-                said = f'{key} says that it waits, and {"; ".join([*others, *also])}'
-                mendable = bool(others) and len(queues) == 1
-                rests = world.keys_of(instance) if mendable else ()
-                yield Finding('queued-doubled', instance, said, mendable=mendable, keys=(key, *rests))
+                other_queues = [f'it waits for {", ".join(sorted(queues))}'] if len(queues) > 1 else []
+                sentence = f'{key} says that it waits, and {"; ".join([*others, *other_queues])}'
+                is_repairable = bool(others) and len(queues) == 1
+                related_keys = world.keys_of(instance) if is_repairable else ()
+                yield Finding('queued-doubled', instance, sentence, mendable=is_repairable, keys=(key, *related_keys))
             elif world.kept(keys.flavor(flavor)) is None:
-                said = f'it waits for flavor {flavor}, which is not there: nobody takes it'
-                yield Finding('queued-flavorless', instance, said)
+                sentence = f'it waits for flavor {flavor}, which is not there: nobody takes it'
+                yield Finding('queued-flavorless', instance, sentence)
 
 
 def _names(world: World) -> Iterator[Finding]:
@@ -339,66 +335,66 @@ def _names(world: World) -> Iterator[Finding]:
             yield Finding('name-orphaned', name, f'{key} cannot be understood', mendable=False, keys=(key,))
             continue
         wishes, record = world.wishes.get(instance, {}).values(), world.records.get(instance)
-        waits = world.queued.get(instance, {}).values()
-        if instance in world.unreadable or any(isinstance(each, Invalid) for each in (*wishes, *waits)):
-            continue  # what it is called is not known
-        kept = world.kept(key)
+        waiting = world.queued.get(instance, {}).values()
+        if instance in world.unreadable or any(isinstance(wish, Invalid) for wish in (*wishes, *waiting)):
+            continue  # its name is unknown
+        entry = world.kept(key)
         if record is not None and not world.is_living(instance):
-            # By its name one that failed is found as long as its record is there.
-            if record.state == ERROR and kept is not None and kept.lease:
+            # A failed instance keeps its name, on a lease, for as long as its record.
+            if record.state == ERROR and entry is not None and entry.lease:
                 continue
-            said = f'its record says {record.state}'
+            detail = f'its record says {record.state}'
         elif name not in world.called(instance) and not world.is_in_work(instance):
-            said = 'which is called otherwise' if record or wishes else 'no request and no record speaks of it'
+            detail = 'which is called otherwise' if record or wishes else 'no request and no record speaks of it'
         else:
             continue
-        told = f'{key} is of instance {instance}: {said}'
-        yield Finding('name-orphaned', name, told, keys=(key, *world.keys_of(instance)))
+        sentence = f'{key} is of instance {instance}: {detail}'
+        yield Finding('name-orphaned', name, sentence, keys=(key, *world.keys_of(instance)))
 
 
 def _called(world: World, record: Record) -> Iterator[Finding]:
     for name in sorted(world.called(record.instance)):
         if name in RESERVED:
             yield Finding('name-reserved', record.instance, f'it is called {name}, which is reserved for a command')
-        kept, whose = world.kept(keys.name(name)), world.names.get(name)
-        mine = whose == record.instance
-        if kept is None:
-            said = 'is not there'
-        elif not mine:
-            said = f'is of instance {whose}'
-        elif kept.lease:
-            said = 'is on a lease: it will vanish'
+        entry, owner = world.kept(keys.name(name)), world.names.get(name)
+        is_own = owner == record.instance
+        if entry is None:
+            detail = 'is not there'
+        elif not is_own:
+            detail = f'is of instance {owner}'
+        elif entry.lease:
+            detail = 'is on a lease: it will vanish'
         else:
             continue
-        told = f'it is called {name}, and {keys.name(name)} {said}'
-        rests = world.keys_of(record.instance)
-        yield Finding('name-missing', record.instance, told, mendable=kept is None or mine, keys=rests)
+        sentence = f'it is called {name}, and {keys.name(name)} {detail}'
+        related_keys = world.keys_of(record.instance)
+        yield Finding('name-missing', record.instance, sentence, mendable=entry is None or is_own, keys=related_keys)
 
 
 def _instance(world: World, instance: str) -> Iterator[Finding]:
     if instance in world.unreadable:
         key = world.record_key(instance)
-        said = f'{key} cannot be understood: {world.unreadable[instance]}'
-        yield Finding('record-unreadable', instance, said, keys=(key,))
+        sentence = f'{key} cannot be understood: {world.unreadable[instance]}'
+        yield Finding('record-unreadable', instance, sentence, keys=(key,))
         return
     for compute, wish in world.wishes.get(instance, {}).items():
         if isinstance(wish, Invalid):
             key = keys.request(compute, instance)
-            key = key if world.kept(key) else keys.HOSTS + compute  # of one without a second part
-            said = f'{key} cannot be understood: {wish.reason}'
-            yield Finding('request-unreadable', instance, said, compute, keys=(key,))
+            key = key if world.kept(key) else keys.HOSTS + compute  # a key without an instance part
+            sentence = f'{key} cannot be understood: {wish.reason}'
+            yield Finding('request-unreadable', instance, sentence, compute, keys=(key,))
             return
     record = world.records.get(instance)
     for compute, state in sorted(world.contradicting.get(instance, {}).items()):
-        said = f'compute {compute} has a record that says {state}'
-        own = keys.record(compute, instance)
-        theirs = own if world.kept(own) else keys.old_record(instance)
+        conflict = f'compute {compute} has a record that says {state}'
+        current_key = keys.record(compute, instance)
+        other_key = current_key if world.kept(current_key) else keys.old_record(instance)
         if record is not None:
-            told = f'its record says {record.state} on compute {record.compute}, and {said}'
-            yield Finding('record-doubled', instance, told, compute, keys=(world.record_key(instance), theirs))
+            text = f'its record says {record.state} on compute {record.compute}, and {conflict}'
+            yield Finding('record-doubled', instance, text, compute, keys=(world.record_key(instance), other_key))
         else:
-            told = f'{said}, and it is requested of compute {", ".join(sorted(world.wishes.get(instance, {})))}'
-            yield Finding('request-misplaced', instance, told, compute, keys=(*world.request_keys(instance), theirs))
+            text = f'{conflict}, and it is requested of compute {", ".join(sorted(world.wishes.get(instance, {})))}'
+            yield Finding('request-misplaced', instance, text, compute, keys=(*world.request_keys(instance), other_key))
     if record is not None and world.is_living(instance):
         yield from _living(world, record)
         home = {record.compute}
@@ -412,63 +408,63 @@ def _instance(world: World, instance: str) -> Iterator[Finding]:
 
 
 def _doubled(world: World, instance: str) -> Finding:
-    told = f'it is requested of computes {", ".join(sorted(world.wishes[instance]))}'
-    return Finding('request-doubled', instance, told, keys=world.request_keys(instance))
+    sentence = f'it is requested of computes {", ".join(sorted(world.wishes[instance]))}'
+    return Finding('request-doubled', instance, sentence, keys=world.request_keys(instance))
 
 
 def _living(world: World, record: Record) -> Iterator[Finding]:
     instance, compute = record.instance, record.compute
-    said = f'its record says {record.state} on compute {compute}'
-    kept = world.kept(world.record_key(instance))
-    if kept is not None and kept.lease:
-        told = f'{said}, and is on a lease: it will vanish'
-        yield Finding('record-leased', instance, told, keys=(world.record_key(instance),))
+    summary = f'its record says {record.state} on compute {compute}'
+    entry = world.kept(world.record_key(instance))
+    if entry is not None and entry.lease:
+        sentence = f'{summary}, and is on a lease: it will vanish'
+        yield Finding('record-leased', instance, sentence, keys=(world.record_key(instance),))
     wishes = world.wishes.get(instance, {})
     if not wishes:
-        yield Finding('request-missing', instance, f'{said}, and no compute is asked for it', compute)
+        yield Finding('request-missing', instance, f'{summary}, and no compute is asked for it', compute)
     elif len(wishes) > 1:
         yield _doubled(world, instance)
     if world.is_in_work(instance):
         return
-    yield from _claim(world, record, said)
+    yield from _claim(world, record, summary)
     booted = world.kept(keys.booted(instance))
-    told = booted.value.decode(errors='replace') if booted else 'nothing'
-    if told != (record.address or 'nothing'):
-        told = f'/booted says {told}, its record {record.address or "nothing"}'
-        yield Finding('booted-differs', instance, told, keys=(keys.booted(instance),))
+    booted_address = booted.value.decode(errors='replace') if booted else 'nothing'
+    if booted_address != (record.address or 'nothing'):
+        sentence = f'/booted says {booted_address}, its record {record.address or "nothing"}'
+        yield Finding('booted-differs', instance, sentence, keys=(keys.booted(instance),))
     yield from _called(world, record)
     yield from membership(world, instance)
-    yield from _guest(world, record, said)
+    yield from _guest(world, record, summary)
     for code in dict.fromkeys(code for trouble, code in TROUBLES.items() if trouble in (record.fault or '')):
-        yield Finding(code, instance, f'{said}, and {record.fault}', compute)
+        yield Finding(code, instance, f'{summary}, and {record.fault}', compute)
 
 
 def _claim(world: World, record: Record, said: str) -> Iterator[Finding]:
     instance = record.instance
     held = world.held.get(instance, {})
-    on = sorted(world.computes & held.keys())
+    held_on = sorted(world.computes & held.keys())
     wish = world.wishes.get(instance, {}).get(record.compute)
     if not held:
         yield Finding('allocation-missing', instance, f'{said}, placement holds nothing for it', record.compute)
-    elif len(on) > 1:
-        yield Finding('allocation-doubled', instance, f'{said}, placement holds for it on {" and on ".join(on)}')
-    elif isinstance(wish, Request) and (differs := difference(wish.allocations, held)):
-        yield Finding('allocation-differs', instance, differs, record.compute)
+    elif len(held_on) > 1:
+        yield Finding('allocation-doubled', instance, f'{said}, placement holds for it on {" and on ".join(held_on)}')
+    elif isinstance(wish, Request) and (sentence := difference(wish.allocations, held)):
+        yield Finding('allocation-differs', instance, sentence, record.compute)
 
 
 def _guest(world: World, record: Record, said: str) -> Iterator[Finding]:
-    """Disagreements between a living instance's record and what its own compute has of it."""
+    """Compare a living instance's record with its compute's digest, if there is one."""
     instance, compute = record.instance, record.compute
     digest = world.planes.digests.get(compute)
     if digest is None:
         return
     guest = digest.guests.get(instance)
     if guest is None or not (guest.defined or guest.running):
-        without = 'neither its domain nor its disk is there' if guest is None else 'its domain is not there'
-        yield Finding('domain-missing', instance, f'{said}, and {without}', compute)
+        detail = 'neither its domain nor its disk is there' if guest is None else 'its domain is not there'
+        yield Finding('domain-missing', instance, f'{said}, and {detail}', compute)
         return
     if guest.compute != compute:
-        return  # told by _elsewhere
+        return  # _audit_elsewhere() reports it
     if not guest.disk:
         yield Finding('disk-missing', instance, f'{said}, and its domain is there without its disk', compute)
     elif instance in digest.without_base:
@@ -485,31 +481,33 @@ def _guest(world: World, record: Record, said: str) -> Iterator[Finding]:
 
 
 def _reserved(world: World, record: Record) -> Iterator[Finding]:
-    """Addresses that its record expects and that its compute's networks do not reserve."""
+    """Find addresses that the record expects and that its compute's networks do not reserve."""
     instance, compute = record.instance, record.compute
-    there = world.reserved.get(instance, {}).get(compute, {})
-    for each in record.addresses:
-        address = there.get(each.mac)
-        if each.expected is None or address == each.expected:
+    reserved = world.reserved.get(instance, {}).get(compute, {})
+    for interface in record.addresses:
+        address = reserved.get(interface.mac)
+        if interface.expected is None or address == interface.expected:
             continue
         code = 'reservation-missing' if address is None else 'reservation-differs'
         held = 'nothing reserved' if address is None else f'{address} reserved'
-        said = f'its record says that {each.network} keeps {each.expected} for it, compute {compute} has {held}'
-        yield Finding(code, instance, said, compute)
+        sentence = (
+            f'its record says that {interface.network} keeps {interface.expected} for it, compute {compute} has {held}'
+        )
+        yield Finding(code, instance, sentence, compute)
 
 
 def _ended(world: World, record: Record) -> Iterator[Finding]:
     instance = record.instance
-    said = f'its record says {record.state}'
+    summary = f'its record says {record.state}'
     for compute in world.wishes.get(instance, {}):
-        told = f'{said}, and it is requested of compute {compute}'
-        rests = (keys.request(compute, instance), *world.keys_of(instance))
-        yield Finding('request-ended', instance, told, compute, keys=rests)
-    kept = world.kept(world.record_key(instance))
-    if kept is not None and not kept.lease:
-        told = f'{said}, and is on no lease: it will stay for ever'
-        yield Finding('record-unleased', instance, told, keys=world.keys_of(instance))
-    yield from _traces(world, instance, said)
+        sentence = f'{summary}, and it is requested of compute {compute}'
+        related_keys = (keys.request(compute, instance), *world.keys_of(instance))
+        yield Finding('request-ended', instance, sentence, compute, keys=related_keys)
+    entry = world.kept(world.record_key(instance))
+    if entry is not None and not entry.lease:
+        sentence = f'{summary}, and is on no lease: it will stay for ever'
+        yield Finding('record-unleased', instance, sentence, keys=world.keys_of(instance))
+    yield from _traces(world, instance, summary)
 
 
 def _unrecorded(world: World, instance: str) -> Iterator[Finding]:
@@ -521,69 +519,71 @@ def _unrecorded(world: World, instance: str) -> Iterator[Finding]:
     elif not world.is_in_work(instance):
         for compute, guest in _domains(world, instance).items():
             if compute in wishes:
-                does = 'runs' if guest else 'is defined'
-                said = f'it is requested of compute {compute}, its domain {does} there, and it has no record'
-                yield Finding('record-missing', instance, said, compute)
+                condition = 'runs' if guest else 'is defined'
+                sentence = f'it is requested of compute {compute}, its domain {condition} there, and it has no record'
+                yield Finding('record-missing', instance, sentence, compute)
 
 
 def _traces(world: World, instance: str, said: str) -> Iterator[Finding]:
-    """The address and the claim left of an instance that has ended, or that no key names."""
+    """Find the address and claim that remain of an instance that is finished or unknown."""
     booted = world.kept(keys.booted(instance))
     if booted is not None:
         address = booted.value.decode(errors='replace')
-        told = f'{said}, and /booted has the address {address}'
-        yield Finding('booted-orphaned', instance, told, keys=(keys.booted(instance), *world.keys_of(instance)))
-    held = {name: each for name, each in world.held.get(instance, {}).items() if name in world.computes}
-    # A guest stands behind its claim, and a compute that says nothing may have it.
+        sentence = f'{said}, and /booted has the address {address}'
+        yield Finding('booted-orphaned', instance, sentence, keys=(keys.booted(instance), *world.keys_of(instance)))
+    held = {name: resources for name, resources in world.held.get(instance, {}).items() if name in world.computes}
+    # A guest needs its claim, and a compute without a digest may have the guest.
     unheard = held.keys() - world.planes.digests.keys()
     if held and not unheard and instance not in world.guests and not world.wishes.get(instance):
         yield Finding('allocation-orphaned', instance, f'placement holds {_words(held)}; {said}')
 
 
 def _elsewhere(world: World, instance: str, home: set[str]) -> Iterator[Finding]:
-    """What computes other than those in `home` have of the instance."""
+    """Find parts of the instance on computes other than `home_computes`."""
     record = world.records.get(instance)
     if record is None:
-        said = f'it is requested of compute {", ".join(sorted(home))}' if home else 'nothing asks for it'
+        summary = f'it is requested of compute {", ".join(sorted(home))}' if home else 'nothing asks for it'
     else:
-        said = f'its record says {record.state}' + (f' on compute {record.compute}' if home else '')
+        summary = f'its record says {record.state}' + (f' on compute {record.compute}' if home else '')
     domains = _domains(world, instance)
     if len(domains) > 1:
-        yield Finding('domain-doubled', instance, f'its domain is on computes {" and ".join(sorted(domains))}; {said}')
+        yield Finding(
+            'domain-doubled', instance, f'its domain is on computes {" and ".join(sorted(domains))}; {summary}'
+        )
     for compute, guest in sorted(world.guests.get(instance, {}).items()):
         if guest.compute not in (None, compute):
-            # Two computes on one libvirt see each other's domains.
+            # Computes that share a libvirt see each other's domains, so the owner that the mark names may have it.
             if guest.compute not in world.guests[instance]:
-                marked = f'its domain is on compute {compute} and has the mark of compute {guest.compute}'
-                yield Finding('domain-misplaced', instance, f'{marked}; {said}', compute)
+                mark = f'its domain is on compute {compute} and has the mark of compute {guest.compute}'
+                yield Finding('domain-misplaced', instance, f'{mark}; {summary}', compute)
         elif compute in home:
             continue
         elif compute not in domains:
-            disk = f'its disk is on compute {compute}; {said}'
-            # What may be the only copy of what lives elsewhere is nothing to remove by rule.
-            yield Finding('disk-orphaned', instance, disk, compute, Leftover('disk', instance), mendable=not home)
+            sentence = f'its disk is on compute {compute}; {summary}'
+            # Not repaired automatically while the instance lives elsewhere: this may be the only copy of its disk.
+            yield Finding('disk-orphaned', instance, sentence, compute, Leftover('disk', instance), mendable=not home)
         elif len(domains) == 1:
             code = 'domain-running' if guest.running and record is not None and not home else 'domain-orphaned'
-            does = 'runs' if guest.running else 'is defined'
-            yield Finding(code, instance, f'its domain {does} on compute {compute}; {said}', compute)
+            condition = 'runs' if guest.running else 'is defined'
+            yield Finding(code, instance, f'its domain {condition} on compute {compute}; {summary}', compute)
     for compute in sorted(world.seeds.get(instance, ())):
-        # Where its disk is, that is found, and goes with the other.
+        # On a compute that has the disk, the disk is the finding, and the repair removes both.
         if compute not in home and compute not in world.guests.get(instance, {}):
-            iso = f'its NoCloud disk is on compute {compute}; {said}'
-            yield Finding('iso-orphaned', instance, iso, compute, Leftover('iso', instance))
+            iso_sentence = f'its NoCloud disk is on compute {compute}; {summary}'
+            yield Finding('iso-orphaned', instance, iso_sentence, compute, Leftover('iso', instance))
     for compute, reserved in sorted(world.reserved.get(instance, {}).items()):
         if compute not in home and compute not in domains:
-            kept = f'compute {compute} keeps {", ".join(sorted(reserved.values()))} for it; {said}'
-            yield Finding('reservation-orphaned', instance, kept, compute, Leftover('reservations', instance))
+            leftover = f'compute {compute} keeps {", ".join(sorted(reserved.values()))} for it; {summary}'
+            yield Finding('reservation-orphaned', instance, leftover, compute, Leftover('reservations', instance))
     for compute, macs in sorted(world.metadata.get(instance, {}).items()):
         if compute not in home and compute not in domains:
             for mac in sorted(macs):
-                kept = f'compute {compute} has metadata of {mac} for it; {said}'
-                yield Finding('seed-orphaned', instance, kept, compute, Leftover('seed', mac, instance))
+                leftover = f'compute {compute} has metadata of {mac} for it; {summary}'
+                yield Finding('seed-orphaned', instance, leftover, compute, Leftover('seed', mac, instance))
 
 
 def _domains(world: World, instance: str) -> Mapping[str, bool]:
-    """{compute: whether it runs} of the computes with a domain of this instance that has their own mark."""
+    """Return {compute: is it running} for the computes that have and own the instance's domain."""
     return {
         compute: guest.running
         for compute, guest in world.guests.get(instance, {}).items()
@@ -596,75 +596,75 @@ def _words(held: Mapping[str, Resources]) -> str:
 
 
 def groups(world: World) -> Iterator[Finding]:
-    """Groups whose key cannot be read, whose rule is broken, or that have members that are no living instances."""
-    for name, found in world.groups.items():
-        if not isinstance(found, Group):
+    """Find malformed groups, broken strict rules, and members that are not living instances."""
+    for name, group in world.groups.items():
+        if not isinstance(group, Group):
             key = keys.group(name)
-            yield Finding('group-unreadable', name, f'{key} cannot be understood: {found}', keys=(key,))
+            yield Finding('group-unreadable', name, f'{key} cannot be understood: {group}', keys=(key,))
             continue
-        for line in found.broken():
-            yield Finding('group-broken', name, f'it is {found.rule}, and {line}')
-        gone = [each for each in sorted(found.members) if not _is_there(world, each)]
-        if gone:
-            told = f'{keys.group(name)} has members that neither a request nor a living record speaks of'
-            yield Finding('group-orphaned', name, f'{told}: {some(gone, QUOTED)}', keys=(keys.group(name),))
+        for line in group.broken():
+            yield Finding('group-broken', name, f'it is {group.rule}, and {line}')
+        orphans = [instance for instance in sorted(group.members) if not _is_there(world, instance)]
+        if orphans:
+            sentence = f'{keys.group(name)} has members that neither a request nor a living record speaks of'
+            yield Finding('group-orphaned', name, f'{sentence}: {some(orphans, QUOTED)}', keys=(keys.group(name),))
 
 
 def _is_there(world: World, instance: str) -> bool:
-    asked = instance in world.at_it or instance in world.unreadable or bool(world.wishes.get(instance))
-    return asked or world.is_living(instance)
+    is_requested = instance in world.at_it or instance in world.unreadable or bool(world.wishes.get(instance))
+    return is_requested or world.is_living(instance)
 
 
 def membership(world: World, instance: str) -> Iterator[Finding]:
-    """Requests of a living instance whose group does not have it on their compute."""
+    """Find requests of a living instance whose group does not contain it on the same compute."""
     for compute, wish in world.wishes.get(instance, {}).items():
         if not isinstance(wish, Request) or wish.is_tombstone or wish.group is None:
             continue
-        found = world.groups.get(wish.group.name)
-        if found is None:
-            said = 'is not there'
-        elif not isinstance(found, Group) or found.members.get(instance) == compute:
+        group = world.groups.get(wish.group.name)
+        if group is None:
+            detail = 'is not there'
+        elif not isinstance(group, Group) or group.members.get(instance) == compute:
             continue
         else:
-            on = found.members.get(instance)
-            said = f'has it on compute {on}' if on else 'does not have it'
+            group_compute = group.members.get(instance)
+            detail = f'has it on compute {group_compute}' if group_compute else 'does not have it'
         name = wish.group.name
-        told = f'it is in group {name} on compute {compute}, and {keys.group(name)} {said}'
-        yield Finding('group-missing', instance, told, compute, keys=world.keys_of(instance))
+        sentence = f'it is in group {name} on compute {compute}, and {keys.group(name)} {detail}'
+        yield Finding('group-missing', instance, sentence, compute, keys=world.keys_of(instance))
 
 
 def quotas(world: World) -> Iterator[Finding]:
-    """Quotas that cannot be read, or that count other than the project's requests, or than placement, do."""
-    for project, found in world.quotas.items():
-        if not isinstance(found, Quota):
+    """Find malformed quotas, and quotas that differ from the requests or placement's usage."""
+    for project, quota in world.quotas.items():
+        if not isinstance(quota, Quota):
             key = keys.quota(project)
-            yield Finding('quota-unreadable', project, f'{key} cannot be understood: {found}', keys=(key,))
+            yield Finding('quota-unreadable', project, f'{key} cannot be understood: {quota}', keys=(key,))
             continue
         requested = _requested(world, project)
-        differs = _differs(found.used, requested)
-        if differs:
-            told = f'{keys.quota(project)} counts {differs[0]}, its requests {differs[1]}'
-            yield Finding('quota-differs', project, told)
+        difference_words = _differs(quota.used, requested)
+        if difference_words:
+            sentence = f'{keys.quota(project)} counts {difference_words[0]}, its requests {difference_words[1]}'
+            yield Finding('quota-differs', project, sentence)
             continue
         claimed = world.planes.usages.get(project)
-        # Who is at it claims first and delivers then; what a compute is at has its claim, or soon none.
+        # Not compared while work is in progress: an attempt claims before it delivers, a destroy releases the claim.
         in_work = world.at_it or any(map(world.is_in_work, world.wishes))
-        differs = None if claimed is None or in_work else _differs(found.used, claimed)
-        if differs:
-            told = f'{keys.quota(project)} counts {differs[0]}, placement {differs[1]}'
-            yield Finding('usage-differs', project, told)
+        difference_words = None if claimed is None or in_work else _differs(quota.used, claimed)
+        if difference_words:
+            sentence = f'{keys.quota(project)} counts {difference_words[0]}, placement {difference_words[1]}'
+            yield Finding('usage-differs', project, sentence)
 
 
 def _requested(world: World, project: str) -> dict[str, int]:
-    waits = (waiting for places in world.queued.values() for waiting in places.values())
-    wishes = (wish for asked in world.wishes.values() for wish in asked.values())
-    return counted(project, (*waits, *wishes), world.records.get)
+    waiting_requests = (waiting for places in world.queued.values() for waiting in places.values())
+    wishes = (wish for by_compute in world.wishes.values() for wish in by_compute.values())
+    return counted(project, (*waiting_requests, *wishes), world.records.get)
 
 
 def _differs(one: Mapping[str, int], other: Mapping[str, int]) -> tuple[str, str] | None:
-    """The amounts that differ, in words, of the one and of the other; None if none does."""
+    """Return the differing amounts as text, of the first and the second; None if there is none."""
     names = sorted(name for name in {*one, *other} if one.get(name, 0) != other.get(name, 0))
     if not names:
         return None
-    words = [', '.join(f'{name} {each.get(name, 0)}' for name in names) for each in (one, other)]
-    return words[0], words[1]
+    texts = [', '.join(f'{name} {amounts.get(name, 0)}' for name in names) for amounts in (one, other)]
+    return texts[0], texts[1]

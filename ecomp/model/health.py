@@ -1,6 +1,6 @@
-"""What keeps a cluster, or a host, from working, and what mends it: `eschedule doctor`, `ecompute --check`. Pure.
+"""The checks of `eschedule doctor` and `ecompute --check`: problems and their cures. Pure.
 
-A check is a row: its name, and a function from the facts to what is wrong, each with its cure.
+A check is a row of a table: its name, and a function from facts to problems, each with its cure.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ from ecomp.model.guest import Attachment
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, Host
 
 _PEM = re.compile(rb'-----BEGIN CERTIFICATE-----([A-Za-z0-9+/=\s]+)-----END CERTIFICATE-----')
-VERSION, UTC_TIME, GENERALIZED_TIME = 0xA0, 0x17, 0x18
+VERSION = 0xA0
+UTC_TIME = 0x17
+GENERALIZED_TIME = 0x18
 
 
 def ends(content: bytes) -> datetime:
-    """When the first certificate in a PEM file is not valid any more. ValueError if there is none.
+    """Return when the first certificate in a PEM file expires; raise ValueError if malformed.
 
-    RFC 5280, 4.1: Certificate, in it TBSCertificate, in it (version), serial, signature, issuer and validity.
+    RFC 5280, 4.1: a Certificate contains a TBSCertificate: (version), serial, signature, issuer, validity, ...
     """
-    found = _PEM.search(content)
-    if found is None:
+    match = _PEM.search(content)
+    if match is None:
         raise ValueError('there is no certificate in it')
     try:
-        _, certificate, _ = _next(base64.b64decode(found[1]))
+        _, certificate, _ = _next(base64.b64decode(match[1]))
         _, rest, _ = _next(certificate)
-        tag, _, after = _next(rest)
-        rest = after if tag == VERSION else rest
+        tag, _, following = _next(rest)
+        rest = following if tag == VERSION else rest
         for _ in ('serial', 'signature', 'issuer'):
             _, _, rest = _next(rest)
         _, validity, _ = _next(rest)
-        _, _, after = _next(validity)
-        tag, when, _ = _next(after)
-        form = {UTC_TIME: '%y%m%d%H%M%SZ', GENERALIZED_TIME: '%Y%m%d%H%M%SZ'}[tag]
-        return datetime.strptime(when.decode('ascii'), form).replace(tzinfo=UTC)
+        _, _, following = _next(validity)
+        tag, time, _ = _next(following)
+        date_format = {UTC_TIME: '%y%m%d%H%M%SZ', GENERALIZED_TIME: '%Y%m%d%H%M%SZ'}[tag]
+        return datetime.strptime(time.decode('ascii'), date_format).replace(tzinfo=UTC)
     except (IndexError, KeyError, ValueError) as error:
         raise ValueError('what is in it is no certificate') from error
 
 
 def _next(der: bytes) -> tuple[int, bytes, bytes]:
-    """The tag and the content of the first element, and what comes after it."""
+    """Return the tag and content of the first DER element, and the bytes after it."""
     tag, length, start = der[0], der[1], 2
     if length > 0x7F:
         start = 2 + (length & 0x7F)
@@ -57,18 +59,19 @@ def _next(der: bytes) -> tuple[int, bytes, bytes]:
     return tag, der[start : start + length], der[start + length :]
 
 
-THERE, OFF, MISSING = 'there', 'off', 'missing'
-"""What a network or a bridge can be."""
+THERE = 'there'
+OFF = 'off'
+MISSING = 'missing'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Libvirt:
-    """What libvirt says. `version` is the daemon's and `library` ours, as libvirt counts; `qemu_user` runs QEMU.
+    """Facts about libvirt on this host; a reason or directory is '' if there is no problem.
 
-    `kvm` is why guests cannot have it, in words, '' if they can. `blocked` is the directory on the way to the disks
-    that QEMU cannot enter, `pool` the directory of a pool of our name that is not ours; '' for none. `filters` is why
-    there can be none, '' if there can. `unfit` is why guests cannot be made or addressed on a network, with the fix.
-    `computes` are those that guests here belong to.
+    `version` is the daemon's, `library_version` ours, both as libvirt counts. `qemu_user` is the user that runs QEMU.
+    `blocked_directory` is on the path to the disks, and QEMU cannot enter it. `foreign_pool_directory` is that of a
+    pool with our name that is not ours. `network_problems` say, with the fix, why guests cannot be made or addressed on
+    a network. `computes` are the owners of guests on this host.
     """
 
     version: int
@@ -88,9 +91,9 @@ class Libvirt:
 
 
 class StateDirectory(NamedTuple):
-    """The state directory: its owner and who asks, as numbers, the uuid kept in it, and the bytes that are free there.
+    """The state directory; `owner_uid` None: not accessible, `uuid` '': none is stored.
 
-    `owner` is None where it is not there yet; `uuid` is '' where none is kept, and may be no uuid at all.
+    The stored text is a uuid only if `has_valid_uuid`. `caller_uid` is our own user.
     """
 
     path: str
@@ -103,14 +106,13 @@ class StateDirectory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """All that is looked at. `no_libvirt` says why there is no libvirt, '' if there is one.
+    """Facts about this machine; a reason or directory is '' if there is no problem.
 
-    `no_library` says that libvirt-python is missing, a colon, and what mends that; '' where it is there. `has_libvirtd`
-    says whether its program is installed.
-    `configured` is `uuid:`, `wanted` is `virt_type:`, `metadata` is `metadata:`. `proxies` are the environment's, by
-    variable; `image_proxy` says that compute.yaml has one. `is_taken` says that a server of another kind listens where
-    the metadata server would. `refused` is what of compute.yaml a start would refuse, a sentence each; `no_images` is
-    the directory of `images:` where that is none, '' otherwise.
+    `no_library_reason` says that libvirt-python is missing, then a colon and the cure. `has_libvirtd`: its program is
+    installed. `configured_uuid`, `virt_type` and `metadata_mode` are `uuid:`, `virt_type:` and `metadata:` in
+    compute.yaml. `proxy_variables` are names of environment variables; `has_image_proxy`: compute.yaml sets one.
+    `is_metadata_port_taken`: another kind of server listens there. `refused_settings` are the errors in compute.yaml
+    that would stop a start, a sentence each. `missing_image_directory` is that of `images:`.
     """
 
     state: StateDirectory
@@ -136,8 +138,8 @@ def _root(facts: Machine) -> Iterator[Found]:
 def _directory(facts: Machine) -> Iterator[Found]:
     state = facts.state
     if state.owner not in (None, state.caller):
-        what = f'state directory {state.path} belongs to user {state.owner}, and ecompute runs as user {state.caller}'
-        yield what, f'chown {state.caller} {shlex.quote(state.path)}'
+        text = f'state directory {state.path} belongs to user {state.owner}, and ecompute runs as user {state.caller}'
+        yield text, f'chown {state.caller} {shlex.quote(state.path)}'
 
 
 def _disk(facts: Machine) -> Iterator[Found]:
@@ -153,32 +155,32 @@ def _uuid(facts: Machine) -> Iterator[Found]:
         return
     ours = facts.configured or state.uuid
     for other in sorted((facts.libvirt.computes if facts.libvirt else frozenset()) - {ours}):
-        what = f'guests of compute {other} are on this host, and this is compute {ours or "of no uuid yet"}'
-        yield what, f'put `uuid: {other}` into compute.yaml to go on as that one, or remove its domains'
+        problem = f'guests of compute {other} are on this host, and this is compute {ours or "of no uuid yet"}'
+        yield problem, f'put `uuid: {other}` into compute.yaml to go on as that one, or remove its domains'
 
 
 def _proxy(facts: Machine) -> Iterator[Found]:
     if facts.proxies and not facts.image_proxy:
         names = ', '.join(facts.proxies)
-        what = f'{names} is in the environment, and ecompute asks nobody by it, not even for images'
-        yield what, f'`image_proxy: http://…` in compute.yaml has images fetched by it; else: unset {names}'
+        problem = f'{names} is in the environment, and ecompute asks nobody by it, not even for images'
+        yield problem, f'`image_proxy: http://…` in compute.yaml has images fetched by it; else: unset {names}'
 
 
 def _refused(facts: Machine) -> Iterator[Found]:
-    for each in facts.refused:
-        yield f'ecompute would not start: {each}', 'correct it in compute.yaml'
+    for error in facts.refused:
+        yield f'ecompute would not start: {error}', 'correct it in compute.yaml'
 
 
 def _images(facts: Machine) -> Iterator[Found]:
     if facts.no_images:
-        what = f'`images:` {facts.no_images} is no directory: whatever is asked for by file:// fails'
-        yield what, f'mkdir -p {shlex.quote(facts.no_images)}, or correct it in compute.yaml'
+        problem = f'`images:` {facts.no_images} is no directory: whatever is asked for by file:// fails'
+        yield problem, f'mkdir -p {shlex.quote(facts.no_images)}, or correct it in compute.yaml'
 
 
 def _no_libvirt(facts: Machine) -> Iterator[Found]:
     if facts.no_library:
-        what, _, cure = facts.no_library.partition(': ')
-        yield what, cure
+        problem, _, cure = facts.no_library.partition(': ')
+        yield problem, cure
     elif facts.no_libvirt:
         cure = 'systemctl start libvirtd' if facts.has_libvirtd else 'apt install libvirt-daemon-system'
         yield facts.no_libvirt, cure
@@ -198,11 +200,11 @@ OF_MACHINE: Mapping[str, Callable[[Machine], Iterable[Found]]] = {
 
 def _version(there: Libvirt, _: Machine) -> Iterator[Found]:
     if there.version < OLDEST_LIBVIRT:
-        what = f'libvirt {_as_text(there.version)} is older than any that ecomp was tried with'
-        yield what, f'install {_as_text(OLDEST_LIBVIRT)} or a newer one'
+        problem = f'libvirt {_as_text(there.version)} is older than any that ecomp was tried with'
+        yield problem, f'install {_as_text(OLDEST_LIBVIRT)} or a newer one'
     elif there.version < there.library:
-        what = f'libvirtd is {_as_text(there.version)} still, and {_as_text(there.library)} is installed'
-        yield what, 'systemctl restart libvirtd'
+        problem = f'libvirtd is {_as_text(there.version)} still, and {_as_text(there.library)} is installed'
+        yield problem, 'systemctl restart libvirtd'
 
 
 def _as_text(version: int) -> str:
@@ -216,25 +218,25 @@ def _qemu(there: Libvirt, _: Machine) -> Iterator[Found]:
 
 def _kvm(there: Libvirt, facts: Machine) -> Iterator[Found]:
     if there.kvm_device and there.kvm_closed:
-        what = (
+        problem = (
             f'/dev/kvm cannot be opened by {there.qemu_user}: guests are emulated, and every start of one, and of '
             'ecompute, takes up to a minute longer'
         )
-        yield what, 'chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
+        yield problem, 'chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
     elif there.kvm and facts.wanted == 'kvm':
         yield f'virt_type kvm cannot be had: {there.kvm}', 'say `virt_type: auto` in compute.yaml'
 
 
 def _way(there: Libvirt, _: Machine) -> Iterator[Found]:
     if there.blocked:
-        what = f'QEMU runs as {there.qemu_user}, who cannot enter {there.blocked}, on the way to the disks'
-        yield what, f'chmod o+x {shlex.quote(there.blocked)}'
+        problem = f'QEMU runs as {there.qemu_user}, who cannot enter {there.blocked}, on the way to the disks'
+        yield problem, f'chmod o+x {shlex.quote(there.blocked)}'
 
 
 def _pool(there: Libvirt, _: Machine) -> Iterator[Found]:
     if there.pool:
-        what = f"the storage pool ecompute is over {there.pool}: another ecompute's, or `state:` was changed"
-        yield what, 'virsh pool-destroy ecompute; virsh pool-undefine ecompute'
+        problem = f"the storage pool ecompute is over {there.pool}: another ecompute's, or `state:` was changed"
+        yield problem, 'virsh pool-destroy ecompute; virsh pool-undefine ecompute'
 
 
 def _networks(there: Libvirt, _facts: Machine) -> Iterator[Found]:
@@ -242,30 +244,30 @@ def _networks(there: Libvirt, _facts: Machine) -> Iterator[Found]:
         if kind == 'bridge' and state == MISSING:
             yield f'this host has no bridge {name}', f'ip link add {name} type bridge; ip link set {name} up'
         elif state == MISSING and name == 'default':
-            usual = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
-            yield 'libvirt has no network default', f'{usual}; virsh net-start default'
+            commands = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
+            yield 'libvirt has no network default', f'{commands}; virsh net-start default'
         elif state == MISSING:
             yield f'libvirt has no network {name}', 'virsh net-list --all has those there are: correct `networks:`'
         elif state == OFF:
             yield f'the network {name} is not active', f'virsh net-start {name}; virsh net-autostart {name}'
-    for why in there.unfit:
-        what, _, cure = why.partition('. Fix: ')
-        yield what, cure
+    for reason in there.unfit:
+        problem, _, cure = reason.partition('. Fix: ')
+        yield problem, cure
 
 
 def _metadata(there: Libvirt, facts: Machine) -> Iterator[Found]:
     if facts.metadata == 'network' and facts.is_taken and there.has_bridge:
-        what = 'what listens on port 80 is no metadata server, and takes 169.254.169.254 too'
-        yield what, "bind it to an address of its own (ss -ltnp 'sport = :80' has its name), or `metadata: iso`"
+        problem = 'what listens on port 80 is no metadata server, and takes 169.254.169.254 too'
+        yield problem, "bind it to an address of its own (ss -ltnp 'sport = :80' has its name), or `metadata: iso`"
     if facts.metadata == 'network' and not there.has_bridge:
-        what = 'none of `networks:` is one whose bridge libvirt made: no metadata can be served at 169.254.169.254'
-        yield what, 'say `metadata: iso` in compute.yaml'
+        problem = 'none of `networks:` is one whose bridge libvirt made: no metadata can be served at 169.254.169.254'
+        yield problem, 'say `metadata: iso` in compute.yaml'
 
 
 def _filters(there: Libvirt, _: Machine) -> Iterator[Found]:
     if there.filters:
-        what = f'libvirt cannot filter what guests send ({there.filters}): each can take the address of another one'
-        yield what, 'apt install iptables libvirt-daemon-system; systemctl restart libvirtd'
+        text = f'libvirt cannot filter what guests send ({there.filters}): each can take the address of another one'
+        yield text, 'apt install iptables libvirt-daemon-system; systemctl restart libvirtd'
 
 
 OF_LIBVIRT: Mapping[str, Callable[[Libvirt, Machine], Iterable[Found]]] = {
@@ -281,26 +283,26 @@ OF_LIBVIRT: Mapping[str, Callable[[Libvirt, Machine], Iterable[Found]]] = {
 
 
 def of_machine(facts: Machine) -> list[Ailment]:
-    """What is wrong with this machine."""
-    found = [Ailment(name, *each) for name, look in OF_MACHINE.items() for each in look(facts)]
-    there = facts.libvirt
-    if there is not None:
-        found += [Ailment(name, *each) for name, look in OF_LIBVIRT.items() for each in look(there, facts)]
-    return found
+    """Run the checks of this machine, and those of libvirt if there are facts about it."""
+    ailments = [Ailment(name, *problem) for name, check in OF_MACHINE.items() for problem in check(facts)]
+    libvirt = facts.libvirt
+    if libvirt is not None:
+        ailments += [Ailment(name, *problem) for name, check in OF_LIBVIRT.items() for problem in check(libvirt, facts)]
+    return ailments
 
 
+# Seconds by which two clocks may differ.
 LATE = 5.0
-"""Seconds by which two clocks may differ."""
+# A certificate that expires within this time is reported.
 SOON = timedelta(days=14)
-"""Before its end a certificate is spoken of."""
+# Enough for an image and for the first writes of its guest.
 LEAST_DISK = 2 * 1024**3
-"""Bytes that are free where disks are made, at least: an image and what its guest writes first."""
+# 9.0.0 as libvirt counts, the version of Debian 12; no older one has been tested.
 OLDEST_LIBVIRT = 9_000_000
-"""As libvirt says 9.0.0, Debian 12's: no older one was tried."""
 
 
 class Ailment(NamedTuple):
-    """What is wrong, and the command that mends it, or what to do. Found by the check of this name."""
+    """A problem, its cure (a command, or what to do), and the name of the check that found it."""
 
     check: str
     what: str
@@ -312,7 +314,7 @@ Found = tuple[str, str]
 
 @dataclass(frozen=True)
 class Certificate:
-    """One that we show: its file, and when it ends; None where that cannot be read."""
+    """A certificate file and the end of its validity; None: unreadable or malformed."""
 
     path: str
     until: datetime | None
@@ -320,10 +322,11 @@ class Certificate:
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """etcd and placement as this machine meets them. `told` is the file that says where they are, None without one.
+    """Facts about etcd and placement, as this machine reaches them.
 
-    `etcd` and `placement` are their names; `no_etcd` and `no_placement` say why one gives no right answer, '' if it
-    does. `ahead` is by how many seconds our clock is ahead of placement's, None where it does not say.
+    `etcd` and `placement` are their names with address. `config_path` is the file that configures them, None if there
+    is none. `etcd_failure` and `placement_failure` say why one does not answer properly, '' if it does. `ahead_seconds`
+    is our clock minus placement's, None if placement sends no time.
     """
 
     etcd: str
@@ -341,15 +344,15 @@ class Backends:
 
     @property
     def away(self) -> bool:
-        """Whether one of them gives no right answer."""
+        """True if etcd or placement does not answer properly."""
         return bool(self.no_etcd or self.no_placement)
 
 
 @dataclass(frozen=True)
 class ComputeFacts:
-    """The computes, and which version of ecomp each living one runs.
+    """The computes, and the version of ecomp that each living one runs.
 
-    `unserved` says that something waits in a queue, and nobody takes from it: what is wrong, a colon, and its cure.
+    `unserved_reason` says that requests wait in a queue from which no compute takes: the problem, a colon, the cure.
     """
 
     hosts: tuple[Host, ...] = ()
@@ -364,13 +367,13 @@ def _away(section: str, why: str, facts: Backends) -> Iterator[Found]:
 
 
 def _right(section: str, why: str, facts: Backends) -> str:
-    # The words of ecomp/store/connection.py and ecomp/tls.py: it is there, and found.
+    # These texts are from ecomp/store/connection.py and ecomp/tls.py: the server runs, at this address.
     if 'is the clock right?' in why:
         return 'timedatectl set-ntp true, here and on the control host'
     if 'its certificate has expired' in why:
         return 'elab certs DIR, on the control host; and see that this clock is right'
-    # Not where it is asked whether ours is taken: whoever hangs up may as well be on its way down.
-    if any(each in why for each in ('refuses our certificate', 'that our certificate', 'a certificate of ours')):
+    # A text that only asks whether our certificate is accepted does not match: the server may just be shutting down.
+    if any(text in why for text in ('refuses our certificate', 'that our certificate', 'a certificate of ours')):
         return f'elab certs DIR, on the control host; copy what it makes here, and name it in `{section}:`'
     if facts.told is None:
         return f'no {facts.usual} was found, so localhost was guessed: name one with --config or in ECOMP_CONFIG'
@@ -378,10 +381,10 @@ def _right(section: str, why: str, facts: Backends) -> str:
 
 
 def _etcd_version(facts: Backends) -> Iterator[Found]:
-    said = holes(facts.etcd_version)
-    if said is not None:
-        what, _, cure = said.partition(': ')
-        yield what, f'install one that is mended: {cure}'
+    warning = holes(facts.etcd_version)
+    if warning is not None:
+        problem, _, cure = warning.partition(': ')
+        yield problem, f'install one that is mended: {cure}'
 
 
 def _placement_version(facts: Backends) -> Iterator[Found]:
@@ -393,26 +396,26 @@ def _placement_version(facts: Backends) -> Iterator[Found]:
         major, minor = 0, 0
     if (major, minor) < MICROVERSION:
         needed = '.'.join(map(str, MICROVERSION))
-        what = f'{facts.placement} has microversion {facts.placement_version}, and {needed} is asked for'
-        yield what, "pip install 'openstack-placement>=7.0.0' where it runs, and restart it"
+        problem = f'{facts.placement} has microversion {facts.placement_version}, and {needed} is asked for'
+        yield problem, "pip install 'openstack-placement>=7.0.0' where it runs, and restart it"
 
 
 def _clock(facts: Backends) -> Iterator[Found]:
     if facts.ahead is not None and abs(facts.ahead) > LATE:
-        which = 'ahead of' if facts.ahead > 0 else 'behind'
-        what = f"this machine's clock is {abs(facts.ahead):.0f} s {which} that of {facts.placement}"
-        yield what, 'timedatectl set-ntp true, on the one that is wrong'
+        direction = 'ahead of' if facts.ahead > 0 else 'behind'
+        problem = f"this machine's clock is {abs(facts.ahead):.0f} s {direction} that of {facts.placement}"
+        yield problem, 'timedatectl set-ntp true, on the one that is wrong'
 
 
 def _certificates(facts: Backends) -> Iterator[Found]:
-    for each in facts.certificates:
+    for certificate in facts.certificates:
         cure = 'have it made anew: elab certs DIR, on the control host, and copy it here'
-        if each.until is None:
-            yield f'{each.path} cannot be read as a certificate', cure
-        elif each.until <= facts.now:
-            yield f'{each.path} has expired, {each.until:%Y-%m-%d %H:%M} UTC', cure
-        elif each.until <= facts.now + SOON:
-            yield f'{each.path} expires soon, {each.until:%Y-%m-%d %H:%M} UTC', cure
+        if certificate.until is None:
+            yield f'{certificate.path} cannot be read as a certificate', cure
+        elif certificate.until <= facts.now:
+            yield f'{certificate.path} has expired, {certificate.until:%Y-%m-%d %H:%M} UTC', cure
+        elif certificate.until <= facts.now + SOON:
+            yield f'{certificate.path} expires soon, {certificate.until:%Y-%m-%d %H:%M} UTC', cure
 
 
 def _secrets(facts: Backends) -> Iterator[Found]:
@@ -421,41 +424,41 @@ def _secrets(facts: Backends) -> Iterator[Found]:
 
 
 def _computes(facts: ComputeFacts) -> Iterator[Found]:
-    for each in facts.hosts:
-        name = each.hostname or each.compute
-        if each.state == SILENT:
-            where = f'systemctl restart ecompute on its host; gone for good: eschedule host forget {each.compute}'
-            yield f'compute {name} is silent: nothing says that its ecompute lives', where
-        elif each.state == CLOSED:
-            why = 'its ecompute was stopped, or it only watches, for etcd is not the one that it knew'
-            where = 'systemctl start ecompute on its host; where that runs, journalctl -u ecompute says why'
-            yield f'compute {name} is closed: {why}', where
-        elif each.state == ORPHANED:
-            gone = f'gone for good: eschedule host forget {each.compute}'
-            where = f'start its ecompute (after a restore of etcd: ecompute --accept-new-etcd); {gone}'
-            yield f'compute {name} is orphaned: placement knows it alone', where
+    for host in facts.hosts:
+        name = host.hostname or host.compute
+        if host.state == SILENT:
+            cure = f'systemctl restart ecompute on its host; gone for good: eschedule host forget {host.compute}'
+            yield f'compute {name} is silent: nothing says that its ecompute lives', cure
+        elif host.state == CLOSED:
+            reason = 'its ecompute was stopped, or it only watches, for etcd is not the one that it knew'
+            cure = 'systemctl start ecompute on its host; where that runs, journalctl -u ecompute says why'
+            yield f'compute {name} is closed: {reason}', cure
+        elif host.state == ORPHANED:
+            forget = f'gone for good: eschedule host forget {host.compute}'
+            cure = f'start its ecompute (after a restore of etcd: ecompute --accept-new-etcd); {forget}'
+            yield f'compute {name} is orphaned: placement knows it alone', cure
 
 
 def _versions(facts: ComputeFacts) -> Iterator[Found]:
-    for each in facts.hosts:
-        version = facts.versions.get(each.compute, facts.ours)
+    for host in facts.hosts:
+        version = facts.versions.get(host.compute, facts.ours)
         if version != facts.ours:
-            what = f'compute {each.hostname or each.compute} runs ecomp {version}, and this is {facts.ours}'
-            # Not by its name: the ecomp that pip finds by that is not this one.
+            problem = f'compute {host.hostname or host.compute} runs ecomp {version}, and this is {facts.ours}'
+            # Installed from a clone: the package that pip finds under the name ecomp is another one.
             if _parts(version) < _parts(facts.ours):
-                clone = f'on its host, in a clone of ecomp {facts.ours}'
-                # Stopped first: workers that it begins meanwhile would be of the new version, and it of the old one.
+                place = f'on its host, in a clone of ecomp {facts.ours}'
+                # Stopped before the installation, because a running ecompute would start workers of the new version.
                 steps = "systemctl stop ecompute; /opt/ecomp/bin/pip install '.[hypervisor]'; systemctl start ecompute"
-                yield what, f'{clone}: {steps} (docs/howto/upgrade.md)'
+                yield problem, f'{place}: {steps} (docs/howto/upgrade.md)'
             else:
-                clone = f'here, in a clone of ecomp {version}'
-                yield what, f'{clone}: pipx install --force ., or pip install . in its virtual environment'
+                place = f'here, in a clone of ecomp {version}'
+                yield problem, f'{place}: pipx install --force ., or pip install . in its virtual environment'
 
 
 def _queue(facts: ComputeFacts) -> Iterator[Found]:
     if facts.unserved is not None:
-        what, _, cure = facts.unserved.partition(': ')
-        yield what, cure or '`queues: True` in the compute.yaml of one, and restart its ecompute'
+        problem, _, cure = facts.unserved.partition(': ')
+        yield problem, cure or '`queues: True` in the compute.yaml of one, and restart its ecompute'
 
 
 def _parts(version: str) -> list[int]:
@@ -479,29 +482,27 @@ OF_COMPUTES: Mapping[str, Callable[[ComputeFacts], Iterable[Found]]] = {
 
 
 def of_backends(facts: Backends) -> list[Ailment]:
-    """What is wrong with etcd and placement, or with the way to them."""
-    return [Ailment(name, *found) for name, look in OF_BACKENDS.items() for found in look(facts)]
+    return [Ailment(name, *problem) for name, check in OF_BACKENDS.items() for problem in check(facts)]
 
 
 def of_computes(facts: ComputeFacts) -> list[Ailment]:
-    """What is wrong with computes, as far as it is seen from here."""
-    return [Ailment(name, *found) for name, look in OF_COMPUTES.items() for found in look(facts)]
+    return [Ailment(name, *problem) for name, check in OF_COMPUTES.items() for problem in check(facts)]
 
 
 def lines(found: Sequence[Ailment]) -> list[str]:
-    """Each as one line: the check, what is wrong, and what mends it."""
-    return [f'{each.check}: {each.what}. Mend it: {each.cure}' for each in found]
+    """Format each problem as one line: the check, the problem, and the cure."""
+    return [f'{ailment.check}: {ailment.what}. Mend it: {ailment.cure}' for ailment in found]
 
 
 def summary(facts: Backends, found: Sequence[Ailment]) -> str:
-    """Who was asked, and how much was found, as one line."""
+    """Return one line with the number of problems, and etcd's and placement's versions."""
     etcd = 'no answer' if facts.no_etcd else facts.etcd_version
     placement = 'no answer' if facts.no_placement else f'microversion {facts.placement_version}'
-    how_many = f'{len(found)} finding{"" if len(found) == 1 else "s"}' if found else 'nothing is wrong'
-    told = facts.told or f'no {facts.usual}'
-    return f'{how_many}; {facts.etcd} ({etcd}), {facts.placement} ({placement}), by {told}'
+    count = f'{len(found)} finding{"" if len(found) == 1 else "s"}' if found else 'nothing is wrong'
+    configuration = facts.told or f'no {facts.usual}'
+    return f'{count}; {facts.etcd} ({etcd}), {facts.placement} ({placement}), by {configuration}'
 
 
 def exit_code(facts: Backends, found: Sequence[Ailment]) -> int:
-    """0 where nothing is wrong, 7 where etcd or placement is away, 8 for any other finding."""
+    """Return 7 if etcd or placement does not answer properly, 8 for other problems, else 0."""
     return Unreachable.exit_code if facts.away else FOUND if found else 0
