@@ -17,10 +17,7 @@ LARGEST = 2**31 - 1
 
 
 class Room(NamedTuple):
-    """The capacity of one resource class of a provider, and the amount that is used.
-
-    With `is_fully_reserved` the capacity is 0 on purpose, so usage above it is not reported as too much.
-    """
+    """Capacity and usage of a resource class; usage may exceed it if `is_fully_reserved`."""
 
     capacity: int
     used: int
@@ -33,7 +30,7 @@ class Room(NamedTuple):
 
     @property
     def over(self) -> int:
-        """The amount used beyond the capacity: the inventory shrank after the claims. 0 if fully reserved."""
+        """The amount used beyond the capacity, as after the inventory shrank; 0 if all is reserved."""
         return 0 if self.shut else max(self.used - self.capacity, 0)
 
 
@@ -54,7 +51,6 @@ class Inventory(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """The amount that can be allocated in total."""
         return capacity(self.total, self.allocation_ratio, self.reserved)
 
     @property
@@ -64,11 +60,10 @@ class Inventory(NamedTuple):
 
     @property
     def free(self) -> int:
-        """The amount that can still be allocated."""
         return Room(self.capacity, self.used).free
 
     def nearest(self, amount: int, room: int) -> int | None:
-        """Return the valid amount that is nearest to `amount` and fits into `room`, or None if there is none."""
+        """Return the valid amount nearest to `amount` that fits into `room`, or None."""
         minimum, maximum = self.min_unit, min(self.max_unit, room)
         below = min(amount, maximum) // self.step_size * self.step_size
         above = -(-max(amount, minimum) // self.step_size) * self.step_size
@@ -77,7 +72,7 @@ class Inventory(NamedTuple):
 
 
 def capacity(total: float, ratio: float = 1.0, reserved: float = 0) -> int:
-    """Return the amount that can be allocated in total (openstack-placement 16, objects/inventory.py)."""
+    """Return the amount that can be allocated (openstack-placement 16, objects/inventory.py)."""
     return int((total - reserved) * ratio)
 
 
@@ -93,7 +88,6 @@ Allocations = Mapping[str, Resources]
 MIB = 2**20
 GIB = 2**30
 
-# The resource classes without which no guest can be made.
 NEEDED = ('VCPU', 'MEMORY_MB', 'DISK_GB')
 
 
@@ -112,7 +106,7 @@ def is_class(name: str) -> bool:
 
 
 def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
-    """Convert placement's shape to {provider: {class: amount}}; raise ValueError with the reason if malformed."""
+    """Convert placement's shape to {provider: {class: amount}}; raise ValueError if malformed."""
     if not isinstance(value, dict):
         raise ValueError(f'allocations: expected an object, not {type(value).__name__}')
     parsed: dict[str, dict[str, int]] = {}
@@ -133,17 +127,16 @@ def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def is_amount(value: object, most: int = MOST) -> bool:
-    """Return True for an int from 0 to `maximum`. A bool is refused: JSON's true would count as one VCPU."""
+    """Return True for an int from 0 to `maximum`; not for a bool, or true would be one VCPU."""
     return type(value) is int and 0 <= value <= most
 
 
 def total(allocations: Allocations) -> dict[str, int]:
-    """Return the sum over all providers, by class. A sharing provider may supply a part, such as the disk."""
+    """Return the sum over all providers, by class; a shared provider may supply the disk."""
     return summed(allocations.values())
 
 
 def summed(each: Iterable[Resources]) -> dict[str, int]:
-    """Return the sum of these amounts, by class."""
     sums: dict[str, int] = {}
     for resources in each:
         for name, amount in resources.items():
@@ -152,10 +145,7 @@ def summed(each: Iterable[Resources]) -> dict[str, int]:
 
 
 def compute_of(allocations: Allocations) -> str:
-    """Return the compute of an instance's allocations, which is the provider of its VCPUs; '' if there is none.
-
-    A sharing provider supplies a part, such as the disk, and is not a compute.
-    """
+    """Return the compute: the provider of the VCPUs, not of a shared disk; '' if there is none."""
     return next((provider for provider, resources in allocations.items() if 'VCPU' in resources), '')
 
 

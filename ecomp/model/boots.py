@@ -35,14 +35,14 @@ Boots = tuple[Boot, ...]
 
 
 def of(boots: Boots, stages: Mapping[str, str]) -> Boots:
-    """Return the boots of a record, or a first boot made from `stages` if an older ecompute wrote no boots."""
+    """Return a record's boots; if it has none, the first boot as its `stages` show it."""
     if boots or STARTED not in stages:
         return boots
     return (Boot(1, CREATED, {name: stages[name] for name in (STARTED, ADDRESSED, READY) if name in stages}),)
 
 
 def begun(boots: Boots, reason: str, now: str) -> Boots:
-    """Return the boots after the guest was seen running: one more, unless the last one has not stopped."""
+    """Return the boots of a running guest; a new one is added unless the last one still runs."""
     if boots and STOPPED not in boots[-1].stages:
         return boots
     number = boots[-1].number + 1 if boots else 1
@@ -50,14 +50,14 @@ def begun(boots: Boots, reason: str, now: str) -> Boots:
 
 
 def reached(boots: Boots, stage: str, now: str) -> Boots:
-    """Return the boots after the last one reached a stage; if it had reached it before, that time stays."""
+    """Return the boots with a stage added to the last one, unless it has reached it before."""
     if not boots or stage in boots[-1].stages:
         return boots
     return (*boots[:-1], replace(boots[-1], stages={**boots[-1].stages, stage: now}))
 
 
 def off_until(boots: Boots) -> str:
-    """Return the ISO time at which the boot before the last one stopped, or '' if it is not known."""
+    """Return the ISO time at which the boot before the last one stopped, or '' if unknown."""
     return boots[-2].stages.get(STOPPED, '') if len(boots) > 1 else ''
 
 
@@ -67,7 +67,7 @@ def numbered(boots: Boots, number: int | None) -> Boot | None:
 
 
 def parse(data: Any) -> Boots:
-    """Parse a record's newest MAX_BOOTS boots; return () for None, raise ValueError if malformed or not in order."""
+    """Parse a record's newest boots; return () for None, raise ValueError if malformed."""
     if data is None:
         return ()
     if not isinstance(data, Sequence) or isinstance(data, str) or not all(map(_is_boot, data)):

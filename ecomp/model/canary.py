@@ -1,4 +1,4 @@
-"""Results of canaries: small guests that are booted, logged in to and destroyed to test hosts. Pure."""
+"""Canaries: small guests that are booted, entered and destroyed to test hosts. Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Canary(NamedTuple):
 
 
 def check_names_no_host(query: str) -> None:
-    """Raise ValueError if the query selects a host (in_tree=), because each host gets a canary of its own."""
+    """Raise ValueError if a query names a host (in_tree=): each host gets its own canary."""
     if any(key.startswith('in_tree') for key, _ in parse_qsl(query, keep_blank_values=True)):
         raise ValueError('a canary is placed on every host: say --on HOST, for one alone, in place of in_tree=')
 
@@ -77,10 +77,7 @@ def line(canary: Canary) -> str:
 
 
 def of_canaries(found: Iterable[Canary], interrupted: bool) -> list[Ailment]:
-    """List the hosts' problems that the canaries show, and the canaries that may not be fully removed.
-
-    A run in which no canary was placed is a problem, too, unless it was interrupted.
-    """
+    """List failed and leftover canaries, and a run that placed none unless it was interrupted."""
     from ecomp.model.health import Ailment  # every command loads this module, but few need Ailment
 
     ailments, was_tried = [], interrupted
@@ -99,9 +96,9 @@ def of_canaries(found: Iterable[Canary], interrupted: bool) -> list[Ailment]:
 
 
 def how_far(record: Record | None) -> tuple[str, str]:
-    """Return the last stage that a guest reached, and the stage that it is in or failed in.
+    """Return the last stage that a guest reached, and the stage that it is or failed in.
 
-    Without a record (None) both are the first stage.
+    Without a record both are the first stage.
     """
     if record is None:
         return STAGES[0], STAGES[0]

@@ -26,10 +26,7 @@ QUEUE = 'queue'
 
 
 class Offer(NamedTuple):
-    """Placement's answer to a query: the candidates, and the room of the providers in them.
-
-    Nothing in the answer is newer than `queried_at`, in seconds of this process's monotonic clock.
-    """
+    """Placement's answer to a query. It is as of `queried_at` (monotonic seconds) or older."""
 
     candidates: Sequence[Allocations]
     rooms: Rooms = {}
@@ -37,7 +34,7 @@ class Offer(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A candidate on one compute. A larger `weight` is tried earlier; None means that it was not weighed."""
+    """A candidate on one compute. A larger `weight` is tried earlier; None: not weighed."""
 
     compute: str
     allocations: Allocations
@@ -45,7 +42,7 @@ class Candidate(NamedTuple):
 
 
 class Why(NamedTuple):
-    """Why an instance is on its compute: the strategy, the compute's weight, and the number of possible computes."""
+    """Why an instance is on its compute: strategy, weight, and number of possible computes."""
 
     weigh: str
     weight: float | None
@@ -53,7 +50,7 @@ class Why(NamedTuple):
 
 
 def why_from(data: Any) -> Why | None:
-    """Parse {"weigh", "weight", "of"} of a request or record; return None if malformed, as it is only informative."""
+    """Parse the reason in a request or record; None if malformed, as nothing depends on it."""
     if not isinstance(data, dict):
         return None
     strategy, weight, compute_count = (data.get(name) for name in Why._fields)
@@ -66,18 +63,21 @@ def why_from(data: Any) -> Why | None:
 
 
 class Choice(NamedTuple):
-    """The candidates in the order to try; `skipped` are the providers of the others that are no living computes."""
+    """The candidates in the order to try, and the providers that were skipped.
+
+    `skipped` are the providers of the other candidates, without living computes: dead computes, or another cloud's.
+    """
 
     tries: Sequence[Candidate]
     skipped: Sequence[str]
 
 
 def choose(offer: Offer, alive: Iterable[str], weigh: str, rng: random.Random, group: Group | None = None) -> Choice:
-    """Order the candidates on living computes that the group allows: by the group's preference, then by weight.
+    """Order the candidates on living computes by the group's preference, then by weight.
 
-    Equal candidates are shuffled, so that racing schedulers do not want the same one; FIRST keeps placement's order.
-    A candidate may name several providers (shared storage). One that names no living compute, or two, is left out: no
-    compute would get the request.
+    Candidates that the group excludes are left out. Equal ones are shuffled, so that racing schedulers do not all want
+    the same one; FIRST keeps placement's order. A candidate may name several providers (shared storage). One that names
+    no living compute, or two, is left out: no compute would get the request.
     """
     living = set(alive)
     candidates: list[Candidate] = []
@@ -102,7 +102,7 @@ def choose(offer: Offer, alive: Iterable[str], weigh: str, rng: random.Random, g
 
 
 def share_left(asked: Resources, room: Mapping[str, Room]) -> float:
-    """Return the share, 0 to 1, that stays free on a compute after it gives `requested`, of the scarcest class.
+    """Return the share, 0 to 1, of the scarcest class that is free after `requested` is given.
 
     It is rounded to hundredths, so that computes that differ by less are equal, and 0 if `room` lacks all the classes.
     """
@@ -114,7 +114,7 @@ def share_left(asked: Resources, room: Mapping[str, Room]) -> float:
 def distribute(
     tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None = None
 ) -> list[Candidate]:
-    """Return a candidate for each of `count` instances, or for fewer if the room or the group does not allow more.
+    """Return a candidate for each of `count` instances, or for fewer if room or group end.
 
     `candidates` are in the order of choose(). A class or provider that is missing in `rooms` is unlimited.
     """
@@ -169,7 +169,7 @@ def _distribute(
 
 
 def _take(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
-    """Add the allocations to the usage in `rooms`; return False and change nothing if they do not fit."""
+    """Add the allocations to the usage in `rooms`; if they do not fit, change nothing (False)."""
     usages = [
         (room, name, amount)
         for provider, resources in allocations.items()

@@ -1,4 +1,4 @@
-"""The identity of an etcd cluster (rule 10): how a wiped or restored etcd is detected; its vulnerabilities. Pure.
+"""The identity of an etcd cluster (rule 10), and known problems of etcd versions. Pure.
 
 /cluster is JSON: {"version", "identity": uuid, "since": ISO time}. The first ecompute that finds no such key, and
 remembers none, writes it once. A wiped etcd has another identity, or none. An etcd that was restored from an older
@@ -34,7 +34,7 @@ class Header:
 
 @dataclass(frozen=True)
 class KnownCluster:
-    """An etcd as a compute remembers it, with the highest revision and term seen; the defaults mean unknown."""
+    """An etcd as a compute remembers it, with the highest revision and term; defaults: unknown."""
 
     identity: str = ''
     cluster: int = 0
@@ -42,14 +42,14 @@ class KnownCluster:
     term: int = 0
 
     def with_header(self, header: Header) -> KnownCluster:
-        """Return the knowledge after a reply with this header."""
+        """Update the memory with a reply's header."""
         return KnownCluster(
             self.identity, header.cluster, max(self.revision, header.revision), max(self.term, header.term)
         )
 
 
 def accepted_in(entries: Iterable[keys.StoredValue]) -> int:
-    """Return the highest revision that the keys below /accepted/ contain, or 0 if there is none.
+    """Return the highest revision in the values of the keys below /accepted/, or 0.
 
     A number above the key's own revision cannot be true and counts as that revision; other text is ignored.
     """
@@ -73,7 +73,7 @@ def unfamiliar(known: KnownCluster, header: Header) -> str | None:
 
 
 def unlike(known: KnownCluster, value: bytes | None) -> str | None:
-    """Explain why the value of /cluster (None: no such key) is not the remembered etcd's; return None if it is."""
+    """Explain why a value of /cluster (None: no key) is not the remembered etcd's, or None."""
     if value is None:
         return f'{keys.CLUSTER} is not there, and identity {known.identity} was known'
     try:
@@ -89,7 +89,7 @@ def new(identity: str, now: str) -> str:
 
 
 def identity(value: bytes) -> str:
-    """Return the identity in a value of /cluster; raise ValueError if it is malformed or has none."""
+    """Return the identity in a value of /cluster; raise ValueError if it has none."""
     text = load_object(value).get('identity')
     if not isinstance(text, str) or not keys.is_uuid(text):
         raise ValueError('it holds no identity')
@@ -113,7 +113,7 @@ def from_json(value: bytes) -> KnownCluster:
 
 
 def holes(version: str) -> str | None:
-    """Return a log line if this etcd version (`3.4.23`) is end-of-life or has known vulnerabilities, else None."""
+    """Return a log line if this etcd version is end-of-life or known as vulnerable, else None."""
     parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
     if parts is None:
         return None

@@ -30,10 +30,7 @@ Host = Callable[[str], str]
 
 
 class Change(NamedTuple):
-    """One key at one revision: its values before and after, None if the key did not exist.
-
-    With `is_known` False the earlier value is unknown, because etcd has compacted it.
-    """
+    """A change of a key (None: no key); if not `is_known`, etcd has compacted `before`."""
 
     key: str
     before: bytes | None
@@ -246,7 +243,7 @@ def _compute(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
 
 
 def _shared(kind: str, describe: Callable[[str, bytes], str]) -> Callable[[Change, Host, Mapping[str, str]], Told]:
-    """Make the function that reports a change of a key that operators write, if its description changed."""
+    """Make the function that reports a key that operators write, if its description changed."""
 
     def say(change: Change, _host: Host, _taken: Mapping[str, str]) -> Told:
         name = change.key.split('/', 2)[2]

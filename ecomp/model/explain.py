@@ -20,7 +20,7 @@ ORDINALS = ('first', 'second', 'third')
 
 @dataclass(frozen=True)
 class Provider:
-    """A resource provider. `is_standalone`: without parent and children. `taken_count`: see with_usage()."""
+    """A resource provider; `is_standalone` without parent and children."""
 
     uuid: str
     inventories: Mapping[str, Inventory] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Provider:
         return 'VCPU' in self.inventories and self.inventories['VCPU'].is_shut
 
     def less(self, given: Sequence[Resources]) -> Provider:
-        """Return the provider with the amounts of other instances of the same set added to its usage."""
+        """Return the provider with the usage of other instances of the same set added."""
         sums = summed(given)
         increased = {
             name: inventory._replace(used=inventory.used + sums.get(name, 0))
@@ -44,13 +44,13 @@ class Provider:
         return replace(self, inventories=increased, taken_count=len(given))
 
     def what(self, key: str) -> Collection[str]:
-        """Return the aggregates, tree or traits of the provider, to which the query parameter `key` applies."""
+        """Return the aggregates, tree or traits that the query parameter `key` is about."""
         return {'member_of': self.aggregates, 'in_tree': (self.uuid,)}.get(key, self.traits)
 
 
 @dataclass(frozen=True)
 class GroupConstraint:
-    """The constraint to be in this group. It is not part of a query, because placement does not know groups."""
+    """The constraint to be in a group. No query contains it: placement does not know groups."""
 
     group: str
 
@@ -60,7 +60,7 @@ class GroupConstraint:
 
 @dataclass(frozen=True)
 class Cure:
-    """A way to meet a constraint: request `replacement` (None: drop it) after `amount_to_free` of its class is free."""
+    """Request `replacement` (None: drop it) for a constraint once `amount_to_free` is free."""
 
     constraint: Constraint | GroupConstraint
     instead: Constraint | None
@@ -69,7 +69,7 @@ class Cure:
 
 @dataclass(frozen=True)
 class UnmetConstraint:
-    """A constraint that fails; `shortage` is from 0, almost met, to 1. `cure` None means that nothing helps."""
+    """A constraint that fails; `shortage` is 0 (almost met) to 1, `cure` None if nothing helps."""
 
     constraint: Constraint | GroupConstraint
     why: str
@@ -107,7 +107,7 @@ class Miss:
 
 
 def unexplained(query: Iterable[Constraint], provider: Provider, sharing: Iterable[Provider]) -> str | None:
-    """Say, as the end of a sentence, why the rules of this module do not cover a provider; return None if they do.
+    """Say, as the end of a sentence, why this module does not cover a provider, or None.
 
     `sharing_providers` have the trait MISC_SHARES_VIA_AGGREGATE.
     """
@@ -124,8 +124,8 @@ def unexplained(query: Iterable[Constraint], provider: Provider, sharing: Iterab
 
 
 def miss(query: Sequence[Constraint], provider: Provider) -> Miss:
-    """Find the constraints of a query that fail on a provider for which explain_uncovered() is None."""
-    # Required classes are never dropped. If the query has one, it keeps a resource without any other class.
+    """Find the constraints that fail on a provider for which explain_uncovered() is None."""
+    # Required classes are never dropped, so a query that has one still has resources after another class is dropped.
     can_drop = any(isinstance(constraint, Amount) and constraint.name in NEEDED for constraint in query)
     results = (_failure(constraint, provider, can_drop) for constraint in query)
     failures = (failure for failure in results if failure is not None)
@@ -133,32 +133,32 @@ def miss(query: Sequence[Constraint], provider: Provider) -> Miss:
 
 
 def apart(found: Miss, group: Group | None, taken: Sequence[str] = (), called: Callable[[str], str] = str) -> Miss:
-    """Return the miss, with a failure added if the instance's group (None: no group) excludes the provider.
+    """Return the miss, with a failure added if the group (None: no group) bars the provider.
 
     `taken_computes` are those that the other instances of its set take, in order; they count as members of the group.
     """
     if group is None:
         return found
-    why = group.excludes(found.provider, called)
-    if why is None and taken:
+    reason = group.excludes(found.provider, called)
+    if reason is None and taken:
         others = group.with_members({str(number): compute for number, compute in enumerate(taken)})
         if others.excludes(found.provider) is not None:
             index = taken.index(found.provider) if found.provider in taken else 0
             ordinal = ORDINALS[index] if index < len(ORDINALS) else f'no. {index + 1}'
-            why = f"the set's {ordinal} takes {called(taken[index])} (group {group.name}, {group.rule})"
-    if why is None:
+            reason = f"the set's {ordinal} takes {called(taken[index])} (group {group.name}, {group.rule})"
+    if reason is None:
         return found
     constraint = GroupConstraint(group.name)
-    return Miss(found.provider, (*found.failures, UnmetConstraint(constraint, why, 1.0, Cure(constraint, None))))
+    return Miss(found.provider, (*found.failures, UnmetConstraint(constraint, reason, 1.0, Cure(constraint, None))))
 
 
 def nearest(misses: Iterable[Miss]) -> list[Miss]:
-    """Sort the misses by the number of failures, then by the total shortage, the smallest first."""
+    """Sort the misses by number of failures, then by total shortage, the smallest first."""
     return sorted(misses, key=lambda each: (len(each.failures), sum(failure.shortage for failure in each.failures)))
 
 
 def smallest(misses: Iterable[Miss]) -> Miss | None:
-    """Find the miss with the smallest cure, or None; a change of the query alone is smaller than freeing something."""
+    """Find the miss with the smallest cure, or None; cures that free nothing come first."""
     curable = [candidate for candidate in nearest(misses) if candidate.cures]
     by_query = (candidate for candidate in curable if not any(cure.freed for cure in candidate.cures or ()))
     return next(by_query, next(iter(curable), None))
@@ -174,7 +174,7 @@ def changed(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constra
 
 
 def in_words(cures: Sequence[Cure], host: str) -> str:
-    """Format the cures as one instruction: free 1 VCPU on hv2, ask for DISK_GB:10, without required=CUSTOM_FAST."""
+    """Format the cures: free 1 VCPU on hv2, ask for DISK_GB:10, without required=CUSTOM_FAST."""
     amounts_to_free = [f'{cure.freed} {_name(cure.constraint)}' for cure in cures if cure.freed]
     replacements = [str(cure.instead) for cure in cures if cure.instead not in (None, cure.constraint)]
     dropped = [_name(cure.constraint) for cure in cures if cure.instead is None]

@@ -34,7 +34,6 @@ class Flavor:
 
     @cached_property
     def query(self) -> str:
-        """The flavor as a placement query."""
         return on_top(self, '')
 
 
@@ -44,7 +43,7 @@ def check_flavor_name(name: str) -> str:
 
 
 def parse_flavor(name: str, text: str) -> Flavor:
-    """Parse a flavor that is written as a query; raise ValueError with the reason if the name or query is invalid."""
+    """Parse a flavor that is written as a query; raise ValueError if name or query is invalid."""
     check_flavor_name(name)
     resources: dict[str, int] = {}
     required: list[str] = []
@@ -67,7 +66,7 @@ def parse_flavor(name: str, text: str) -> Flavor:
 
 
 def on_top(flavor: Flavor, query: str) -> str:
-    """Return the flavor's query with `query` added; amounts in `query` replace the flavor's of the same class.
+    """Return the flavor's query with `query` added, whose amounts replace the flavor's.
 
     Raises ValueError if resources in `query` are not CLASS:AMOUNT or name an invalid class.
     """
@@ -83,12 +82,10 @@ def on_top(flavor: Flavor, query: str) -> str:
 
 
 def to_json(flavor: Flavor) -> str:
-    """Return the value of the flavor's key."""
     return dump({'version': VERSION, **to_dict(flavor)})
 
 
 def to_dict(flavor: Flavor) -> dict[str, Any]:
-    """Return the flavor as a JSON object."""
     return {
         'name': flavor.name,
         'resources': dict(flavor.resources),
@@ -98,7 +95,7 @@ def to_dict(flavor: Flavor) -> dict[str, Any]:
 
 
 def from_json(name: str, value: bytes) -> Flavor:
-    """Parse the value of a flavor's key; raise ValueError if it is malformed or of a newer version."""
+    """Parse the value of a flavor's key; raise ValueError if malformed or of a newer version."""
     data = load_object(value)
     version = data.get('version', VERSION)
     if not is_version(version, VERSION):

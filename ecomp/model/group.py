@@ -1,4 +1,4 @@
-"""Groups: instances that share one compute (affinity), or avoid each other's (anti-affinity). Pure.
+"""Groups: instances that share one compute (affinity) or avoid it (anti-affinity). Pure.
 
 The key /groups/<name> holds JSON: {"version", "policy": "affinity" or "anti-affinity", "strict": true or false,
 "members": {instance: the uuid of its compute, or "" while it waits in a queue}}. The first member sets the policy; the
@@ -27,7 +27,7 @@ LARGEST = 1000
 
 
 class Membership(NamedTuple):
-    """The group in a request. With `policy` or `strict` None the request takes the group as it is."""
+    """The group in a request; with `policy` or `strict` None the group is taken as it is."""
 
     name: str
     policy: str | None = None
@@ -45,7 +45,6 @@ class Group:
 
     @property
     def membership(self) -> Membership:
-        """The membership that a member's request contains."""
         return Membership(self.name, self.policy, self.strict)
 
     @property
@@ -63,17 +62,16 @@ class Group:
         return replace(self, members={**self.members, **members})
 
     def without(self, *instances: str) -> Group:
-        """Return the group without these members."""
         return replace(self, members={name: place for name, place in self.members.items() if name not in instances})
 
     def admits(self, compute: str, on: Mapping[str, int]) -> bool:
-        """Return True if one more member may be on the compute, given the number of members on each compute."""
+        """Return True if one more member may be on the compute, given the members on each."""
         if not self.strict or not compute or not any(on.values()):
             return True
         return bool(on.get(compute)) == (self.policy == AFFINITY)
 
     def excludes(self, compute: str, called: Callable[[str], str] = str) -> str | None:
-        """Explain, as the end of a sentence, why no other member may be on a compute; return None if one may."""
+        """Say, as the end of a sentence, why no member may be added on a compute; None if one may."""
         counts = self.on
         if self.admits(compute, counts):
             return None
@@ -87,11 +85,11 @@ class Group:
         return 1 if self.policy == AFFINITY else -1
 
     def preference(self, compute: str) -> int:
-        """Return the group's preference for a compute, for its next member; the largest number comes first."""
+        """Return the preference for a compute of the next member; the largest number comes first."""
         return self.sign * self.on[compute]
 
     def broken(self) -> list[str]:
-        """List the breaches of a strict rule: members on several computes, or several members on one."""
+        """List breaches of a strict rule: members on several computes, or several on one."""
         counts = self.on
         if not self.strict:
             return []
@@ -109,7 +107,7 @@ def check_group_name(name: str) -> str:
 
 
 def settle(there: Group | None, wanted: Membership) -> Group:
-    """Return the existing group, or a new one (`existing` is None), after a check against the request's membership.
+    """Return the existing group, or a new one if it is None, for a request's membership.
 
     Raises UsageError if a new group has no policy, and Conflict if the request's policy or `strict` differs.
     """
@@ -124,7 +122,7 @@ def settle(there: Group | None, wanted: Membership) -> Group:
 
 
 def allowed(group: Group, places: Mapping[str, str]) -> list[str]:
-    """Return the instances of `places`, {instance: compute}, that the group admits there if they join in this order."""
+    """Return the instances of {instance: compute} that the group admits, joining in this order."""
     admitted: list[str] = []
     joined = group.without(*places)
     for instance, compute in places.items():
@@ -135,13 +133,12 @@ def allowed(group: Group, places: Mapping[str, str]) -> list[str]:
 
 
 def to_json(group: Group) -> str:
-    """Return the value of the group's key."""
     value = {'version': VERSION, 'policy': group.policy, 'strict': group.strict, 'members': dict(group.members)}
     return dump(value, separators=(',', ':'))
 
 
 def from_json(name: str, value: bytes) -> Group:
-    """Parse the value of a group's key; raise ValueError if it is malformed or of a newer version."""
+    """Parse the value of a group's key; raise ValueError if malformed or of a newer version."""
     data = load_object(value)
     version = data.get('version')
     if not is_version(version, VERSION):
@@ -153,7 +150,7 @@ def from_json(name: str, value: bytes) -> Group:
 
 
 def membership_from(data: Any) -> Membership | None:
-    """Parse a request's "group", {"name", "policy", "strict"} or None; raise ValueError if it is malformed."""
+    """Parse the group in a request, an object or None; raise ValueError if malformed."""
     if data is None:
         return None
     if not isinstance(data, dict) or not isinstance(data.get('name'), str):

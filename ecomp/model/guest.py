@@ -1,4 +1,4 @@
-"""Guests: their networks, keys, user-data and specification, and the reports that they send. Pure.
+"""Guests: their networks, keys, user-data and specifications, and their reports. Pure.
 
 A guest is trusted only about itself; malformed parts of its report are ignored. User-data and keys are never quoted in
 errors, which go to terminals and logs: an error names the line.
@@ -23,7 +23,7 @@ MOST_INTERFACES = 8
 
 
 class Attachment(NamedTuple):
-    """The network of an interface: `kind` is `network` (of libvirt, by name) or `bridge` (of the host)."""
+    """The network of an interface: `kind` is libvirt's `network` or the host's `bridge`."""
 
     kind: str
     name: str
@@ -39,10 +39,11 @@ METRIC = 100
 
 
 def network_config(macs: Sequence[str]) -> dict[str, Any] | None:
-    """Return cloud-init's network configuration: DHCP on each interface, the first one's routes preferred.
+    """Return cloud-init's network configuration: DHCP on each interface.
 
-    It is None for a single interface, on which every image uses DHCP by default. The format is netplan's version 2,
-    which cloud-init passes to netplan or translates. It matches interfaces by MAC, so the keys need not be their names.
+    It is None for a single interface, on which every image uses DHCP by default. The routes of the first interface are
+    preferred. The format is netplan's version 2, which cloud-init passes to netplan or translates. It matches
+    interfaces by MAC, so the keys need not be their names.
     Sources: cloud-init's "Networking config version 2" and network_state.py (22.4 to 25.1), netplan-yaml(5).
     """
     if len(macs) < 2:
@@ -71,30 +72,27 @@ LONGEST_REASON = 500
 
 @dataclass(frozen=True)
 class GuestFailure:
-    """A failure of a guest's cloud-init: the stage, by cloud-init's name, and cloud-init's error message."""
+    """A failure of a guest's cloud-init: cloud-init's name of the stage, and its message."""
 
     stage: str
     reason: str
 
 
 class GuestWord(NamedTuple):
-    """A guest's report. `host_keys` are `<type> <base64>`; `failure` None means that its cloud-init succeeded."""
+    """A guest's report. `host_keys` are `<type> <base64>`; no `failure`: cloud-init succeeded."""
 
     host_keys: tuple[str, ...] = ()
     failed: GuestFailure | None = None
 
 
 def parse_word(data: bytes) -> GuestWord:
-    """Parse the guest's report that the metadata server stored.
-
-    A malformed report counts as an empty one, which older metadata servers write.
-    """
+    """Parse a stored report; a malformed or empty one (from an older server) contains nothing."""
     report = load_if_object(data)
     return GuestWord(host_keys(report.get('host_keys')), failed(report.get('stage'), report.get('error')))
 
 
 def host_keys(value: object) -> tuple[str, ...]:
-    """Return up to MAX_HOST_KEYS valid OpenSSH public keys of a list, each once and without its comment."""
+    """Return up to MAX_HOST_KEYS valid OpenSSH public keys, each once, without comments."""
     accepted: dict[str, None] = {}
     for text in value if isinstance(value, list) else ():
         fields = text.split()[:2] if isinstance(text, str) and len(text) <= LARGEST_KEY else ['']
@@ -107,7 +105,7 @@ def host_keys(value: object) -> tuple[str, ...]:
 
 
 def failed(stage: object, reason: object) -> GuestFailure | None:
-    """Return the failure of a report, or None unless both fields are strings and the stage is not empty."""
+    """Return the failure of a report; None unless both are strings and the stage is not empty."""
     if not isinstance(stage, str) or not isinstance(reason, str) or not stage:
         return None
     return GuestFailure(printable(stage, LONGEST_STAGE), printable(reason, LONGEST_REASON))
@@ -125,14 +123,13 @@ UNPACKED_LIMIT = 16 * 1024 * 1024
 
 
 class SharedUserData(NamedTuple):
-    """User-data of a set: its SHA-256, which each request contains, and the value of the one key that stores it."""
+    """User-data of a set: its SHA-256, for each request, and the value of the key that has it."""
 
     sha256: str
     text: str
 
     @classmethod
     def of(cls, data: bytes) -> Self:
-        """Make the SharedUserData of these bytes."""
         import hashlib  # loaded late, here and below: rarely needed, and slow to load
 
         encoded = binascii.b2a_base64(data, newline=False).decode()
@@ -140,7 +137,7 @@ class SharedUserData(NamedTuple):
 
 
 def shared_user_data(value: bytes, sha256: str) -> bytes:
-    """Return the user-data in the value of a set's key; raise ValueError if it is malformed, too large or changed."""
+    """Return the user-data of a set's key; raise ValueError if malformed, too large or altered."""
     import hashlib
 
     try:
@@ -155,7 +152,7 @@ def shared_user_data(value: bytes, sha256: str) -> bytes:
 
 
 def check_user_data(data: bytes) -> bytes:
-    """Return the user-data unchanged; raise ValueError if cloud-init cannot read it. Its size is not checked."""
+    """Return the user-data of any size; raise ValueError if cloud-init cannot read it."""
     if not data:
         raise ValueError('is empty')
     if data.startswith(GZIP):
@@ -171,10 +168,7 @@ def check_user_data(data: bytes) -> bytes:
 
 
 def unpacked(data: bytes) -> bytes | None:
-    """Return the user-data unpacked if it is gzip, or None if the gzip data is corrupt.
-
-    Data that would unpack to more than MAX_UNPACKED_BYTES is returned packed.
-    """
+    """Unpack gzip user-data; None if corrupt, unchanged if it exceeds MAX_UNPACKED_BYTES."""
     if not data.startswith(GZIP):
         return data
     import gzip  # loaded late: few users pass gzip
@@ -189,7 +183,7 @@ def unpacked(data: bytes) -> bytes | None:
 
 
 def looks_unknown(data: bytes) -> bool:
-    """Return True for user-data that cloud-init would ignore: not gzip, without a known beginning and MIME header.
+    """Return True for user-data that cloud-init would ignore: of no known format.
 
     It compares as type_from_starts_with() in cloud-init's cloudinit/handlers/__init__.py: only UTF-8, in lower case,
     without leading white space.
@@ -200,10 +194,7 @@ def looks_unknown(data: bytes) -> bool:
 
 
 def public_keys(data: bytes) -> tuple[str, ...]:
-    """Return the keys in a file of OpenSSH public keys, each once, without empty lines and comments.
-
-    Raises ValueError if another line is not a key, naming the line, or if there is no key.
-    """
+    """Return the OpenSSH public keys in a file; raise ValueError for a malformed line or no key."""
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -221,7 +212,7 @@ def public_keys(data: bytes) -> tuple[str, ...]:
 
 
 def public_key(fields: list[str]) -> str:
-    """Join the fields of a line (type, base64, comment) to an OpenSSH public key; raise ValueError if it is invalid."""
+    """Join type, base64 and comment to an OpenSSH public key; raise ValueError if invalid."""
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
         raise ValueError('is a private key: name the public one, whose file ends in .pub')
@@ -261,7 +252,7 @@ REFUSED_METADATA = 'the metadata server refuses it'
 
 
 class Address(NamedTuple):
-    """An IPv4 address of a guest, and its source: `lease` (libvirt's DHCP), `arp` (the host's table) or `agent`.
+    """An IPv4 address of a guest; `source` is `lease` (DHCP), `arp` (the host's) or `agent`.
 
     `since` is the ISO time at which the lease was granted or renewed; '' if it is not known.
     """
@@ -289,7 +280,7 @@ class BaseImage:
 
 @dataclass(frozen=True)
 class GuestSpec:
-    """The specification from which a hypervisor makes a guest. `memory_mb` is in MiB, `disk_gb` in GiB.
+    """The specification from which a hypervisor makes a guest; memory is in MiB, disk in GiB.
 
     `disk_gb` None means the image's own size (`resize: False`). The guest has one interface on each of `networks`, at
     most MAX_INTERFACES. `reserved_addresses` are their IPv4 addresses in the same order; None, or a missing one, means
@@ -337,12 +328,12 @@ class Guest:
 
     @property
     def is_built(self) -> bool:
-        """True if it runs or may have run: a build defines the domain last, when the disk already exists."""
+        """True if it runs or may have run: a build defines the domain last, after the disk."""
         return self.running or (self.defined and self.disk)
 
 
 def mac_address(instance: str, number: int) -> str:
-    """Return the MAC of an instance's interface: a hash of both arguments, in QEMU's range 52:54:00."""
+    """Return the MAC of an interface: a hash of both arguments in QEMU's range 52:54:00."""
     import hashlib
 
     digest = hashlib.sha256(f'{instance}/{number}'.encode()).hexdigest()
@@ -355,6 +346,6 @@ def all_macs(instance: str) -> tuple[str, ...]:
 
 
 def same_mac(mac: str, other: str) -> BuildFailed:
-    """Return the error for a MAC that instance `other` on this host has, too: it is only 24 bits of a hash."""
+    """Make the error for a MAC (24 bits of a hash) that `other` on this host has, too."""
     reason = f'its MAC {mac} is that of instance {other} here'
     return BuildFailed('scheduled', f'{reason}: ask again, a new uuid has another')
