@@ -33,9 +33,9 @@ CURES: Mapping[str, str] = {
 class Canary(NamedTuple):
     """The result of one host's canary.
 
-    `reached` is the last stage it reached, or ENTERED (None: it was not placed), after `seconds` (None: it failed).
-    `reason` says why it went no further. `failed_stage` is '' if nothing is wrong with the host, and `leftover_reason`
-    if the canary is gone. `display_name` is the host as users know it.
+    `reached` is the last stage it reached, or ENTERED (None: it was not placed), after `seconds` (None: it failed or
+    was not placed). `reason` says why it went no further. `failed_stage` is '' if nothing is wrong with the host, and
+    `leftover_reason` if the canary is gone. `display_name` is the host as users know it.
     """
 
     compute: str

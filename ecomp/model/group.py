@@ -1,4 +1,4 @@
-"""Groups: instances that share one compute (affinity) or avoid it (anti-affinity). Pure.
+"""Groups: instances that share one compute (affinity), or must not (anti-affinity). Pure.
 
 The key /groups/<name> holds JSON: {"version", "policy": "affinity" or "anti-affinity", "strict": true or false,
 "members": {instance: the uuid of its compute, or "" while it waits in a queue}}. The first member sets the policy; the

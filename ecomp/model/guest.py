@@ -194,7 +194,7 @@ def looks_unknown(data: bytes) -> bool:
 
 
 def public_keys(data: bytes) -> tuple[str, ...]:
-    """Return the OpenSSH public keys in a file; raise ValueError for a malformed line or no key."""
+    """Return the OpenSSH public keys in a file; raise ValueError for a bad line, or no key."""
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError as error:
