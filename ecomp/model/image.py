@@ -1,8 +1,8 @@
-"""An image's name: which URLs may be asked for at all, and what a URL or a SHA256SUMS says of its content.
+"""Image URLs, the checksums of images, and the addresses from which they may be downloaded.
 
-And from which addresses it may be fetched: what a URL names is somebody else's word, and the fetcher is root. Addresses
-as IANA has them: iana.org/assignments/iana-ipv4-special-registry and …-ipv6-…; those with an IPv4 address inside:
-RFC 4291 2.5.5, RFC 6052, RFC 3056, RFC 4380, RFC 2765.
+A URL is not trusted, and ecompute downloads as root. Reserved addresses:
+iana.org/assignments/iana-ipv4-special-registry and …-ipv6-…; addresses with an IPv4 address inside: RFC 4291 2.5.5, RFC
+6052, RFC 3056, RFC 4380, RFC 2765.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from urllib.parse import unquote, urlsplit
 
 SCHEMES = ('http', 'https', 'file')
-# An @ before the path, as URL parsers do it, and without // too.
+# An @ before the path, where URL parsers look for it; matches without // too.
 USERINFO = re.compile(r'([^/?#]*//)?[^/?#]*@')
 HOST = re.compile(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})')
 PIN = re.compile('sha256=([0-9a-f]{64})', re.IGNORECASE)
@@ -24,11 +24,11 @@ BSD_SUM = re.compile(r'SHA256 ?\((.+)\) ?= ?([0-9a-f]{64})', re.IGNORECASE)
 
 
 def check_image(url: str) -> str:
-    """The URL, if it is one an image may come from; else ValueError with the reason.
+    """Return the URL if an image may come from it; otherwise raise ValueError with the reason.
 
-    http and https need a host; file needs an absolute path (each compute decides by its `images:`
-    directory whether it takes it). A fragment can only be #sha256= and the 64 hexadecimal digits of its content.
-    A user or a password is refused, and the reason does not quote it: an instance's image is for everybody to read.
+    http and https need a host; file needs an absolute path, which each compute compares with its `images:` directory.
+    The only fragment allowed is #sha256= and the 64 hexadecimal digits of the content. A user or password is refused,
+    and the reason does not quote it, because an instance's image is public.
     """
     if len(url) > 2048 or re.search(r'[\x00-\x20\x7f]', url):
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
@@ -38,9 +38,9 @@ def check_image(url: str) -> str:
             'for none, or name a file of its compute (file:///…)'
         )
     try:
-        url.encode()  # half of a surrogate pair cannot be sent, nor hashed for the cached file's name
+        url.encode()  # half of a surrogate pair can neither be sent nor hashed for the cached file's name
         parts = urlsplit(url)
-        parts.port  # noqa: B018  (reading it is what checks it)
+        parts.port  # noqa: B018  (the property raises ValueError for an invalid port)
     except ValueError as error:
         raise ValueError(f'the image {url!a} is not a URL: {error}') from error
     if parts.scheme not in SCHEMES:
@@ -50,14 +50,14 @@ def check_image(url: str) -> str:
             raise ValueError(f'the image {url} must name an absolute path: file:///directory/image.qcow2')
     elif not parts.hostname:
         raise ValueError(f'the image {url} names no host')
-    # Any other one would be passed over by everybody, and so would a checksum with a typing error.
+    # Any other fragment would be ignored, and so would a mistyped checksum.
     if parts.fragment and not PIN.fullmatch(parts.fragment):
         raise ValueError(f'the image {url} has a #fragment that is not #sha256= and 64 hexadecimal digits')
     return url
 
 
 def check_source(text: str) -> str:
-    """An entry of `image_sources:` as it is compared: a host's name in small letters, or a network. ValueError."""
+    """Return an `image_sources:` entry as a lower-case host name or a network; else ValueError."""
     try:
         return str(ip_network(text))
     except ValueError:
@@ -67,23 +67,23 @@ def check_source(text: str) -> str:
 
 
 def pinned(url: str) -> tuple[str, str | None]:
-    """A checked URL without its fragment, and the SHA-256 in that, which the content must have; None without one."""
+    """Split a checked URL into the URL without its fragment and the SHA-256 in that, or None."""
     bare, _, fragment = url.partition('#')
-    found = PIN.fullmatch(fragment)
-    return bare, found[1].lower() if found else None
+    match = PIN.fullmatch(fragment)
+    return bare, match[1].lower() if match else None
 
 
 def sum_of(sums: str, url: str) -> str | None:
-    """The SHA-256 that `sums`, as sha256sum or the BSDs write it, has for the last name in `url`; None for none."""
+    """Return the SHA-256 that `checksums` (GNU or BSD format) has for a URL's file, or None."""
     name = unquote(urlsplit(url).path).rpartition('/')[2]
     for line in sums.splitlines():
-        if found := GNU_SUM.fullmatch(line.strip()):
-            digest, named = found[1], found[2]
-        elif found := BSD_SUM.fullmatch(line.strip()):
-            named, digest = found[1], found[2]
+        if match := GNU_SUM.fullmatch(line.strip()):
+            digest, listed_name = match[1], match[2]
+        elif match := BSD_SUM.fullmatch(line.strip()):
+            listed_name, digest = match[1], match[2]
         else:
             continue
-        if named.removeprefix('./') == name:
+        if listed_name.removeprefix('./') == name:
             return digest.lower()
     return None
 
@@ -106,15 +106,15 @@ REFUSED = {
         *('100.100.100.200', '192.0.0.192', 'fd00:c1::a9fe:a9fe', '168.63.129.16', 'fd00:ec2::254', 'fd00:ec2::23'),
         *('fd20:ce::254', 'fd00:a9fe:a9fe::1', 'fd00:42::42'),
     ),
-    TRANSLATED: ('64:ff9b:1::/48',),  # to which one, only the building's NAT64 knows
+    TRANSLATED: ('64:ff9b:1::/48',),  # only the site's NAT64 knows the translated address
 }
-# In their last four bytes: compatible, mapped, translated (RFC 2765), NAT64.
+# The last four bytes are an IPv4 address: compatible, mapped, translated (RFC 2765), NAT64.
 EMBEDDING = ('::/96', '::ffff:0:0/96', '::ffff:0:0:0/96', '64:ff9b::/96')
 
 
-@cache  # not at import: every command of eschedule reads URLs, and would spend 2 ms on networks it never asks about
+@cache  # not at import: it takes 2 ms, and most commands of eschedule do not need it
 def _refused() -> tuple[tuple[Network, str], ...]:
-    return tuple((ip_network(network), what) for what, networks in REFUSED.items() for network in networks)
+    return tuple((ip_network(network), reason) for reason, networks in REFUSED.items() for network in networks)
 
 
 @cache
@@ -124,26 +124,26 @@ def _embedding() -> tuple[Network, ...]:
 
 @dataclass(frozen=True)
 class ImageSources:
-    """The hosts that `image_sources:` allows, all others being refused: names in small letters, and networks."""
+    """The host names (lower case) and networks of `image_sources:`; all others are refused."""
 
     names: tuple[str, ...]
     networks: tuple[Network, ...]
 
 
 def image_sources(said: Sequence[str]) -> ImageSources:
-    """The ImageSources of texts that check_source() accepted."""
+    """Return the ImageSources of entries that check_source() accepted."""
     networks: list[Network] = []
     names: list[str] = []
-    for each in said:
+    for entry in said:
         try:
-            networks.append(ip_network(each))
+            networks.append(ip_network(entry))
         except ValueError:
-            names.append(each)
+            names.append(entry)
     return ImageSources(tuple(names), tuple(networks))
 
 
 def all_of(address: Address) -> Iterator[Address]:
-    """The address and, of an IPv6 address, the IPv4 addresses that are embedded in it."""
+    """Yield the address and, if it is an IPv6 address, the IPv4 addresses embedded in it."""
     yield address
     if isinstance(address, IPv6Address):
         if int(address) > 1 and any(address in network for network in _embedding()):
@@ -155,10 +155,7 @@ def all_of(address: Address) -> Iterator[Address]:
 
 
 def why_not_name(host: str, sources: ImageSources | None) -> str | None:
-    """Why no image is fetched from a host of this name, whatever its address; None if one may be.
-
-    `sources` None means that no configuration lists any.
-    """
+    """Return why no image may be downloaded from a host of this name, or None if one may."""
     name = host.lower().rstrip('.')
     if sources is not None and name not in sources.names:
         return 'not in the `image_sources:` of this compute'
@@ -166,26 +163,26 @@ def why_not_name(host: str, sources: ImageSources | None) -> str | None:
 
 
 def why_not(host: str, address: Address, sources: ImageSources | None) -> str | None:
-    """Why no image is fetched from this address of this host; None if one may be.
+    """Return why no image may be downloaded from this address of a host, or None if one may.
 
-    A listed network allows loopback addresses only if it lies within loopback, and no other address in REFUSED:
-    0.0.0.0/0 is meant for the addresses of others.
+    A listed network allows loopback addresses only if it lies within loopback, and no other refused address: 0.0.0.0/0
+    is meant for addresses of other hosts. `sources` is None if `image_sources:` is not configured.
     """
     listed = sources.networks if sources is not None else ()
-    for each in all_of(address):
-        for network, what in _refused():
-            if each in network and not (what == LOOPBACK and any(_opens(one, network, each) for one in listed)):
-                return what
+    for inner in all_of(address):
+        for network, why in _refused():
+            if inner in network and not (why == LOOPBACK and any(_opens(source, network, inner) for source in listed)):
+                return why
     if sources is None or host.lower().rstrip('.') in sources.names:
         return None
-    named = any(each in network for network in listed for each in all_of(address))
-    return None if named else 'not in the `image_sources:` of this compute'
+    is_listed = any(inner in network for network in listed for inner in all_of(address))
+    return None if is_listed else 'not in the `image_sources:` of this compute'
 
 
 def is_listed_alone(address: Address, sources: ImageSources | None) -> bool:
-    """Whether `image_sources:` lists this very address, as opposed to its name or a network that it is in."""
+    """Return whether `image_sources:` lists exactly this address, not only a network or name."""
     listed = sources.networks if sources is not None else ()
-    return any(network.num_addresses == 1 and each in network for network in listed for each in all_of(address))
+    return any(network.num_addresses == 1 and inner in network for network in listed for inner in all_of(address))
 
 
 def _opens(listed: Network, loopback: Network, address: Address) -> bool:
@@ -193,5 +190,5 @@ def _opens(listed: Network, loopback: Network, address: Address) -> bool:
 
 
 def without_zone(text: str) -> Address:
-    """The address in getaddrinfo's text, without its zone. ValueError."""
+    """Parse an address as getaddrinfo writes it, without its zone; ValueError if malformed."""
     return ip_address(text.partition('%')[0])

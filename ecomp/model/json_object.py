@@ -1,4 +1,4 @@
-"""JSON that somebody wrote into etcd, read with care; and JSON of ours, which is written so that it can be read."""
+"""JSON: strict parsing of values from etcd, which may be malformed, and writing."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 import math
 from typing import Any
 
+# A longer value is refused, in bytes. The record of the largest request, with its text escaped, is shorter.
 VALUE_LIMIT = 1280 * 1024
-"""Bytes of a value; a longer one is refused. The record of the largest request, with its text escaped, is shorter."""
+# A number with more digits is refused. Python writes at most 4,300, and sums of numbers of this size have fewer.
 DIGITS = 500
-"""Digits of a number; one with more is refused. Python writes none of more than 4,300, and sums of these have fewer."""
+# More levels of nested objects and lists are refused: an error message could not quote them.
 DEPTH = 64
-"""Levels of objects and lists in each other; deeper ones are refused, for a reason could not quote them."""
 
 
 def load_object(value: bytes) -> dict[str, Any]:
-    """A JSON object from bytes; ValueError in plain words, as load()."""
+    """Parse a JSON object; ValueError as for load(), or if it is not an object."""
     data = load(value)
     if not isinstance(data, dict):
         raise ValueError(f'expected a JSON object, not {type(data).__name__}')
@@ -23,7 +23,7 @@ def load_object(value: bytes) -> dict[str, Any]:
 
 
 def load_if_object(value: bytes) -> dict[str, Any]:
-    """A JSON object from bytes; an empty one for what is none: what makes no sense says nothing."""
+    """Parse a JSON object; return {} for anything else."""
     try:
         return load_object(value)
     except ValueError:
@@ -31,15 +31,15 @@ def load_if_object(value: bytes) -> dict[str, Any]:
 
 
 def is_version(version: object, known: int) -> bool:
-    """True for a version that is read by who reads up to `known`. True is an int to Python, and none."""
+    """Return whether `version` is an int from 1 to `newest`; True, an int in Python, is not."""
     return type(version) is int and 1 <= version <= known
 
 
 def load(value: bytes) -> Any:
-    """JSON from bytes; ValueError in plain words.
+    """Parse JSON. ValueError says in standard English why a value is refused.
 
-    NaN, numbers that are no number to Python or have more than DIGITS, doubled keys and what is nested deeper than
-    DEPTH are refused.
+    Refused are malformed JSON, NaN, infinite numbers, numbers of more than MAX_DIGITS, duplicate keys, nesting deeper
+    than MAX_DEPTH and values longer than MAX_VALUE_BYTES.
     """
     if len(value) > VALUE_LIMIT:
         raise ValueError(f'it has {len(value)} bytes; the limit is {VALUE_LIMIT}')
@@ -57,12 +57,12 @@ def load(value: bytes) -> Any:
 
 
 def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
-    """As JSON, of printable ASCII alone. ValueError for a number that JSON does not have."""
+    """Return JSON in printable ASCII; ValueError for NaN and infinite numbers."""
     return json.dumps(data, indent=indent, separators=separators, allow_nan=False)
 
 
 def is_text(value: object) -> bool:
-    """True for text that can be written in UTF-8: JSON has halves of surrogate pairs, too."""
+    """Return whether a value is text that UTF-8 can encode: JSON has half surrogate pairs, too."""
     if not isinstance(value, str):
         return False
     try:
@@ -75,7 +75,7 @@ def is_text(value: object) -> bool:
 def _is_shallow(data: dict[str, Any] | list[Any]) -> bool:
     level: list[Any] = [data]
     for _ in range(DEPTH):
-        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        inner = (node.values() if isinstance(node, dict) else node for node in level)
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
         if not level:
             return True

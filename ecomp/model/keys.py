@@ -1,28 +1,28 @@
-"""The layout of etcd: every key's name, and what a name says back.
+"""The layout of etcd: the names of all keys, and how to parse them.
 
-    /hosts/<compute>/<instance>   eschedule's request, ecompute's desired state
-    /requests/<request>           somebody is at it; on eschedule's lease
+    /hosts/<compute>/<instance>   the request: eschedule writes it, ecompute carries it out
+    /requests/<uuid>              an attempt in flight; on eschedule's lease
     /booted/<instance>            the address, plain text
-    /instances/<compute>/<instance>   the record; <compute> is `none` where no compute ever had it
-    /instances/<instance>         the record, as ecomp 1.0 wrote it; read, moved and written no more
-    /names/<name>                 whose name it is, {"version", "instance"}; with the delivery, gone with the instance
-    /groups/<group>               who is together or apart, and where; changed with each delivery and each end
-    /quotas/<project>             what a project may have, and has; changed likewise
-    /user-data/<sha256>           a set's or a queue's, {"version", "user_data"} (base64); on a lease of a week
-    /flavors/<flavor>             what is asked of placement, by a name; operators'
+    /instances/<compute>/<instance>   the record; <compute> is `none` if no compute ever had the instance
+    /instances/<instance>         the record, as ecomp 1.0 wrote it; it is read and moved, but not written any longer
+    /names/<name>                 the owner of a name, {"version", "instance"}; from delivery to the instance's end
+    /groups/<group>               members, their computes and the policy; changed by each delivery and each end
+    /quotas/<project>             limits and usage of a project; changed likewise
+    /user-data/<sha256>           user-data of a set or queue, {"version", "user_data"} (base64); on a lease of a week
+    /flavors/<flavor>             a named query; written by operators
     /queues/<flavor>/<instance>   a request that waits for a compute to take it
-    /queues/<flavor>/<instance>/taker   the compute that is taking it; on that one's lease
-    /computes/<compute>           alive: hostname, version, since, token's hash, boot id, pid, kind, queues, room; 30 s
-    /hostnames/<compute>          its host's name, {"version", "hostname"}; stays until the compute is forgotten
-    /released/<2 digits>/<lease>  generations of claims that were released, of instances that begin so; on this lease
+    /queues/<flavor>/<instance>/taker   the compute that takes it; on that compute's lease
+    /computes/<compute>           presence: hostname, version, since, token hash, boot id, pid, kind, queues, room; 30 s
+    /hostnames/<compute>          the host's name, {"version", "hostname"}; until the compute is forgotten
+    /released/<2 digits>/<lease>  generations of released claims, by the first digits of instances; on this lease
     /cluster                      this etcd's identity, written once
     /accepted/<compute>           the revision at which this compute accepted a restored or new etcd, in decimal digits
-    /audit/<audit>                eschedule asks every compute what is there; on its lease
+    /audit/<audit>                eschedule asks all computes for a digest; on eschedule's lease
     /audit/<audit>/<compute>      eschedule asks one compute to remove leftovers; on the same lease
-    /digests/<compute>/<audit>/…  ecompute's answers; removed by who asked, or with a lease
+    /digests/<compute>/<audit>/…  ecompute's answers; removed by the eschedule that asked, or with a lease
 
-What only one compute writes lies below its uuid, so that a role of etcd's can be cut to it.
-Prefixes end with a slash, or /hosts/1 would also match /hosts/10.
+Keys that only one compute writes are below its uuid, so that an etcd role can be limited to them. Prefixes end with a
+slash, because /hosts/1 would also match /hosts/10.
 """
 
 from __future__ import annotations
@@ -49,21 +49,18 @@ CLUSTER = '/cluster'
 ACCEPTED = '/accepted/'
 AUDIT = '/audit/'
 DIGESTS = '/digests/'
+# TTL of the lease of keys below /requests/: an attempt whose eschedule died is in flight for at most this long. A
+# claim, or anything else that eschedule creates before its delivery, that two checks this far apart find without a
+# request belongs to no attempt (rule 4).
 ATTEMPT_SECONDS = 60
-"""Seconds of the lease of what is below /requests/: for so long a dead eschedule is at it, and then it is not.
-
-Two looks so far apart say of a claim, or of what else an eschedule makes before its delivery, that it is nobody's
-(rule 4).
-"""
+# Stands for the compute in the record of an instance that was removed from its queue before a compute took it.
 NONE = 'none'
-"""In place of the compute in the record of what was taken out of its queue before a compute took it."""
-
 
 _UUID = re.compile('(?![0-]+$)[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}')
 
 
 class StoredValue(Protocol):
-    """What is at a key: its value, the revisions that wrote that and made the key, and its lease (0: none)."""
+    """A key's value, the revisions of its last write and of its creation, its lease (0: none)."""
 
     @property
     def value(self) -> bytes: ...
@@ -76,125 +73,106 @@ class StoredValue(Protocol):
 
 
 def version(written: StoredValue) -> tuple[int, int]:
-    """What tells one value of a key from another; a value that was too long to be kept may be kept later."""
+    """Return an identity of a value: with its length, as a dropped value may be kept later."""
     return written.revision, len(written.value)
 
 
 def _below(prefix: str) -> Callable[[str], str]:
-    """The function from a name, a uuid or a hash to its key directly below a prefix."""
     return lambda part: prefix + part
 
 
+# Two attempts for one uuid collide at this key. The uuid is the one that was ordered: for a set, the set's.
 attempt = _below(ATTEMPTS)
-"""The key that says an eschedule is at it. Two at one uuid collide.
-
-The uuid is the one that was asked for: of a set, the one of the set.
-"""
 booted = _below(BOOTED)
-"""The key of an instance's address."""
 old_record = _below(INSTANCES)
-"""Where ecomp 1.0 has an instance's record, of whichever compute."""
 name = _below(NAMES)
-"""The key that says whose name it is."""
 group = _below(GROUPS)
-"""The key of a group."""
 quota = _below(QUOTAS)
-"""The key of a project's limits and of what it uses."""
 flavor = _below(FLAVORS)
-"""The key of a flavor."""
 user_data = _below(USER_DATA)
-"""The key of user-data that several requests refer to."""
 compute = _below(COMPUTES)
-"""The key that says an ecompute is alive."""
 hostname = _below(HOSTNAMES)
-"""The key that says what a compute's host is called, also while that compute is away."""
+# This key stays when the compute is forgotten.
 accepted = _below(ACCEPTED)
-"""The key that says at which revision a compute accepted this etcd; it stays when that is forgotten."""
 audit = _below(AUDIT)
-"""The key that asks every compute for a digest."""
 
 
 def request_prefix(compute: str) -> str:
-    """The prefix one ecompute watches."""
+    """Return the prefix that one ecompute watches."""
     return f'{HOSTS}{compute}/'
 
 
 def request(compute: str, instance: str) -> str:
-    """The key of one request."""
     return f'{HOSTS}{compute}/{instance}'
 
 
 def record(compute: str, instance: str) -> str:
-    """The key of an instance's record on a compute, '' for none."""
+    """Return the key of an instance's record; `compute` is '' if no compute had it."""
     return f'{INSTANCES}{compute or NONE}/{instance}'
 
 
 def recorded(key: str) -> tuple[str | None, str]:
-    """The compute ('': none; None: only the record itself says) and the instance of a key below INSTANCES."""
+    """Split a record's key into compute and instance.
+
+    The compute is '' if no compute had the instance, and None in the layout of ecomp 1.0: only the record names it
+    there.
+    """
     compute, slash, instance = key.removeprefix(INSTANCES).partition('/')
     return ('' if compute == NONE else compute, instance) if slash else (None, compute)
 
 
 def queue(flavor: str, instance: str) -> str:
-    """The key of a request that waits."""
     return f'{QUEUES}{flavor}/{instance}'
 
 
 def taker(queue_key: str) -> str:
-    """The key that says who is taking the request at this key."""
     return queue_key + TAKER
 
 
 def queued(key: str) -> tuple[str, str] | None:
-    """The flavor and the instance of a key in the queues; None for a taker's, and for what belongs to neither."""
+    """Return the flavor and instance in the key of a queued request; None for any other key."""
     flavor, _, instance = key.removeprefix(QUEUES).partition('/')
     return (flavor, instance) if flavor and instance and '/' not in instance else None
 
 
 def in_queue(key: str) -> str:
-    """The instance that a key in the queues is about, whichever of the two it is."""
+    """Return the instance in the key of a queued request or in its taker key."""
     return last(key.removesuffix(TAKER))
 
 
 def released_prefix(instance: str) -> str:
-    """Where it is noted which generation its claim had when it was released."""
+    """Return the prefix of the keys with generations of released claims, for an instance."""
     return f'{RELEASED}{instance[:2].lower()}/'
 
 
 def released(instance: str, lease: int) -> str:
-    """The key of one such note."""
     return f'{released_prefix(instance)}{lease:x}'
 
 
 def clearance(audit: str, compute: str) -> str:
-    """The key that asks one compute to remove leftovers."""
     return f'{AUDIT}{audit}/{compute}'
 
 
 def digest_prefix(audit: str, compute: str) -> str:
-    """Where the parts of a compute's answer are."""
     return f'{DIGESTS}{compute}/{audit}/'
 
 
 def digest(audit: str, compute: str, part: int | str) -> str:
-    """The key of one part of a compute's answer: a page's number, or 'cleared'."""
+    """Return the key of one part of a compute's answer: a page number, or 'cleared'."""
     return f'{digest_prefix(audit, compute)}{part}'
 
 
 def last(key: str) -> str:
-    """What a key is about: its last part."""
+    """Return the last part of a key: the uuid or name that it is about."""
     return key.rsplit('/', 1)[-1]
 
 
 def is_uuid(text: str) -> bool:
-    """True for a uuid in its canonical form only: lower case, with dashes, and not nil. It becomes a file name."""
+    """Return whether text is a uuid in lower case with dashes, not nil: it becomes a file name."""
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 
 def new_uuid(random: bytes) -> str:
-    """A random uuid (version 4 of RFC 9562) in its canonical form, of 16 random bytes.
-
-    Python's own does the same, and takes longer to load than a claim has time for.
-    """
+    """Make a canonical random uuid (version 4, RFC 9562). Python's uuid module loads slowly."""
     digits = f'{int.from_bytes(random, "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62:032x}'
     return '-'.join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
