@@ -1,11 +1,10 @@
-"""An order: what was asked for of one instance or a set, from the command line to its record. Pure.
+"""An order, what a user asks for before it is placed; requests and sets made from it. Pure.
 
-The fields of Order are the one table of what can be asked for: each is declared with how it is read from JSON, written,
-and compared with what was asked for before. In the JSON of a request, of what waits in a queue and of a record they
-stand beside the others: "image", "user_id", "project_id", "query" (the placement query it came from), "stages"
-({"requested": ISO time, …}), and where they were given "name", "ssh_keys" (a list of OpenSSH public keys), "user_data"
-(base64: it may be gzip) or, of a set, "user_data_sha256" (it is at the key /user-data/<sha256>) and "count", and
-"group" ({"name", "policy", "strict"}; in a record its name).
+The fields of Order are declared with how each is parsed, written and compared. The JSON of a request, a queued request
+and a record contains them beside its own: "image", "user_id", "project_id", "query" (the placement query), "stages"
+({"requested": ISO time, …}) and, where given, "name", "ssh_keys" (a list of OpenSSH public keys), "user_data" (base64,
+as it may be gzip) or "user_data_sha256" (of a set: it is at /user-data/<sha256>), "count", and "group" ({"name",
+"policy", "strict"}; in a record the name alone).
 """
 
 from __future__ import annotations
@@ -37,44 +36,45 @@ from ecomp.model.json_object import dump, is_version, load_if_object, load_objec
 from ecomp.model.text import is_label, printable
 
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
-ASKED, OFF = 'asked', 'off'
+ASKED = 'asked'
+OFF = 'off'
+# Start of the fault in the record of a guest that could not be started.
 NOT_STARTED = 'it could not be started'
-"""How a record's fault begins whose guest could not be started."""
 
 
 class Power(NamedTuple):
-    """What a request asks of a guest's power, and how far the guest's record says it has come.
+    """A stop, start or reboot that a request asks for.
 
-    A request's `power` is {"action": "stop" | "start" | "reboot", "id": uuid}; the same action asked for again has
-    another id. The record's is the id of the last one that was carried out; before that "<id>:asked" once the guest was
-    asked to turn itself off, and "<id>:off" once it is off and about to be started. So an action is done once, whoever
-    is killed in the middle of it.
+    A request's `power` is {"action": "stop" | "start" | "reboot", "id": uuid}; repeating an action needs a new id. A
+    record's `power` is the id of the last completed action, or "<id>:asked" while the guest shuts down, or "<id>:off"
+    once it is off and will be started. So an action is carried out once, even if a process is killed in the middle of
+    it.
     """
 
     action: str
     id: str
 
     def is_done(self, said: str | None) -> bool:
-        """Whether `said`, a record's `power`, says that this was carried out."""
+        """Return whether a record's `power` says that this action is completed."""
         return said == self.id
 
     def at(self, phase: str) -> str:
-        """The record's `power` while this is in `phase`, ASKED or OFF."""
+        """Return the `power` that a record has while this action is in a phase, ASKED or OFF."""
         return f'{self.id}:{phase}'
 
 
 def phase(said: str | None) -> str:
-    """How far the last action has come by a record's `power`: ASKED, OFF, or '' for done."""
+    """Return the phase in a record's `power`: ASKED, OFF, or '' if the action is completed."""
     return (said or '').partition(':')[2]
 
 
 def action_id(said: str | None) -> str:
-    """The id of the action that a record's `power` is about, '' for none."""
+    """Return the id of the action in a record's `power`; '' for None."""
     return (said or '').partition(':')[0]
 
 
 def parse_power(data: Any) -> Power | None:
-    """The Power in a request's `power`; None for None. ValueError for any other data."""
+    """Parse a request's `power`; None for None, ValueError if it is malformed."""
     if data is None:
         return None
     if not isinstance(data, dict) or data.get('action') not in ACTIONS or not keys.is_uuid(data.get('id', '')):
@@ -86,13 +86,12 @@ Differs = Callable[['Order'], str]
 
 
 class Field(NamedTuple):
-    """How a field of an order is read, written and compared.
+    """Specifies how a field of an order is parsed, written and compared.
 
-    `parse` takes a JSON object and the field's name, and gives its value; ValueError says what is wrong. `dump` makes
-    JSON of a value. `optional`: left out of the JSON where it is not given. `recorded`: a record has it, too. `differs`
-    says of an order that is there what it has instead of what is asked for now; None: nobody minds. `compared`: the
-    attribute that is compared, in place of the field itself. `told`: of several differences the one with the lowest
-    number is said.
+    `parse` takes a JSON object and the field's name, and raises ValueError with the reason. `optional`: left out of the
+    JSON if it has its default. `recorded`: records contain it, too. `differs` describes an existing order's value if
+    another is requested; None: not compared. `compared`: the attribute to compare instead. `told`: of several
+    differences, the one with the lowest number is reported.
     """
 
     parse: Callable[[Mapping[str, Any], str], Any]
@@ -110,7 +109,7 @@ def _same(value: Any) -> Any:
 
 
 def text_field(data: Mapping[str, Any], name: str) -> str:
-    """A field of text, '' where there is none."""
+    """Return a text field, '' if it is absent or null; ValueError for another type."""
     value = data.get(name)
     if value is None:
         return ''
@@ -131,7 +130,7 @@ def _stages(data: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def name_field(data: Mapping[str, Any], name: str = 'name') -> str | None:
-    """The name that the instance was given."""
+    """Return the name of an instance, None if absent or empty; ValueError if it is not valid."""
     label = text_field(data, name) or None
     if label is not None and not is_label(label):
         raise ValueError(f'{name}: {label[:80]!r} is no host name')
@@ -149,14 +148,14 @@ def _group(data: Mapping[str, Any], name: str) -> Membership | None:
     return membership_from(data.get(name))
 
 
-# The next three quote nothing, whatever it holds: a reason is logged, and stands in the record.
+# The next three errors never quote the value, which may be secret: a reason is logged and put into the record.
 
 
 def _ssh_keys(data: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
     lines = data.get(name)
     if lines is None:
         return None
-    if not isinstance(lines, list) or not all(isinstance(each, str) and each and each.isprintable() for each in lines):
+    if not isinstance(lines, list) or not all(isinstance(line, str) and line and line.isprintable() for line in lines):
         raise ValueError(f'{name}: expected a list of public keys, a line each')
     return tuple(lines)
 
@@ -206,20 +205,20 @@ def _other_count(there: Order) -> str:
 def _field(
     default: Any, parse: Callable[[Mapping[str, Any], str], Any], dump: Callable[[Any], Any] = _same, **more: Any
 ) -> Any:
-    """A field of Order, and its row; a `default` that can be called makes one."""
-    how = {'default_factory': default} if callable(default) else {'default': default}
-    shown = parse not in (_ssh_keys, _user_data)
-    return field(**how, repr=shown, metadata={'row': Field(parse, dump, **more)})
+    """Declare a field of Order; a callable `default` is a factory. `more` goes to Field."""
+    default_option = {'default_factory': default} if callable(default) else {'default': default}
+    is_public = parse not in (_ssh_keys, _user_data)
+    return field(**default_option, repr=is_public, metadata={'row': Field(parse, dump, **more)})
 
 
 @dataclass(frozen=True)
 class Order:
-    """What was asked for of one instance.
+    """A user's order of one instance.
 
-    `instance` is its uuid, `image` a URL (None: it is to be destroyed), `query` a placement query (None: not known),
-    `name` its host name. `stages` says when it was requested and, once it has a compute, scheduled: ISO times.
-    `ssh_keys` and `user_data` None: those of the compute's mdserver.conf. `user_data_sha256`: the user-data is at the
-    key of this hash, and `user_data` is None until it was read from there. `count`: how many were asked for at once.
+    `image` is a URL, or None to destroy the instance. `query` is None if unknown. `stages` has the ISO times at which
+    it was requested and, if it has a compute, scheduled. `ssh_keys` and `user_data` are None for those of the compute's
+    mdserver.conf. With `user_data_sha256`, `user_data` is None until it is read from the key with this hash. `count` is
+    the number of instances ordered together.
     """
 
     instance: str
@@ -249,48 +248,48 @@ class Order:
     )
 
     def parts(self, **changed: Any) -> dict[str, Any]:
-        """The fields of the order alone, by name, for something else that holds an order; some of them changed."""
-        return {each.name: getattr(self, each.name) for each in fields(Order)} | changed
+        """Return the fields of Order, by name, with some replaced; for constructing a subclass."""
+        return {field_info.name: getattr(self, field_info.name) for field_info in fields(Order)} | changed
 
     @property
     def group_name(self) -> str | None:
-        """The name of its group; None for none."""
         return self.group.name if self.group else None
 
     @property
     def user_data_hash(self) -> str | None:
-        """The hash of its user-data, wherever that is; None for none."""
+        """The hash of its user-data, whether or not that is loaded; None without user-data."""
         return self.user_data_sha256 if self.user_data is None else SharedUserData.of(self.user_data).sha256
 
 
+# In the order in which they are written.
 FIELDS = tuple(each.metadata['row']._replace(name=each.name) for each in fields(Order) if each.metadata)
-"""The rows, in the order in which they are written."""
 
 
 def parse_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an order in a JSON object, by name, but for the instance. ValueError says what is wrong."""
-    return {each.name: each.parse(data, each.name) for each in FIELDS}
+    """Parse the fields of an order, except the instance, by name; ValueError if one is invalid."""
+    return {row.name: row.parse(data, row.name) for row in FIELDS}
 
 
 def dump_fields(order: Order) -> dict[str, Any]:
-    """The same of an order, as JSON has them."""
-    absent = {each.name: each.default for each in fields(Order)}
-    values = [(each, getattr(order, each.name)) for each in FIELDS]
-    written = [(each, value) for each, value in values if not each.optional or value != absent[each.name]]
-    return {each.name: None if value is None else each.dump(value) for each, value in written}
+    """Return the fields of an order, except the instance, for JSON."""
+    defaults = {each.name: each.default for each in fields(Order)}
+    values = [(row, getattr(order, row.name)) for row in FIELDS]
+    included = [(row, value) for row, value in values if not row.optional or value != defaults[row.name]]
+    return {row.name: None if value is None else row.dump(value) for row, value in included}
 
 
 def difference(there: Order, asked: Order, recorded: bool = False) -> str | None:
-    """How the order of a uuid differs from what is asked for by the same uuid now; None where it does not.
+    """Describe how an existing order differs from the one requested for its uuid, or None.
 
-    `recorded`: only a record is known of what is there, which says nothing of keys, user-data and the count.
+    If `is_recorded`, the existing order is from a record, which lacks keys, user-data and count: these are not
+    compared.
     """
     for each in sorted(FIELDS, key=lambda each: each.told):
         attribute = each.compared or each.name
         if each.differs is None or (recorded and not each.recorded):
             continue
         if each.name == 'project_id' and not there.project_id:
-            continue  # an older ecompute writes none
+            continue  # an older ecompute does not write it
         if getattr(there, attribute) != getattr(asked, attribute):
             return each.differs(there)
     return None
@@ -299,23 +298,21 @@ def difference(there: Order, asked: Order, recorded: bool = False) -> str | None
 Found = TypeVar('Found')
 
 VERSION = 1
+# Bytes of a value; a larger one is not parsed. Escaped in a record it may be three times as long, and etcd takes 1.5
+# MiB: an accepted value can also be recorded. User-data of 256 KiB is 342 KiB of it.
 SIZE_LIMIT = 384 * 1024
-"""Bytes of a value looked at: nothing larger is parsed. Escaped in a record it may be three times as long, and etcd
-takes 1.5 MiB: what is taken here can also be written down. User-data of 256 KiB is 342 KiB of it."""
+# A reason is cut off after so many characters: it quotes what is invalid, which may be the whole value.
 REASON_LIMIT = 500
-"""Characters of a reason: it quotes what is wrong, and that may be the whole value."""
 
 
 @dataclass(frozen=True)
 class Request(Order):
-    """A request: what the key /hosts/<compute>/<instance> holds, parsed once at the edge.
+    """The value of the key /hosts/<compute>/<instance>, parsed once.
 
-    JSON, as in 2019: allocations, instance, image, user_id, project_id, consumer_generation; since then also "version",
-    the other fields of an order, "why" ({"weigh", "weight", "of"}), and "power" (once it was asked for). A tombstone is
-    the same with allocations {} and image null: the instance is to be destroyed; "resources" ({class: amount}) is then
-    what it was allocated.
-
-    `left`: of a tombstone, what it was allocated. `why`: how it came to be on its compute.
+    JSON. Fields since 2019: allocations, instance, image, user_id, project_id, consumer_generation. Later: "version",
+    the other fields of an order, "why" ({"weigh", "weight", "of"}: how its compute was chosen) and "power" (see
+    PowerAction). A tombstone, which asks to destroy the instance, is the same with allocations {} and image null; its
+    "resources" ({class: amount}), here `former_resources`, are what the instance was allocated.
     """
 
     allocations: Allocations
@@ -326,17 +323,16 @@ class Request(Order):
 
     @property
     def resources(self) -> Resources:
-        """What it has in all or, to be destroyed, had."""
+        """The total that the instance is allocated or, for a tombstone, was."""
         return total(self.allocations) or self.left
 
     @property
     def is_tombstone(self) -> bool:
-        """True when the instance is to be destroyed."""
         return not self.allocations
 
 
 class Shares(NamedTuple):
-    """What an instance has of what others want, too: a name, a place in a group, what its project's quota counts."""
+    """Cluster-wide resources that an instance holds: name, group membership, quota charge."""
 
     name: str | None = None
     group: str | None = None
@@ -345,9 +341,9 @@ class Shares(NamedTuple):
 
 
 class Invalid(NamedTuple):
-    """A value that cannot be understood, and why. Never half done, never a crash.
+    """A malformed request, with the reason. It is never carried out in part.
 
-    `shares` is what it was delivered with, as far as that can be told: to be let go of with it.
+    `holdings` is what was delivered with it, as far as it can be parsed, to be released with it.
     """
 
     instance: str
@@ -356,57 +352,57 @@ class Invalid(NamedTuple):
 
     @property
     def project_id(self) -> str:
-        """The project whose quota counts it, '' where it was delivered by nobody who counts."""
+        """The project whose quota it is charged to; '' if it was not charged."""
         return self.shares.project_id
 
     @property
     def resources(self) -> Resources:
-        """What it counts for there."""
+        """The amounts charged to that quota."""
         return self.shares.resources
 
 
 def parse_request(compute: str, key: str, value: bytes, dropped: int = 0) -> Request | Invalid:
-    """The request at a key under a compute's prefix, or the reason it is none.
+    """Parse the request at a key below a compute's prefix; if malformed, return the reason.
 
-    `dropped`: so many bytes it has, and they were not kept (see ecomp.store.watch).
+    `dropped_bytes` is the size of a value that was too large to be kept (see ecomp.store.watch), or 0.
     """
     name = key.removeprefix(keys.request_prefix(compute))
     try:
         return _parse(compute, name, value, dropped)
     except ValueError as error:
         return Invalid(name, printable(str(error))[:REASON_LIMIT], _shares(value))
-    except RecursionError:  # a reason quotes what is wrong
+    except RecursionError:  # from repr() in a reason, which quotes the value
         return Invalid(name, 'the request is nested too deeply')
 
 
 def shares(wish: Request | Invalid) -> Shares:
-    """What it shares with others."""
+    """Return the cluster-wide resources that a request holds."""
     if isinstance(wish, Invalid):
         return wish.shares
     return Shares(wish.name, wish.group_name, wish.project_id, wish.resources)
 
 
 def shares_in(value: bytes) -> tuple[Shares, Mapping[str, Any]]:
-    """The name and the group in a value that is refused, each as far as it can be understood; and all that it says."""
+    """Parse name and group in a malformed request, None if invalid; also return its object."""
     data = load_if_object(value) if len(value) <= SIZE_LIMIT else {}
     group = _or_none(lambda: membership_from(data.get('group')))
     return Shares(_or_none(lambda: name_field(data)), group.name if group else None), data
 
 
 def _shares(value: bytes) -> Shares:
-    """What a request that is refused says of it, each field as far as it can be understood."""
-    found, data = shares_in(value)
-    # Who knows of versions has counted it in its project's quota; what is written by hand nobody has.
+    """Parse what a malformed delivered request holds; an invalid field counts as absent."""
+    holdings, data = shares_in(value)
+    # A newer eschedule, whose request is malformed here, has charged a quota; for a manually written one none has been.
     version = data.get('version')
     if type(version) is not int or version <= VERSION:
-        return found
-    has = _or_none(lambda: total(parse_allocations(data.get('allocations'))) or _left(data))
-    return found._replace(project_id=_or_none(lambda: text_field(data, 'project_id')) or '', resources=has or {})
+        return holdings
+    amounts = _or_none(lambda: total(parse_allocations(data.get('allocations'))) or _left(data))
+    return holdings._replace(project_id=_or_none(lambda: text_field(data, 'project_id')) or '', resources=amounts or {})
 
 
 def check_request_size(value: bytes, dropped: int = 0) -> None:
-    """ValueError for a request that is too large to be written down."""
-    # The one letter of ASCII that is escaped without need is then six.
+    """Raise ValueError if a request is too large to be recorded."""
+    # JSON may contain DEL itself, and dump() escapes it to six bytes.
     size = dropped or len(value) + 5 * value.count(b'\x7f')
     if size > SIZE_LIMIT:
         raise ValueError(f'the request has {size} bytes; the limit is {SIZE_LIMIT}')
@@ -417,7 +413,7 @@ def check_request_size(value: bytes, dropped: int = 0) -> None:
 def _or_none(read: Callable[[], Found]) -> Found | None:
     try:
         return read()
-    except (ValueError, RecursionError):  # a reason quotes what is wrong
+    except (ValueError, RecursionError):  # RecursionError: from repr() in a reason, which quotes the value
         return None
 
 
@@ -429,9 +425,9 @@ def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
     version = data.get('version', VERSION)
     if not is_version(version, VERSION):
         raise ValueError(f'version {version!r} of the request is not known here: this ecompute takes {VERSION}')
-    absent = [wanted for wanted in ('allocations', 'instance', 'image') if wanted not in data]
-    if absent:
-        raise ValueError(f'the request lacks {", ".join(absent)}')
+    absent_fields = [field_name for field_name in ('allocations', 'instance', 'image') if field_name not in data]
+    if absent_fields:
+        raise ValueError(f'the request lacks {", ".join(absent_fields)}')
     if data['instance'] != name:
         raise ValueError(f'the request is for instance {data["instance"]!r} but its key says {name}')
     allocations = parse_allocations(data['allocations'])
@@ -447,7 +443,7 @@ def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
         if lacking:
             raise ValueError(f'the allocations have no {", ".join(lacking)}: a guest needs all of them')
     elif image is not None:
-        # Neither a request nor a tombstone, and only a tombstone destroys.
+        # Neither a request nor a tombstone; nothing but a valid tombstone may destroy an instance.
         raise ValueError('allocations {} with an image: to destroy, the image has to be null')
     return Request(
         name,
@@ -460,13 +456,13 @@ def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
 
 
 def to_json(request: Request) -> str:
-    """The value of the request's key. 2019's fields keep their names and meaning."""
+    """Return the value of the request's key. Fields of 2019 keep their names and meaning."""
     return dump(
         {
             'version': VERSION,
             'instance': request.instance,
             'allocations': to_wire(request.allocations),
-            **dict.fromkeys(('image', 'user_id', 'project_id', 'consumer_generation')),  # 2019's, in 2019's order
+            **dict.fromkeys(('image', 'user_id', 'project_id', 'consumer_generation')),  # in the order of 2019
             **dump_fields(request),
             **({'resources': dict(request.left)} if request.left else {}),
             **({'why': request.why._asdict()} if request.why else {}),
@@ -476,21 +472,21 @@ def to_json(request: Request) -> str:
 
 
 def announced(key: str, value: bytes) -> set[str]:
-    """The instances an eschedule is at, by its /requests key. A value that cannot be read counts for its key's name."""
+    """Return the instances of an attempt; only the uuid in its key if the value is malformed."""
     try:
-        named = {str(each)[:REASON_LIMIT] for each in load_object(value)['instances']}
+        instances = {str(instance)[:REASON_LIMIT] for instance in load_object(value)['instances']}
     except (ValueError, KeyError, TypeError):
-        named = set()
-    return {keys.last(key), *named}
+        instances = set()
+    return {keys.last(key), *instances}
 
 
 def name_to_json(instance: str) -> str:
-    """The value of the key /names/<name>: whose name it is."""
+    """Return the value of the key /names/<name>, which names the owner."""
     return dump({'version': VERSION, 'instance': instance})
 
 
 def named(value: bytes) -> str:
-    """The instance that a /names key is about. ValueError if it says none."""
+    """Parse the owner of a name from the value of its key; ValueError if malformed."""
     instance = load_object(value).get('instance')
     if not isinstance(instance, str) or not keys.is_uuid(instance):
         raise ValueError('it names no instance')
@@ -498,22 +494,22 @@ def named(value: bytes) -> str:
 
 
 def _left(data: Mapping[str, Any]) -> dict[str, int]:
-    left = data.get('resources', {})
-    if not isinstance(left, dict) or not all(amount and is_amount(amount, LARGEST) for amount in left.values()):
+    amounts = data.get('resources', {})
+    if not isinstance(amounts, dict) or not all(amount and is_amount(amount, LARGEST) for amount in amounts.values()):
         raise ValueError('resources: expected an object of amounts')
-    return left
+    return amounts
 
 
+# Bytes of all requests of a set; etcd takes 1.5 MiB in a transaction (its --max-request-bytes).
 MOST_BYTES = 1_400_000
-"""Of all requests of a set together: etcd takes 1.5 MiB in a transaction (its --max-request-bytes)."""
 
 
 @dataclass(frozen=True)
 class SetOrder(Order):
-    """An order of one instance or of a set, and how it is to be placed: `weigh` says which computes are tried first.
+    """An order of one instance or a set, and how to place it.
 
-    `instance` and `name` are the instance's or, where the `count` is more than one, those of the set. At least
-    `minimum` of them are placed, or none.
+    `instance` and `name` are the instance's or, for a `count` above 1, those of the set. `weigh` says which computes
+    are tried first. At least `minimum` instances are placed, or none.
     """
 
     weigh: str = field(default=SPREAD, kw_only=True)
@@ -521,7 +517,7 @@ class SetOrder(Order):
 
     @cached_property
     def orders(self) -> dict[str, Order]:
-        """The order of each instance by its uuid. Those of a set follow from its own, so it can be resumed."""
+        """The order of each instance by uuid. A set's uuids follow from its own, to resume it."""
         if self.count == 1:
             return {self.instance: Order(**self.parts())}
         shared = {} if self.shared is None else {'user_data': None, 'user_data_sha256': self.shared.sha256}
@@ -531,27 +527,27 @@ class SetOrder(Order):
     @property
     def instances(self) -> dict[str, str | None]:
         """The name of each instance by its uuid."""
-        return {instance: each.name for instance, each in self.orders.items()}
+        return {instance: order.name for instance, order in self.orders.items()}
 
     @cached_property
     def shared(self) -> SharedUserData | None:
-        """The user-data of a set, which is in etcd once."""
+        """The user-data of a set, which is stored in etcd once; None for a single instance."""
         return SharedUserData.of(self.user_data) if self.count > 1 and self.user_data is not None else None
 
 
 def member(whole: str, number: int) -> str:
-    """The uuid of an instance of a set, by the set's own and its number, from 1 on."""
-    import uuid  # for sets
+    """Return the uuid of an instance of a set, from the set's uuid and the number from 1 on."""
+    import uuid  # imported here because only sets need it
 
     return str(uuid.uuid5(uuid.UUID(whole), str(number)))
 
 
 def check_order_size(wanted: SetOrder) -> None:
-    """UsageError, before anything is claimed, for a set too large for the one transaction that delivers it."""
-    keys_each = len(dump(wanted.ssh_keys))
-    size = wanted.count * (len(dump([wanted.query, wanted.image])) + keys_each + 1000)
-    shared = len(wanted.shared.text) if wanted.shared else 0
-    if wanted.count > 1 and size + shared > MOST_BYTES:
-        what = f'{wanted.count} instances with {keys_each} bytes of ssh keys each'
-        more = f' and {shared} bytes of user-data' if shared else ''
-        raise UsageError(f'{what}{more} are more than etcd takes at once: name fewer keys, or ask for fewer instances')
+    """Raise UsageError, before anything is claimed, for a set too large for one transaction."""
+    key_bytes = len(dump(wanted.ssh_keys))
+    size = wanted.count * (len(dump([wanted.query, wanted.image])) + key_bytes + 1000)
+    user_data_bytes = len(wanted.shared.text) if wanted.shared else 0
+    if wanted.count > 1 and size + user_data_bytes > MOST_BYTES:
+        text = f'{wanted.count} instances with {key_bytes} bytes of ssh keys each'
+        more = f' and {user_data_bytes} bytes of user-data' if user_data_bytes else ''
+        raise UsageError(f'{text}{more} are more than etcd takes at once: name fewer keys, or ask for fewer instances')
