@@ -1,4 +1,4 @@
-"""What placement, etcd and the computes say, side by side, and read; a compute's digest, as it is in etcd. Pure."""
+"""The state that an audit reads from placement, etcd and computes; digests as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ecomp.model.text import printable
 
 Parsed = TypeVar('Parsed')
 
+# The prefixes of the keys that an audit reads.
 FAMILIES = (
     *(keys.ATTEMPTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.NAMES, keys.COMPUTES),
     *(keys.HOSTNAMES, keys.FLAVORS, keys.GROUPS, keys.QUOTAS),
 )
-"""The prefixes of the keys an audit reads."""
 
 
 class ProviderState(NamedTuple):
-    """One resource provider. `inventory` is placement's {class: {'total', 'allocation_ratio', …}}."""
+    """A resource provider: inventory as in placement's answer, and allocations by consumer."""
 
     name: str
     inventory: Mapping[str, Mapping[str, Any]] = {}
@@ -36,10 +36,10 @@ class ProviderState(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """What an audit read: providers, keys of etcd and digests of computes, each by name.
+    """The state that an audit read: providers, keys of etcd, and digests of computes.
 
-    `mute` has the reason for each living compute that gave no digest; `usages` what placement counts for each project
-    that has a quota, as a quota counts it. `stalled` are those of the mute that said that they heard, and no more.
+    `mute_reasons` says for each living compute without digest why; `stalled` are those of them that acknowledged the
+    audit. `usages` has placement's usage, as a quota counts it, for each project with a quota.
     """
 
     providers: Mapping[str, ProviderState]
@@ -50,7 +50,6 @@ class Planes(NamedTuple):
     stalled: frozenset[str] = frozenset()
 
     def claims(self, compute: str) -> Container[str]:
-        """The consumers that have a claim on a compute."""
         provider = self.providers.get(compute)
         return () if provider is None else provider.held
 
@@ -60,58 +59,58 @@ class World:
 
     def __init__(self, planes: Planes) -> None:
         self.planes = planes
-        self.alive = {keys.last(key) for key, kept in self.under(keys.COMPUTES).items() if kept.lease}
+        self.alive = {keys.last(key) for key, stored in self.under(keys.COMPUTES).items() if stored.lease}
         self.known = computes_of(self.under(keys.COMPUTES), self.under(keys.HOSTNAMES))
         self.records: dict[str, Record] = {}
         self.unreadable: dict[str, str] = {}
-        # What computes other than the believed one say, by the state of their records: that it lives, or that there
-        # was such an instance before.
+        # {instance: {compute: state}}: records of other than the trusted computes, if they say that the instance lives,
+        # or if the trusted compute has none.
         self.contradicting: dict[str, dict[str, str]] = {}
         self._record_keys: dict[str, str] = {}
-        for name, at in by_instance(planes.etcd.items()).items():
-            at.judge(name, planes.claims)
-            for compute, key in at.record_keys.items():
+        for name, entries in by_instance(planes.etcd.items()).items():
+            entries.judge(name, planes.claims)
+            for compute, key in entries.record_keys.items():
                 try:
                     record = from_json(planes.etcd[key].value, name, keys.recorded(key)[0])
                 except ValueError as error:
-                    if compute == at.compute:
+                    if compute == entries.compute:
                         self.unreadable[name] = str(error)
                     continue
-                if compute == at.compute:
+                if compute == entries.compute:
                     self.records[name] = record
-                elif record.state not in (GONE, ERROR) or at.record is None:
+                elif record.state not in (GONE, ERROR) or entries.record is None:
                     self.contradicting.setdefault(name, {})[compute] = record.state
-            self._record_keys[name] = at.record_key or keys.record(at.compute, name)
+            self._record_keys[name] = entries.record_key or keys.record(entries.compute, name)
         self.wishes: dict[str, dict[str, Request | Invalid]] = {}
-        for key, kept in self.under(keys.HOSTS).items():
+        for key, stored in self.under(keys.HOSTS).items():
             compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
-            self.wishes.setdefault(name, {})[compute] = parse_request(compute, key, kept.value)
-        # Whose each name is; None where its key says nothing that can be understood.
+            self.wishes.setdefault(name, {})[compute] = parse_request(compute, key, stored.value)
+        # The owner of each name; None if the value is malformed.
         self.names: dict[str, str | None] = {}
-        for key, kept in self.under(keys.NAMES).items():
+        for key, stored in self.under(keys.NAMES).items():
             try:
-                self.names[key.removeprefix(keys.NAMES)] = named(kept.value)
+                self.names[key.removeprefix(keys.NAMES)] = named(stored.value)
             except ValueError:
                 self.names[key.removeprefix(keys.NAMES)] = None
         self.groups = self._read(group_from_json, keys.GROUPS)
         self.quotas = self._read(quota_from_json, keys.QUOTAS)
-        # What waits in which flavor's queue; a mark of its taker says only that somebody is at it.
+        # {instance: {flavor: request}}. A taker key only says that a compute is taking the request.
         self.queued: dict[str, dict[str, QueueEntry | Invalid]] = {}
         self.at_it: set[str] = set()
-        for key, kept in self.under(keys.QUEUES).items():
+        for key, stored in self.under(keys.QUEUES).items():
             if not key.endswith(keys.TAKER):
                 name = keys.last(key)
                 flavor = key.removeprefix(keys.QUEUES).removesuffix(name).rstrip('/')
-                self.queued.setdefault(name, {})[flavor] = parse_waiting(key, kept.value)
-            if kept.lease or not key.endswith(keys.TAKER):
+                self.queued.setdefault(name, {})[flavor] = parse_waiting(key, stored.value)
+            if stored.lease or not key.endswith(keys.TAKER):
                 self.at_it.add(keys.in_queue(key))
-        for key, kept in self.under(keys.ATTEMPTS).items():
-            if kept.lease:
-                self.at_it |= announced(key, kept.value)
+        for key, stored in self.under(keys.ATTEMPTS).items():
+            if stored.lease:
+                self.at_it |= announced(key, stored.value)
         self.computes = self.alive | {name for name, each in planes.providers.items() if each.name == name}
-        # What was gone before a compute took it has none.
+        # A request that was removed from its queue before a compute took it has a record without compute.
         self.computes |= {each.compute for each in self.records.values()} - {''}
-        self.computes |= {compute for asked in self.wishes.values() for compute in asked}
+        self.computes |= {compute for by_compute in self.wishes.values() for compute in by_compute}
         self.guests: dict[str, dict[str, Guest]] = {}
         self.metadata: dict[str, dict[str, list[str]]] = {}
         self.seeds: dict[str, set[str]] = {}
@@ -123,8 +122,8 @@ class World:
                 self.metadata.setdefault(name, {}).setdefault(compute, []).append(mac)
             for name in digest.seeds:
                 self.seeds.setdefault(name, set()).add(compute)
-            for mac, text in digest.reservations.items():
-                name, _, address = text.partition(' ')
+            for mac, reservation in digest.reservations.items():
+                name, _, address = reservation.partition(' ')
                 self.reserved.setdefault(name, {}).setdefault(compute, {})[mac] = address
         self.held: dict[str, dict[str, Resources]] = {}
         for provider, each in planes.providers.items():
@@ -132,73 +131,73 @@ class World:
                 self.held.setdefault(consumer, {})[provider] = resources
 
     def instances(self) -> list[str]:
-        """Every instance that any plane names, sorted. A consumer that holds nothing of a compute is none of ours."""
-        found = {*self.wishes, *self.records, *self.unreadable, *self.guests}
-        found |= {*self.metadata, *self.seeds, *self.reserved}
-        found |= {keys.last(key) for key in self.under(keys.BOOTED)}
-        found |= {consumer for consumer, held in self.held.items() if not self.computes.isdisjoint(held)}
-        return sorted(found)
+        """Return all instances in any plane, and all consumers with a claim on a compute, sorted."""
+        instances = {*self.wishes, *self.records, *self.unreadable, *self.guests}
+        instances |= {*self.metadata, *self.seeds, *self.reserved}
+        instances |= {keys.last(key) for key in self.under(keys.BOOTED)}
+        instances |= {consumer for consumer, providers in self.held.items() if not self.computes.isdisjoint(providers)}
+        return sorted(instances)
 
     def kept(self, key: str) -> keys.StoredValue | None:
-        """What is at a key; None if there is no such key."""
         return self.planes.etcd.get(key)
 
     def record_key(self, instance: str) -> str:
-        """The key of the instance's record that is believed (see Places), and of one that nobody has written yet."""
+        """Return the key of the trusted record (see EntriesByCompute), or the one it would have."""
         return self._record_keys.get(instance) or keys.old_record(instance)
 
     def request_keys(self, instance: str) -> tuple[str, ...]:
-        """The keys by which computes are asked for an instance."""
+        """Return the keys of all requests for an instance, also if several computes are asked."""
         return tuple(keys.request(compute, instance) for compute in sorted(self.wishes.get(instance, {})))
 
     def keys_of(self, instance: str) -> tuple[str, ...]:
-        """The keys that say what an instance is: its record's, there or not, and its requests'."""
+        """Return the keys of the instance's record, whether or not it exists, and of its requests."""
         return self.record_key(instance), *self.request_keys(instance)
 
     def revision(self, key: str) -> int:
-        """The revision of a key, 0 for one that is not there."""
-        kept = self.kept(key)
-        return kept.revision if kept is not None else 0
+        """Return the revision of a key, or 0 if it does not exist."""
+        stored = self.kept(key)
+        return stored.revision if stored is not None else 0
 
     def called(self, instance: str) -> set[str]:
-        """The names its record and its requests give an instance; a record of an older ecompute has none."""
+        """Return the names in the instance's record and requests; an older ecompute records none."""
         wishes = self.wishes.get(instance, {}).values()
         record = self.records.get(instance)
-        waits = self.queued.get(instance, {}).values()
-        said = {each.name for each in (*wishes, *waits) if not isinstance(each, Invalid)}
-        said.add(record.name if record else None)
-        return {name for name in said if name}
+        entries = self.queued.get(instance, {}).values()
+        labels = {each.name for each in (*wishes, *entries) if not isinstance(each, Invalid)}
+        labels.add(record.name if record else None)
+        return {name for name in labels if name}
 
     def unserved(self) -> str | None:
-        """That what is queued waits for nobody, in one line; None where that is not so."""
+        """Return one line that no compute takes what is queued, or None if one may."""
         return self.known.unserved([min(self.called(each), default=each) for each in sorted(self.queued)])
 
     def is_living(self, instance: str) -> bool:
-        """True when the instance has a record that says neither gone nor error."""
+        """Return whether the instance has a record in a state other than gone and error."""
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)
 
     def is_in_work(self, instance: str) -> bool:
-        """True while its record or its request says that it is being built or destroyed."""
+        """Return whether the instance is being built or destroyed, by its record or requests."""
         record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
         if any(isinstance(wish, Request) and wish.is_tombstone for wish in wishes):
             return record is None or record.state not in (GONE, ERROR)
         return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
 
     def is_switching(self, instance: str) -> bool:
-        """True while a request asks for a stop, start or reboot that its record does not say is done."""
+        """Return whether a requested stop, start or reboot is not completed in the record."""
         record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
-        asked = [wish.power for wish in wishes if isinstance(wish, Request) and wish.power]
-        return record is not None and any(not power.is_done(record.power) for power in asked)
+        actions = [wish.power for wish in wishes if isinstance(wish, Request) and wish.power]
+        return record is not None and any(not power.is_done(record.power) for power in actions)
 
     def away(self) -> dict[str, str]:
-        """The computes without a presence, CLOSED or SILENT: what they have cannot be compared.
+        """Return {compute: CLOSED or SILENT} of the computes without presence: not comparable.
 
-        One of which only records of what has ended are left, they are kept for a while, was forgotten.
+        A compute with nothing but records of ended instances, which are kept for a while, was forgotten and is left
+        out.
         """
         ended = {each.compute for each in self.records.values()}
         living = {each.compute for each in self.records.values() if self.is_living(each.instance)}
-        asked = {compute for asked in self.wishes.values() for compute in asked}
-        forgotten = ended - living - asked - self.planes.providers.keys()
+        requested = {compute for requested in self.wishes.values() for compute in requested}
+        forgotten = ended - living - requested - self.planes.providers.keys()
         return {each: self._state(each) for each in sorted(self.computes - self.alive - forgotten)}
 
     def _state(self, compute: str) -> str:
@@ -207,59 +206,59 @@ class World:
         return CLOSED if vcpu and vcpu.get('reserved', 0) >= vcpu.get('total', 0) else SILENT
 
     def _read(self, parse: Callable[[str, bytes], Parsed], prefix: str) -> dict[str, Parsed | str]:
-        """{name: what `parse` makes of its key, or the reason why it cannot} of the keys `prefix` + name."""
-        found: dict[str, Parsed | str] = {}
-        for key, kept in self.under(prefix).items():
+        """Return {name: parsed value, or the reason why it is malformed} of keys below a prefix."""
+        values: dict[str, Parsed | str] = {}
+        for key, stored in self.under(prefix).items():
             name = key.removeprefix(prefix)
             try:
-                found[name] = parse(name, kept.value)
+                values[name] = parse(name, stored.value)
             except ValueError as error:
-                found[name] = str(error)
-        return found
+                values[name] = str(error)
+        return values
 
     def under(self, prefix: str) -> dict[str, keys.StoredValue]:
-        """The keys below a prefix."""
-        return {key: kept for key, kept in self.planes.etcd.items() if key.startswith(prefix)}
+        return {key: stored for key, stored in self.planes.etcd.items() if key.startswith(prefix)}
 
 
 def involved(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
-    """{instance, compute or project: {key: revision}} of the keys that are about each.
+    """Return {instance, compute or project: {key: revision}} of the keys about each.
 
-    Of a compute's life it is the lease: on the same one the same process lives, whatever it says of the room it has.
+    For a presence it is the lease instead of the revision: the same lease means the same process, and hints change
+    often.
     """
-    found: dict[str, dict[str, int]] = {}
-    for key, kept in etcd.items():
-        about: Iterable[str] = {keys.in_queue(key) if key.startswith(keys.QUEUES) else keys.last(key)}
+    revisions: dict[str, dict[str, int]] = {}
+    for key, stored in etcd.items():
+        subjects: Iterable[str] = {keys.in_queue(key) if key.startswith(keys.QUEUES) else keys.last(key)}
         if key.startswith(keys.ATTEMPTS):
-            about = announced(key, kept.value)
+            subjects = announced(key, stored.value)
         elif key.startswith(keys.QUOTAS):
-            about = {key.removeprefix(keys.QUOTAS)}
-        for subject in about:
-            found.setdefault(subject, {})[key] = kept.lease if key.startswith(keys.COMPUTES) else kept.revision
-    return found
+            subjects = {key.removeprefix(keys.QUOTAS)}
+        for subject in subjects:
+            revisions.setdefault(subject, {})[key] = stored.lease if key.startswith(keys.COMPUTES) else stored.revision
+    return revisions
 
 
 VERSION = 1
+# The next page begins after so many bytes: one more entry must fit into the 1.5 MiB that etcd takes.
 PAGE_BYTES = 400 * 1024
-"""Bytes of a page after which the next one begins: one entry more must fit into the 1.5 MiB that etcd takes."""
+# A compute's reason for not giving a digest is cut off after so many characters.
 REASON = 500
-"""Characters of a compute's reason why it gives no digest; the rest is cut off."""
 
+# {dictionary field of a digest: its name in JSON}; in ecomp 1.0 "seeds" was the metadata.
 _DICTS = {
     **{'without_base': 'without_base', 'metadata': 'seeds', 'seeds': 'isos'},
     **{name: name for name in ('reservations', 'parts', 'open_dhcp', 'bad_bases')},
 }
-"""What is a dictionary of a digest: {field: its name in JSON}, where ecomp 1.0 called the metadata seeds."""
 
 
 @dataclass(frozen=True)
 class Digest:
-    """What one compute has. `guests` are the domains and disks with our mark, by instance.
+    """Everything that one compute has. `guests` are domains and disks with our owner mark.
 
-    `without_base` is {instance: path of its missing base volume}; `metadata` {MAC: instance} of the metadata server's
-    files; `seeds` the instances with a NoCloud disk; `reservations` {MAC: 'instance address'} of DHCP. `parts` is {file
-    that no process writes: a mark that changes if it is written again}; `open_dhcp` the networks whose DHCP answers any
-    MAC; `bad_bases` the SHA-256s of base volumes whose content has changed.
+    `guests` is by instance. `without_base` is {instance: path of its missing base volume}; `metadata` {MAC: instance}
+    of the metadata server's files; `seeds` the instances with a NoCloud disk; `reservations` {MAC: 'instance address'}
+    of DHCP; `parts` {file that no process writes: a mark that changes when it is written}; `open_dhcp` the networks
+    whose DHCP serves any MAC; `bad_bases` the SHA-256s of base volumes whose content has changed.
     """
 
     guests: Mapping[str, Guest] = field(default_factory=dict)
@@ -274,10 +273,10 @@ class Digest:
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a compute is asked to remove.
+    """Something that a compute is asked to remove.
 
-    `kind` is an instance's 'disk', its NoCloud disk ('iso') or its 'reservations', the metadata of a MAC ('seed'), or a
-    'part'. `mark` is what the digest said of metadata or a part: the instance, the mark; what differs since is kept.
+    `kind` is `disk`, `iso` (NoCloud disk) or `reservations` of an instance, `seed` (metadata of a MAC) or `part`.
+    `mark` is the digest's value for metadata (the instance) or a part; the compute keeps what has another value now.
     """
 
     kind: str
@@ -286,18 +285,18 @@ class Leftover:
 
 
 def to_pages(digest: Digest) -> list[str]:
-    """What one compute says is there, for an audit: its answer at /digests/<compute>/<audit>/<page>.
+    """Return the values of a digest's pages, /digests/<compute>/<audit>/<page>.
 
-    JSON, versioned, in pages that each fit an etcd value. Page 0 is written last and says how many there are:
-    {"version", "pages", "error", "guests": [{"instance", "compute", "defined", "running", "disk"}], "without_base":
-    {instance: path}, "seeds": {mac: instance}, "isos": {instance: ""}, "reservations": {mac: "instance address"},
-    "parts": {name: mark}, "open_dhcp": {network: ""}, "bad_bases": {sha256: ""}}.
+    Each page fits into an etcd value. Page 0 is written last and contains the number of pages. JSON: {"version",
+    "pages", "error", "guests": [{"instance", "compute", "defined", "running", "disk"}], "without_base": {instance:
+    path}, "seeds": {mac: instance}, "isos": {instance: ""}, "reservations": {mac: "instance address"}, "parts": {name:
+    mark}, "open_dhcp": {network: ""}, "bad_bases": {sha256: ""}}.
     """
     pages: list[dict[str, Any]] = []
     size = PAGE_BYTES
     for name, key, value, length in _entries(digest):
         if size + length > PAGE_BYTES:
-            pages.append({'version': VERSION, 'guests': [], **{each: {} for each in _DICTS.values()}})
+            pages.append({'version': VERSION, 'guests': [], **{json_name: {} for json_name in _DICTS.values()}})
             size = 0
         size += length
         if name == 'guests':
@@ -306,16 +305,16 @@ def to_pages(digest: Digest) -> list[str]:
             pages[-1][name][key] = value
     pages = pages or [{'version': VERSION}]
     pages[0]['pages'] = len(pages)
-    return [dump(each) for each in pages]
+    return [dump(page) for page in pages]
 
 
 def failed(reason: str) -> str:
-    """The value of page 0 of a compute that gives no digest, for this reason."""
+    """Return the value of page 0 of a compute that gives no digest."""
     return dump({'version': VERSION, 'pages': 1, 'error': reason})
 
 
 def from_pages(values: Sequence[bytes]) -> Digest:
-    """The digest in these values, page 0 first. ValueError for a missing or wrong page, or for a compute's reason."""
+    """Parse a digest from its pages in order; ValueError if malformed, or with page 0's error."""
     pages = [load_object(each) for each in values]
     if not pages:
         raise ValueError('no page is there')
@@ -327,22 +326,22 @@ def from_pages(values: Sequence[bytes]) -> Digest:
         raise ValueError(f'{len(pages)} of its {printable(str(pages[0].get("pages")), 20)} pages are there')
     try:
         guests = [_guest(**each) for page in pages for each in page.get('guests', [])]
-        merged = {
+        dictionaries = {
             name: {key: _text(value) for page in pages for key, value in page.get(each, {}).items()}
             for name, each in _DICTS.items()
         }
-        return Digest({each.instance: each for each in guests}, **merged)
+        return Digest({each.instance: each for each in guests}, **dictionaries)
     except (TypeError, AttributeError) as error:
         raise ValueError(f'not a digest: {printable(str(error))[:REASON]}') from error
 
 
 def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
-    """The value of /audit/<audit>/<compute>: what that compute is asked to remove."""
+    """Return the value of /audit/<audit>/<compute>."""
     return dump({'version': VERSION, 'leftovers': [vars(each) for each in leftovers]})
 
 
 def clearance_from_json(value: bytes) -> list[Leftover]:
-    """The leftovers in such a value. ValueError if it cannot be understood."""
+    """Parse such a value; ValueError if it is malformed."""
     data = load_object(value)
     _check_version(data, 'clearance')
     try:
@@ -352,7 +351,7 @@ def clearance_from_json(value: bytes) -> list[Leftover]:
 
 
 def cleared_from_json(value: bytes) -> list[str]:
-    """The lines in which a compute says what it removed. ValueError for a value without them."""
+    """Parse a compute's lines about what it removed; ValueError if malformed."""
     lines = load(value)
     if not isinstance(lines, list) or not all(isinstance(each, str) for each in lines):
         raise ValueError('it does not say what it removed')
@@ -366,14 +365,13 @@ def _check_version(data: Mapping[str, Any], what: str) -> None:
 
 
 def _guest(instance: Any, compute: Any, defined: Any, running: Any, disk: Any) -> Guest:
-    """The Guest in these values. TypeError if one of them is of another type."""
+    """Make a Guest; TypeError if a value has another type."""
     if not all(isinstance(each, bool) for each in (defined, running, disk)):
         raise TypeError('whether a guest is defined, runs and has a disk is true or false')
     return Guest(_text(instance), None if compute is None else _text(compute), defined, running, disk)
 
 
 def _text(value: Any) -> str:
-    """The value, which is text. TypeError if it is not."""
     if not isinstance(value, str):
         raise TypeError(f'expected text, not {type(value).__name__}')
     return value
@@ -381,8 +379,8 @@ def _text(value: Any) -> str:
 
 def _entries(digest: Digest) -> Iterator[tuple[str, str, Any, int]]:
     for guest in digest.guests.values():
-        said = {name: getattr(guest, name) for name in ('instance', 'compute', 'defined', 'running', 'disk')}
-        yield 'guests', '', said, len(dump(said)) + 2
-    for name, each in _DICTS.items():
+        values = {name: getattr(guest, name) for name in ('instance', 'compute', 'defined', 'running', 'disk')}
+        yield 'guests', '', values, len(dump(values)) + 2
+    for name, json_name in _DICTS.items():
         for key, value in getattr(digest, name).items():
-            yield each, key, value, len(dump({key: value})) + 2
+            yield json_name, key, value, len(dump({key: value})) + 2

@@ -1,8 +1,7 @@
-"""A placement query: what it asks of one provider, and what is wrong with it as far as can be seen here. Pure.
+"""A placement query: its constraints, and errors that can be found without placement. Pure.
 
-The parameters of GET /allocation_candidates at microversion 1.39, as placement's own schema has them, read as
-placement itself reads them (its lib.py and util.py):
-https://docs.openstack.org/api-ref/placement/#allocation-candidates
+The parameters are those of GET /allocation_candidates at microversion 1.39, parsed as placement does (its schema,
+lib.py and util.py): https://docs.openstack.org/api-ref/placement/#allocation-candidates
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ READ = ('resources', 'required', 'root_required', 'member_of', 'in_tree', 'limit
 
 
 class Unexplained(ValueError):
-    """The query asks for what these rules do not cover; str() says why, as the end of a sentence."""
+    """Part of the query is not supported here; str() is the reason, the end of a sentence."""
 
 
 class Amount(NamedTuple):
-    """An amount of a resource class."""
-
     name: str
     amount: int
 
@@ -35,9 +32,9 @@ class Amount(NamedTuple):
 
 
 class Has(NamedTuple):
-    """At least one of these traits (`required`, `root_required`), aggregates (`member_of`) or trees (`in_tree`).
+    """Requires at least one of these traits, aggregates (`member_of`) or trees (`in_tree`).
 
-    `typed` is what stands for it in what the user typed, where that was no query: `--on hv1`.
+    `argument` is the one that the constraint comes from, if that was not a query: `--on hv1`.
     """
 
     key: str
@@ -49,7 +46,7 @@ class Has(NamedTuple):
 
 
 class HasNot(NamedTuple):
-    """Not this trait, or not in this aggregate."""
+    """Forbids a trait, or membership of an aggregate."""
 
     key: str
     name: str
@@ -60,69 +57,70 @@ class HasNot(NamedTuple):
 
 Constraint = Amount | Has | HasNot
 
+# The constraint that exclude_disabled() adds.
 ENABLED = HasNot('root_required', DISABLED)
-"""What enabled_only() adds to a query: not on a compute that is disabled."""
 
 
 def parse(query: str) -> tuple[Constraint, ...]:
-    """The constraints in the query, each once, in its order. Unexplained for one with granular groups.
+    """Return the constraints of a query, each once, in its order.
 
-    `limit` is none of them: it changes how many candidates are named, and not whether there is one.
+    `limit` is left out: it changes how many candidates placement returns, not whether there is one. Granular groups and
+    a malformed query raise UnsupportedQueryError.
     """
-    given: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key not in READ:
             raise Unexplained(f'it has granular groups ({key})')
-        given.setdefault(key, []).append(value)
-    found: list[Constraint] = []
+        values.setdefault(key, []).append(value)
+    constraints: list[Constraint] = []
     try:
-        # Of what is said twice the last counts, with these two parameters.
-        found += _amounts(given['resources'][-1])
-        for value in given.get('required', []):
-            found += _traits('required', value)
-        for value in given.get('root_required', []):
-            found += _traits('root_required', value)
-        for value in given.get('member_of', []):
-            found += _aggregates(value)
-        found += [Has('in_tree', (value.strip(),)) for value in given.get('in_tree', [])[-1:]]
+        # Placement uses the last of several `resources` and `in_tree` parameters.
+        constraints += _amounts(values['resources'][-1])
+        for value in values.get('required', []):
+            constraints += _traits('required', value)
+        for value in values.get('root_required', []):
+            constraints += _traits('root_required', value)
+        for value in values.get('member_of', []):
+            constraints += _aggregates(value)
+        constraints += [Has('in_tree', (value.strip(),)) for value in values.get('in_tree', [])[-1:]]
     except (KeyError, ValueError) as error:
         raise Unexplained('it is not as placement writes one') from error
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(constraints))
 
 
 def amounts_alone(query: str) -> dict[str, int] | None:
-    """The amounts of a query that asks for these and nothing else, {class: amount}; None for any other."""
+    """Return {class: amount} if the query has nothing but amounts, else None."""
     if not query.startswith('resources=') or '&' in query or ';' in query:
         return None
     try:
-        return {each.name: each.amount for each in parse(query) if isinstance(each, Amount)}
+        return {constraint.name: constraint.amount for constraint in parse(query) if isinstance(constraint, Amount)}
     except Unexplained:
         return None
 
 
 def limit(query: str) -> str | None:
-    """How many candidates the query has placement name at most, as it is written; None where it does not say."""
+    """Return the text of the query's `limit`, or None if it has none."""
     return dict(parse_qsl(query, keep_blank_values=True)).get('limit')
 
 
 def on_one(query: str, compute: str) -> str:
-    """The query for one compute alone, of one that names none.
+    """Restrict a query that has no `in_tree` to one compute.
 
-    One that asks in granular groups alone is for it in each of them: without resources of its own there is nobody whom
-    in_tree= could be about, and placement refuses it.
+    A query with granular groups alone is restricted in each group: placement refuses an unnumbered in_tree= without
+    unnumbered resources.
     """
     groups = [key.removeprefix('resources') for key, _ in parse_qsl(query) if key.startswith('resources')]
-    return '&'.join([query, *(f'in_tree{each}={compute}' for each in ([''] if '' in groups else groups))])
+    return '&'.join([query, *(f'in_tree{suffix}={compute}' for suffix in ([''] if '' in groups else groups))])
 
 
 def enabled_only(query: str) -> str:
-    """The query with ENABLED added, unless it names that trait itself; also with granular groups, of whose root it is.
+    """Return the query with NOT_DISABLED added, unless it names that trait itself.
 
-    A query that placement will refuse stays as it is.
+    With granular groups it applies to the root provider. A query that placement will refuse is returned unchanged.
     """
     pairs = parse_qsl(query, keep_blank_values=True)
-    about = [value for key, value in pairs if key.startswith(('required', 'root_required'))]
-    if any(DISABLED in names(value) for value in about):
+    trait_values = [value for key, value in pairs if key.startswith(('required', 'root_required'))]
+    if any(DISABLED in names(value) for value in trait_values):
         return query
     roots = [value for key, value in pairs if key == 'root_required']
     if not roots:
@@ -134,23 +132,22 @@ def enabled_only(query: str) -> str:
 
 
 def names(value: str) -> tuple[str, ...]:
-    """The traits in one value of `required` or `root_required`."""
-    return tuple(each.strip().lstrip('!') for each in value.removeprefix('in:').split(','))
+    """Return the traits in one value of `required` or `root_required`."""
+    return tuple(name.strip().lstrip('!') for name in value.removeprefix('in:').split(','))
 
 
 def words(constraints: Iterable[Constraint]) -> str:
-    """The query that asks for these constraints and nothing else."""
     amounts, roots, rest = [], [], []
-    for each in constraints:
-        if isinstance(each, Amount):
-            amounts.append(str(each))
-        elif each.key == 'root_required':  # may be said only once
-            roots.append(str(each).removeprefix('root_required='))
+    for constraint in constraints:
+        if isinstance(constraint, Amount):
+            amounts.append(str(constraint))
+        elif constraint.key == 'root_required':  # placement takes this parameter only once
+            roots.append(str(constraint).removeprefix('root_required='))
         else:
-            rest.append(str(each))
+            rest.append(str(constraint))
     merged = {'resources': amounts, 'root_required': roots}
-    together = [f'{key}={",".join(found)}' for key, found in merged.items() if found]
-    return '&'.join(quote(part, safe='=:,!') for part in [*together, *rest])
+    merged_parts = [f'{key}={",".join(found)}' for key, found in merged.items() if found]
+    return '&'.join(quote(part, safe='=:,!') for part in [*merged_parts, *rest])
 
 
 def _key(part: str) -> str:
@@ -158,18 +155,18 @@ def _key(part: str) -> str:
 
 
 def _amounts(value: str) -> Iterator[Constraint]:
-    found: dict[str, int] = {}
+    amounts: dict[str, int] = {}
     for part in value.split(','):
         name, amount = part.split(':')
-        found[name] = int(amount)
-    return (Amount(name, amount) for name, amount in found.items())
+        amounts[name] = int(amount)
+    return (Amount(name, amount) for name, amount in amounts.items())
 
 
 def _traits(key: str, value: str) -> Iterator[Constraint]:
     if value.startswith('in:'):
         yield Has(key, _sorted(name.strip() for name in value.removeprefix('in:').split(',')))
         return
-    for name in (each.strip() for each in value.split(',')):
+    for name in (part.strip() for part in value.split(',')):
         yield HasNot(key, name.lstrip('!')) if name.startswith('!') else Has(key, (name,))
 
 
@@ -184,39 +181,39 @@ def _sorted(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
+# Parameters that form a granular group if they have a suffix.
 GROUPED = ('resources', 'required', 'member_of', 'in_tree')
-"""The parameters that may have a suffix, which makes a granular group of them."""
 OTHERS = ('limit', 'group_policy', 'root_required', 'same_subtree')
+# Of several of these, placement uses the last without an error.
 ONCE = ('resources', 'in_tree', 'limit', 'group_policy')
-"""Of these placement takes the last, where there are two, and says nothing of the others."""
+# Names that a sentence contains at most.
 QUOTED = 5
-"""How many names a sentence has."""
 
 _SUFFIX = re.compile(f'({"|".join(GROUPED)})([a-zA-Z0-9_-]{{1,64}})?')
 
 
 class Named(NamedTuple):
-    """The resource classes and the traits that a query names."""
+    """The resource classes and traits in a query."""
 
     classes: frozenset[str]
     traits: frozenset[str]
 
 
 def check_query(query: str, needs_resources: bool = True, on: bool = False) -> str:
-    """The query as it is; ValueError with the first thing in it that placement would not take, in a line.
+    """Return the query; ValueError with the first error that can be found without placement.
 
-    Without `needs_resources`, it is laid on top of a flavor; with `on`, --on says beside it where it is to be. Which
-    classes and traits there are only placement knows.
+    Whether classes and traits exist is not checked: only placement knows. Without `needs_resources` the query is added
+    to a flavor's. `has_on_option` forbids in_tree=, because --on names the compute.
     """
-    seen: set[str] = set()
+    present: set[str] = set()
     for key, value in parse_qsl(query, keep_blank_values=True):
         kind = _kind(key)
         if kind is None:
-            known = did_you_mean(key, (*GROUPED, *OTHERS))
-            raise ValueError(f'{key[:40]!r} is nothing that placement asks for{known}')
-        if key in seen and kind in ONCE:
+            suggestion = did_you_mean(key, (*GROUPED, *OTHERS))
+            raise ValueError(f'{key[:40]!r} is nothing that placement asks for{suggestion}')
+        if key in present and kind in ONCE:
             raise ValueError(f'{key}= is there twice: say all of it in one')
-        seen.add(key)
+        present.add(key)
         if kind == 'in_tree' and on:
             raise ValueError(f'--on is said in place of {key}=, not beside it: leave one of them out')
         if kind == 'resources':
@@ -225,13 +222,13 @@ def check_query(query: str, needs_resources: bool = True, on: bool = False) -> s
             raise ValueError(f'limit={value[:40]}: a limit is a whole number from 1 on')
         elif kind == 'group_policy' and value not in ('none', 'isolate'):
             raise ValueError(f'group_policy={value[:40]}: it is none or isolate')
-    if needs_resources and not any(_kind(key) == 'resources' for key in seen):
+    if needs_resources and not any(_kind(key) == 'resources' for key in present):
         raise ValueError('it asks for no resources: say it like resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
     return query
 
 
 def named(query: str) -> Named:
-    """What the query names, where check_query() has nothing to say."""
+    """Return the names in a query that passed check_query()."""
     classes, traits = set(), set()
     for key, value in parse_qsl(query):
         if _kind(key) == 'resources':
@@ -242,24 +239,24 @@ def named(query: str) -> Named:
 
 
 def unknown_words(what: str, strange: frozenset[str], known: frozenset[str]) -> str:
-    """Say that placement does not know these, classes or traits, and what was probably meant by each."""
+    """Return a sentence that placement does not know these classes or traits, with suggestions."""
     return f'placement knows no {what} ' + ', '.join(
-        each[:80] + did_you_mean(each, known) for each in sorted(strange)[:QUOTED]
+        name[:80] + did_you_mean(name, known) for name in sorted(strange)[:QUOTED]
     )
 
 
 def _kind(key: str) -> str | None:
-    """The parameter that a key is, with a suffix or without; None if placement has none of that name."""
+    """Return the parameter in a key, without suffix; None if placement has none of that name."""
     if key in OTHERS:
         return key
-    found = _SUFFIX.fullmatch(key)
-    return found[1] if found else None
+    match = _SUFFIX.fullmatch(key)
+    return match[1] if match else None
 
 
 def _check_amounts(key: str, value: str) -> None:
     if any(character.isspace() for character in value):
         raise ValueError(f'there is a blank in {key}=: write VCPU:1,MEMORY_MB:256 with none')
-    found = set()
+    class_names = set()
     for part in value.split(','):
         name, colon, amount = part.partition(':')
         if not colon:
@@ -270,6 +267,6 @@ def _check_amounts(key: str, value: str) -> None:
             raise ValueError(f'{name}: {amount[:40]!r} is not a whole number from 1 to {LARGEST}')
         if not amount.strip('0') or len(amount) > DIGITS or int(amount) > LARGEST:
             raise ValueError(f'{name}: {amount[:40]} is not from 1 to {LARGEST}')
-        if name in found:
+        if name in class_names:
             raise ValueError(f'{name} is there twice: say its amount once')
-        found.add(name)
+        class_names.add(name)
