@@ -1,9 +1,10 @@
-"""What waits in the queues, and which of it a compute takes next. Pure.
+"""The queues: what waits, and which compute takes which request next. Pure.
 
-All computes that take from queues are put in an order that is another one for each request (rendezvous hashing: each
-reckons it for itself, and one that comes or goes moves no others). The first few may take it at once, twice as many a
-moment later, and so on until it is all of them: nothing waits for long for those that are dead, full or mistaken. It
-is a hint and no lock: two that see different computes alive may both go for a request, and one mark of theirs holds.
+Each request has its own order of the living computes that take from queues, by rendezvous hashing: every compute
+calculates it locally, and a compute that starts or stops does not change the order of the others. The first few may
+take the request immediately, twice as many after WIDEN_SECONDS, and so on, so no request waits long for dead, full or
+mistaken computes. The order is a hint, not a lock: two that see different presences may compete, and one taker key
+wins.
 """
 
 from __future__ import annotations
@@ -47,57 +48,53 @@ VERSION = 1
 class QueueEntry(Order):
     """An order that waits for a compute: the value of /queues/<flavor>/<instance>.
 
-    JSON: version, instance, flavor, and the fields of an order (ecomp.model.order), of which query is the flavor's as
-    it was then: that is what is claimed, whatever becomes of the flavor. It is never written again: its revision is its
-    place in the queue. Below it, at …/taker, is the mark of the compute that is taking it: {"version", "compute"}.
+    JSON: version, instance, flavor, and the fields of an order (ecomp.model.order). Its query is the flavor's at the
+    time, and is what will be claimed even if the flavor changes. The value is never written again, so its revision is
+    its position in the queue. The taker key below it has {"version", "compute"}.
     """
 
     flavor: Flavor
 
     def __post_init__(self) -> None:
-        """What it asks for is what its flavor asks for."""
         object.__setattr__(self, 'query', self.flavor.query)
 
     @property
     def key(self) -> str:
-        """Where it waits."""
         return keys.queue(self.flavor.name, self.instance)
 
     @property
     def resources(self) -> Resources:
-        """What it will have."""
         return self.flavor.resources
 
     def request(self, compute: str, now: str) -> Request:
-        """What the compute that took it is asked for."""
+        """Return the request for the compute that took it; `now` is an ISO time."""
         stages = {**self.stages, 'scheduled': now}
         allocations = {compute: dict(self.flavor.resources)}
         return Request(allocations=allocations, why=Why(QUEUE, None, 1), **self.parts(stages=stages))
 
 
 def to_json(waiting: QueueEntry) -> str:
-    """The value of the request's key."""
-    place = {'instance': waiting.instance, 'flavor': waiting.flavor.name, 'query': waiting.flavor.query}
-    return dump({'version': VERSION, **place, **dump_fields(waiting)})
+    own_fields = {'instance': waiting.instance, 'flavor': waiting.flavor.name, 'query': waiting.flavor.query}
+    return dump({'version': VERSION, **own_fields, **dump_fields(waiting)})
 
 
 def parse_waiting(key: str, value: bytes) -> QueueEntry | Invalid:
-    """The request at a key in the queues, or the reason it is none: then nobody takes it."""
+    """Parse a queued request; if malformed, return the reason, and no compute takes it."""
     try:
         return _parse(key, value)
     except ValueError as error:
         return Invalid(keys.last(key), printable(str(error))[:REASON_LIMIT], _shares(value))
-    except RecursionError:  # a reason quotes what is wrong
+    except RecursionError:  # from repr() in a reason, which quotes the value
         return Invalid(keys.last(key), 'the request is nested too deeply')
 
 
 def _shares(value: bytes) -> Shares:
-    """What one that is refused was queued with: whoever queued it has counted it, whatever became of it since."""
-    found, data = shares_in(value)
-    with suppress(ValueError, RecursionError):  # a reason quotes what is wrong
+    """Parse what a malformed queued request holds; its quota was charged when it was queued."""
+    holdings, data = shares_in(value)
+    with suppress(ValueError, RecursionError):  # RecursionError: from repr() in a reason
         resources = parse_flavor('x', _needed(data, 'query')).resources
-        return found._replace(project_id=_needed(data, 'project_id'), resources=resources)
-    return found
+        return holdings._replace(project_id=_needed(data, 'project_id'), resources=resources)
+    return holdings
 
 
 def _parse(key: str, value: bytes) -> QueueEntry:
@@ -109,9 +106,9 @@ def _parse(key: str, value: bytes) -> QueueEntry:
     version = data.get('version')
     if not is_version(version, VERSION):
         raise ValueError(f'version {version!r} of a waiting request is not known here: {VERSION} is')
-    told = data.get('flavor'), data.get('instance')
-    if told != place:
-        raise ValueError(f'its key says {"/".join(place)}, and it says {told[0]!r} and {told[1]!r}')
+    named_place = data.get('flavor'), data.get('instance')
+    if named_place != place:
+        raise ValueError(f'its key says {"/".join(place)}, and it says {named_place[0]!r} and {named_place[1]!r}')
     flavor = parse_flavor(place[0], _needed(data, 'query'))
     lacking = missing(flavor.resources)
     if lacking:
@@ -126,45 +123,45 @@ def _needed(data: Mapping[str, Any], name: str) -> str:
     text = text_field(data, name)
     if not text:
         raise ValueError(f'the request lacks {name}')
-    if not is_text(text):  # placement fails over it each time, and all that waits would wait for that
+    if not is_text(text):  # placement would fail on it each time, and delay the other requests
         raise ValueError(f'{name}: {text[:40]!r} is no text')
     return text
 
 
 def record_of(key: str, value: bytes) -> Record:
-    """What there is to show of a request that waits: no compute has a record of it."""
-    waiting = parse_waiting(key, value)
-    if isinstance(waiting, Invalid):
-        refused = refused_record('', waiting, '')
-        return replace(refused, state=QUEUED, stages={}, fault=f'nobody takes it: {waiting.reason}')
-    return Record(compute='', state=QUEUED, resources=waiting.resources, **recorded(waiting))
+    """Return a record to show for a queued request, which no compute has recorded."""
+    entry = parse_waiting(key, value)
+    if isinstance(entry, Invalid):
+        refused = refused_record('', entry, '')
+        return replace(refused, state=QUEUED, stages={}, fault=f'nobody takes it: {entry.reason}')
+    return Record(compute='', state=QUEUED, resources=entry.resources, **recorded(entry))
 
 
 def mark_to_json(compute: str) -> str:
-    """The value of a taker's key."""
     return dump({'version': VERSION, 'compute': compute})
 
 
 def marked_by(value: bytes) -> str | None:
-    """The compute that a taker's key is of; None if it makes no sense."""
+    """Return the compute in the value of a taker key; None if malformed."""
     compute = load_if_object(value).get('compute')
     return compute if isinstance(compute, str) else None
 
 
+# Computes that may take a request immediately.
 FIRST = 4
-"""Computes that may take a request as soon as they hear of it."""
+# Seconds until twice as many may take it: the last of a thousand after 2 s, of ten thousand after 3 s.
 WIDER = 0.25
-"""Seconds after which twice as many may: of a thousand the last after 2 s, of ten thousand after 3."""
-ODD, WORD = 0x9E3779B97F4A7C15, 2**64 - 1
-"""A multiplier that mixes, and all bits of a score."""
+# A multiplier that mixes the bits of a score, and the mask of its 64 bits.
+ODD = 0x9E3779B97F4A7C15
+WORD = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class Takers:
-    """The living computes that take from queues: the point of each, and what it hinted that it has left, if it did.
+    """The living computes that take from queues: the hash of each, and its hint if it has one.
 
-    `said`: the values that this was made from, by key. How many have room is reckoned once for each amount, for each
-    compute of a process asks for that whenever it chooses something.
+    `values` are the presences this was made from, by key. The number of computes with room is cached for each amount,
+    because every compute of a process needs it for each choice.
     """
 
     points: Mapping[str, int] = field(default_factory=dict)
@@ -173,95 +170,99 @@ class Takers:
     _with_room: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def with_room(self, resources: Resources) -> int:
-        """How many have room for so much, or hinted nothing."""
-        asked = tuple(sorted(resources.items()))
-        if asked not in self._with_room:
-            full = sum(not host.fits(each, resources) for each in self.left.values())
-            self._with_room[asked] = len(self.points) - full
-        return self._with_room[asked]
+        """Return how many takers have room for the resources, or have no hint."""
+        amounts = tuple(sorted(resources.items()))
+        if amounts not in self._with_room:
+            full_count = sum(not host.fits(hint, resources) for hint in self.left.values())
+            self._with_room[amounts] = len(self.points) - full_count
+        return self._with_room[amounts]
 
     def has_room(self, compute: str, resources: Resources) -> bool:
-        """Whether it hinted that it has so much left; True where it hinted nothing."""
+        """Return whether a compute has room by its hint; True without a hint."""
         hint = self.left.get(compute)
         return hint is None or host.fits(hint, resources)
 
 
 def takers_of(state: Mapping[str, keys.StoredValue], before: Takers) -> Takers:
-    """The takers in what is below /computes/. Only values that changed since `before` are read."""
-    points, left = dict(before.points), dict(before.left)
-    gone = before.said.keys() - state.keys()
-    touched = [key for key, each in state.items() if before.said.get(key) is not each]
-    for key in (*gone, *touched):
+    """Return the takers below /computes/; only values that changed since `previous` are parsed."""
+    points, hints = dict(before.points), dict(before.left)
+    removed = before.said.keys() - state.keys()
+    changed = [key for key, stored in state.items() if before.said.get(key) is not stored]
+    for key in (*removed, *changed):
         points.pop(keys.last(key), None)
-        left.pop(keys.last(key), None)
-    for key in touched:
-        compute, said = keys.last(key), load_if_object(state[key].value)
-        if said.get('queues') is True and state[key].lease:
+        hints.pop(keys.last(key), None)
+    for key in changed:
+        compute, data = keys.last(key), load_if_object(state[key].value)
+        if data.get('queues') is True and state[key].lease:
             points[compute] = before.points.get(compute) or point(compute)
-            hinted = host.parse_room_hint(said.get('room'))
-            if hinted is not None:
-                left[compute] = hinted
-    return Takers(points, left, dict(state))
+            hint = host.parse_room_hint(data.get('room'))
+            if hint is not None:
+                hints[compute] = hint
+    return Takers(points, hints, dict(state))
 
 
 def order(instance: str, resources: Resources, takers: Takers) -> dict[str, int]:
-    """{compute: its place in the order in which they may take this request}, from 0; those without room are last."""
-    at, full = point(instance), set[str]()
+    """Return {compute: its rank, from 0, among the takers of this request}; full ones are last."""
+    uuid_hash, full = point(instance), set[str]()
     if takers.left:
         full = {compute for compute in takers.left if not takers.has_room(compute, resources)}
-    scored = sorted((compute in full, ((at ^ each) * ODD & WORD), compute) for compute, each in takers.points.items())
-    return {compute: number for number, (*_, compute) in enumerate(scored)}
+    scored = sorted(
+        (compute in full, ((uuid_hash ^ other) * ODD & WORD), compute) for compute, other in takers.points.items()
+    )
+    return {compute: rank for rank, (*_, compute) in enumerate(scored)}
 
 
 def opens_after(number: int) -> float:
-    """Seconds after a request was heard of from which the compute with this place in the order may take it."""
+    """Return the seconds after which the compute of this rank may take a request it has seen."""
     return WIDER * (number // FIRST).bit_length()
 
 
 def takers_allowed(seconds: float, takers: int) -> int:
-    """How many of so many takers may take a request that was heard of so many seconds ago."""
-    widened = min(int(seconds / WIDER + 1e-6), 64)
-    return max(min(FIRST << widened, takers), 1)
+    """Return how many takers may take a request that was first seen so many seconds ago."""
+    doublings = min(int(seconds / WIDER + 1e-6), 64)
+    return max(min(FIRST << doublings, takers), 1)
 
 
 def point(name: str) -> int:
-    """Where a uuid lies: 64 bits."""
-    import hashlib  # not for eschedule: slow to load
+    """Return a 64-bit hash of a uuid."""
+    import hashlib  # imported here because it is slow to load, and eschedule does not need it
 
     return int.from_bytes(hashlib.blake2b(name.encode(errors='surrogatepass'), digest_size=8).digest())
 
 
+# Seconds that a full compute waits before it takes a request; another waits the share of this that it has used.
 LONGEST = 0.2
-"""Seconds a full compute waits before it takes a request; one with free room waits the share of them it has used."""
-JITTER, EACH, MOST = 0.02, 0.002, 2.0
-"""Seconds within which computes of equal load wait at random: EACH for every compute, at least JITTER, at most MOST.
-
-EACH is the time in which etcd tells every compute that one was faster, so of a thousand only a few go for the same."""
+# Computes of equal load wait at random within JITTER_PER_COMPUTE_SECONDS times their number, but not less than
+# MIN_JITTER_SECONDS and not more than MAX_JITTER_SECONDS. etcd needs so long to notify every compute that another was
+# faster, so of a thousand only a few compete for a request.
+JITTER = 0.02
+EACH = 0.002
+MOST = 2.0
+# Requests at the front of a queue among which a compute chooses, at most.
 WIDEST = 64
-"""Requests at the front of a queue among which a compute chooses, at most."""
 
 
 class Place(NamedTuple):
-    """A waiting request, and etcd's revision that put it in the queue."""
+    """A queued request, and the etcd revision of its creation."""
 
     revision: int
     waiting: QueueEntry
 
 
 class InvalidEntry(NamedTuple):
-    """A key that holds no request that can be read, so no compute takes it."""
+    """A key in the queues with a malformed request; no compute takes it."""
 
     revision: int
 
 
 @dataclass(frozen=True)
 class Backlog:
-    """The queues at one moment.
+    """The queues at one revision.
 
-    `places` are the requests that wait and that no compute is taking, by key, oldest first; `flavors` are theirs, by
-    query. `marks` has what each compute is taking, {key: (the mark's revision, the request, or None if it is gone)}.
-    `has_more` says that a place is new since the backlog before. From the other fields the next backlog is made: the
-    keys that were read, what they hold, which are marks, and how many places there are of each query.
+    `entries` are the requests that wait and are not being taken, by key, oldest first; `flavors` are theirs, by query.
+    `taken` has what each compute is taking: {key: (revision of the taker key, request or None if it is gone or
+    malformed)}. `has_new`: an entry was added since the previous backlog. The other fields serve to make the next
+    backlog.
     """
 
     places: Mapping[str, Place] = field(default_factory=dict)
@@ -275,22 +276,23 @@ class Backlog:
 
 
 def backlog_of(state: Mapping[str, keys.StoredValue], before: Backlog) -> Backlog:
-    """The backlog in `state`, the keys under /queues/. Only keys that changed since `before` are read.
+    """Return the backlog in `state`, the keys below /queues/.
 
-    10,000 waiting requests are at least 20,000 events, each compute gets them, and each brings all keys.
+    Only keys that changed since `previous` are parsed: 10,000 queued requests cause 20,000 events or more on each
+    compute, and each event brings all keys.
     """
-    known = before.state
-    touched = [
+    old_state = before.state
+    changed = [
         key
         for key, entry in state.items()
-        if (old := known.get(key)) is not entry and (old is None or keys.version(old) != keys.version(entry))
+        if (old := old_state.get(key)) is not entry and (old is None or keys.version(old) != keys.version(entry))
     ]
-    new = sum(key not in known for key in touched)
-    gone = known.keys() - state.keys() if len(state) < len(known) + new else set()
-    parsed, takers = dict(before.parsed), set(before.takers - gone)
-    for key in gone:
+    added_count = sum(key not in old_state for key in changed)
+    removed = old_state.keys() - state.keys() if len(state) < len(old_state) + added_count else set()
+    parsed, takers = dict(before.parsed), set(before.takers - removed)
+    for key in removed:
         parsed.pop(key, None)
-    for key in touched:
+    for key in changed:
         if keys.queued(key) is not None:
             waiting = parse_waiting(key, state[key].value)
             revision = state[key].revision
@@ -299,18 +301,18 @@ def backlog_of(state: Mapping[str, keys.StoredValue], before: Backlog) -> Backlo
             takers.add(key)
     places, flavors, counts = dict(before.places), dict(before.flavors), dict(before.counts)
     added = []
-    for key in {each.removesuffix(keys.TAKER) for each in (*touched, *gone)}:
-        was, said = places.get(key), parsed.get(key)
-        now = said if isinstance(said, Place) and keys.taker(key) not in takers else None
-        if was is now:
+    for key in {each.removesuffix(keys.TAKER) for each in (*changed, *removed)}:
+        old_place, value = places.get(key), parsed.get(key)
+        new_place = value if isinstance(value, Place) and keys.taker(key) not in takers else None
+        if old_place is new_place:
             continue
-        if was is not None:
+        if old_place is not None:
             query = places.pop(key).waiting.flavor.query
             counts[query] -= 1
             if not counts[query]:
                 del counts[query], flavors[query]
-        if now is not None:
-            added.append(now)
+        if new_place is not None:
+            added.append(new_place)
     for place in sorted(added, key=lambda each: each.revision):
         flavor = place.waiting.flavor
         places[place.waiting.key], flavors[flavor.query] = place, flavor
@@ -320,9 +322,9 @@ def backlog_of(state: Mapping[str, keys.StoredValue], before: Backlog) -> Backlo
 
 
 def _in_order(places: dict[str, Place], added: int) -> dict[str, Place]:
-    """The places by revision. The `added` ones are last, and in order unless a taker gave an older one back."""
-    last = list(islice(reversed(places.values()), added + 1))
-    if all(later.revision > earlier.revision for later, earlier in pairwise(last)):
+    """Return entries by revision: the `added` ones are last, but a released one may be older."""
+    tail = list(islice(reversed(places.values()), added + 1))
+    if all(later.revision > earlier.revision for later, earlier in pairwise(tail)):
         return places
     return dict(sorted(places.items(), key=lambda item: item[1].revision))
 
@@ -333,22 +335,22 @@ def _marks(
     marks: dict[str, dict[str, tuple[int, Place | None]]] = {}
     for key in takers:
         queue_key = key.removesuffix(keys.TAKER)
-        marked, compute = parsed.get(queue_key), marked_by(state[key].value)
+        entry, compute = parsed.get(queue_key), marked_by(state[key].value)
         if compute is not None:
-            place = marked if isinstance(marked, Place) else None
+            place = entry if isinstance(entry, Place) else None
             marks.setdefault(compute, {})[queue_key] = state[key].revision, place
     return marks
 
 
 def fits(flavor: Flavor, provider: Provider) -> bool:
-    """Whether the provider has room for one instance of the flavor now, by placement's own rules."""
+    """Return whether the provider has room for one instance of a flavor, by placement's rules."""
     return DISABLED not in provider.traits and not miss(parse(flavor.query), provider).failures
 
 
 def subscribed(flavors: Mapping[str, Flavor], provider: Provider, known: Mapping[str, bool]) -> dict[str, bool]:
-    """{query: whether the provider may take it now} of the flavors that requests wait for; `known` answers are kept.
+    """Return {query: whether the provider can take it} of the flavors that requests wait for.
 
-    Other flavors are not looked at: there may be tens of thousands.
+    Answers in `known_answers` are kept. Other flavors are not checked: there may be tens of thousands.
     """
     return {query: known[query] if query in known else fits(flavor, provider) for query, flavor in flavors.items()}
 
@@ -356,33 +358,32 @@ def subscribed(flavors: Mapping[str, Flavor], provider: Provider, known: Mapping
 def next_of(
     places: Iterable[Place], takes: Mapping[str, bool], passed_over: Container[str], among: int, rng: random.Random
 ) -> Place | None:
-    """A place chosen at random from the first `among` that `takes` allows; None if there is none.
-
-    Instances in `passed_over` are left out.
-    """
-    fit = (each for each in places if takes.get(each.waiting.flavor.query) and each.waiting.instance not in passed_over)
-    first = list(islice(fit, among))
+    """Return a random one of the first `limit` entries that are allowed, or None."""
+    eligible = (
+        place for place in places if takes.get(place.waiting.flavor.query) and place.waiting.instance not in passed_over
+    )
+    first = list(islice(eligible, among))
     return rng.choice(first) if first else None
 
 
 def widened(among: int, won: bool) -> int:
-    """The next `among` of next_of(): half of it after this compute `won` a place, twice as many after another did."""
+    """Return the next `limit` of choose_next(): half after winning an entry, otherwise twice."""
     return max(among // 2, 1) if won else min(among * 2, WIDEST)
 
 
 def patience(provider: Provider, group: Group | None, computes: int, rng: random.Random) -> float:
-    """Seconds this compute waits before it takes a request, so that computes with more room take it first.
+    """Return the seconds that this compute waits, so that computes with more room take first.
 
-    It waits longer the more of its scarcest class is used, and LONGEST more where a soft `group` prefers others. Equal
-    ones differ by chance, by more the more `computes` there are: an idle one draws from all of that time, a full one
-    from its end.
+    It grows with the used share of the scarcest class, by up to MAX_LOAD_DELAY_SECONDS, and by as much again if a soft
+    `group` prefers other computes. The random part grows with the number of computes: an idle compute draws from all of
+    it, a full one from its end.
     """
     shares = [
-        each.used / each.capacity if each.capacity > 0 else 1.0
-        for name, each in provider.inventories.items()
+        inventory.used / inventory.capacity if inventory.capacity > 0 else 1.0
+        for name, inventory in provider.inventories.items()
         if name in NEEDED
     ]
-    share = min(max(shares, default=1.0), 1.0)
-    preferred = group is None or group.preference(provider.uuid) >= max([0, *map(group.preference, group.on)])
-    later = 0.0 if preferred else LONGEST
-    return later + LONGEST * share + min(max(EACH * computes, JITTER), MOST) * rng.uniform(share, 1.0)
+    used_share = min(max(shares, default=1.0), 1.0)
+    is_preferred = group is None or group.preference(provider.uuid) >= max([0, *map(group.preference, group.on)])
+    group_delay = 0.0 if is_preferred else LONGEST
+    return group_delay + LONGEST * used_share + min(max(EACH * computes, JITTER), MOST) * rng.uniform(used_share, 1.0)

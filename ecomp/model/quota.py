@@ -1,8 +1,8 @@
-"""Quotas: how much a project may have, and how much it has. Pure.
+"""Quotas: the limits of a project, and its usage. Pure.
 
-The key /quotas/<project> holds JSON: {"version", "limits": {class or "instances": n}, "used": the same}. Both are
-amounts of placement's resource classes. What is used counts from the delivery of a request (one that waits in a queue
-has been delivered) to the transaction that removes it.
+The key /quotas/<project> has JSON: {"version", "limits": {class or "instances": n}, "used": the same}, in placement's
+resource classes. An instance is charged from the delivery of its request, queued or not, to the transaction that
+removes the request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INSTANCES = 'instances'
 
 
 class Excess(NamedTuple):
-    """A limit that `asked` more would exceed."""
+    """A limit that the requested amount would exceed."""
 
     name: str
     limit: int
@@ -29,49 +29,47 @@ class Excess(NamedTuple):
     asked: int
 
     def __str__(self) -> str:
-        """`VCPU: limit 10, used 9, asked 2`."""
         return f'{self.name}: limit {self.limit}, used {self.used}, asked {self.asked}'
 
 
 class Quota(NamedTuple):
-    """The limits of a project and what it has, {class or 'instances': amount}; a class without a limit is unlimited."""
+    """A project's limits and usage, {class or 'instances': amount}; no limit means unlimited."""
 
     project: str
     limits: Mapping[str, int] = {}
     used: Mapping[str, int] = {}
 
     def excess(self, charge: Mapping[str, int]) -> list[Excess]:
-        """The limits that `charge` more would exceed; empty if it is allowed."""
-        found = (
+        """Return the limits that this charge would exceed; an empty list if it is allowed."""
+        excesses = (
             Excess(name, limit, self.used.get(name, 0), charge.get(name, 0)) for name, limit in self.limits.items()
         )
-        return [each for each in found if each.asked and each.used + each.asked > each.limit]
+        return [excess for excess in excesses if excess.asked and excess.used + excess.asked > excess.limit]
 
     def room(self, charge: Mapping[str, int], count: int) -> int:
-        """How many times `charge` is allowed, `count` at most."""
+        """Return how many times `charge` is allowed, at most `count`."""
         return next((number for number in range(count, 0, -1) if not self.excess(times(charge, number))), 0)
 
     def with_used(self, charge: Mapping[str, int]) -> Quota:
-        """The quota with `charge` more in use."""
         return self._moved(charge, 1)
 
     def without_used(self, charge: Mapping[str, int]) -> Quota:
-        """The quota with `charge` less in use, of no class below 0."""
+        """Return the quota with `charge` subtracted from its usage; no class falls below 0."""
         return self._moved(charge, -1)
 
     def _moved(self, charge: Mapping[str, int], sign: int) -> Quota:
         sums = {name: self.used.get(name, 0) + sign * charge.get(name, 0) for name in {*self.used, *charge}}
-        now = {name: min(max(each, 0), MOST) for name, each in sums.items()}
-        return self._replace(used={name: now[name] for name in sorted(now) if now[name]})
+        limited = {name: min(max(amount, 0), MOST) for name, amount in sums.items()}
+        return self._replace(used={name: limited[name] for name in sorted(limited) if limited[name]})
 
 
 def charge(resources: Resources) -> dict[str, int]:
-    """What one instance of these resources counts for in a quota."""
+    """Return what one instance with these resources counts for in a quota."""
     return {**resources, INSTANCES: 1}
 
 
 class Demand(Protocol):
-    """A request, delivered or waiting, and what it counts for."""
+    """A request, delivered or queued, and what it counts for in a quota."""
 
     @property
     def instance(self) -> str: ...
@@ -84,66 +82,67 @@ class Demand(Protocol):
 def counted(
     project: str, asked: Iterable[Demand], record_of: Callable[[str], Record | None] = lambda _: None
 ) -> dict[str, int]:
-    """What a project has by these requests, waiting or delivered; of several of one instance the last counts.
+    """Return a project's usage by these requests; of several of one instance the last counts.
 
-    A tombstone that does not say what its instance had, as an eschedule of 2019 puts it, counts for what the instance's
-    record says, as its end will give it back. `record_of` reads that; None for nothing that can be read.
+    A tombstone without resources, as eschedule wrote it in 2019, counts for what the instance's record has, because
+    that is what its end subtracts. It counts for nothing if the record says that the instance has ended or failed.
+    `read_record` returns None without a readable record.
     """
     charges: dict[str, dict[str, int]] = {}
-    for wish in asked:
-        is_mute = isinstance(wish, Request) and wish.is_tombstone and not wish.left
-        record = record_of(wish.instance) if is_mute else None
+    for demand in asked:
+        lacks_resources = isinstance(demand, Request) and demand.is_tombstone and not demand.left
+        record = record_of(demand.instance) if lacks_resources else None
         if record is not None and (record.error is not None or record.state in (GONE, ERROR)):
             continue
-        if (record or wish).project_id == project:
-            charges[wish.instance] = charge((record or wish).resources)
+        if (record or demand).project_id == project:
+            charges[demand.instance] = charge((record or demand).resources)
     return summed(charges.values())
 
 
 def times(each: Mapping[str, int], count: int) -> dict[str, int]:
-    """Each amount, `count` times."""
+    """Multiply each amount by `count`."""
     return {name: amount * count for name, amount in each.items()}
 
 
 def refusal(project: str, excess: Sequence[Excess]) -> str:
-    """Why the project may not have more, in one sentence."""
+    """Return one sentence that the quota does not allow this."""
     return f'the quota of project {project} does not allow it: {"; ".join(map(str, excess))}'
 
 
 def classes(found: Quota) -> list[str]:
-    """The classes that a quota limits or counts, sorted, `instances` last."""
+    """Return the classes that a quota limits or counts, sorted, `instances` last."""
     return [*sorted({*found.limits, *found.used} - {INSTANCES}), INSTANCES]
 
 
 def in_words(found: Quota) -> str:
-    """A quota's limits and how much of each is used: `VCPU 3/10, instances 3/5`."""
+    """Return a quota's limits and usage: `VCPU 3/10, instances 3/5`."""
     limited = [name for name in classes(found) if name in found.limits]
     return ', '.join(f'{name} {found.used.get(name, 0)}/{found.limits[name]}' for name in limited) or 'no limits'
 
 
 def parse_limits(words: Sequence[str]) -> dict[str, int | None]:
-    """{class: limit} of words like VCPU=10, instances=3 and DISK_GB=none; None means no limit. ValueError."""
-    found: dict[str, int | None] = {}
+    """Parse arguments like VCPU=10 and DISK_GB=none (no limit); ValueError if one is invalid."""
+    limits: dict[str, int | None] = {}
     for word in words:
         name, _, text = word.partition('=')
         if name != INSTANCES and not is_class(name):
-            told = f'{word[:80]!r} is no limit{did_you_mean(name, (*NEEDED, INSTANCES))}'
-            raise ValueError(f'{told}: give VCPU=10, MEMORY_MB=8192, DISK_GB=100 or instances=5')
+            problem = f'{word[:80]!r} is no limit{did_you_mean(name, (*NEEDED, INSTANCES))}'
+            raise ValueError(f'{problem}: give VCPU=10, MEMORY_MB=8192, DISK_GB=100 or instances=5')
         if text != 'none' and not (text.isascii() and text.isdecimal() and len(text) < DIGITS and int(text) <= LARGEST):
             raise ValueError(f'{word[:80]!r}: a limit is a whole number from 0 to {LARGEST}, or none')
-        if name in found:
+        if name in limits:
             raise ValueError(f'{name} is given twice')
-        found[name] = None if text == 'none' else int(text)
-    return found
+        limits[name] = None if text == 'none' else int(text)
+    return limits
 
 
 def to_json(quota: Quota) -> str:
-    """The value of the project's key."""
+    """Return the value of the project's key."""
     return dump({'version': VERSION, 'limits': dict(quota.limits), 'used': dict(quota.used)})
 
 
 def from_json(project: str, value: bytes) -> Quota:
-    """The quota that a key holds. ValueError if it is none, or of a newer version."""
+    """Parse the value of a quota's key; ValueError if malformed or of a newer version."""
     data = load_object(value)
     version = data.get('version')
     if not is_version(version, VERSION):
