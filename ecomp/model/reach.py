@@ -1,6 +1,6 @@
-"""How a hypervisor is entered: `reach` of schedule.yaml, and what is run there by it. Pure.
+"""Commands that enter a hypervisor: `reach` of schedule.yaml. Pure.
 
-It is ssh, with a shell at its other end, or any command that runs the words behind it as they are: `elab exec`, say.
+It is ssh, which passes a line to a remote shell, or a command that runs its arguments unchanged, such as `elab exec`.
 """
 
 from __future__ import annotations
@@ -12,57 +12,55 @@ from typing import NamedTuple
 
 from ecomp.model import keys
 
+# Placeholder for the host name in `reach`.
 HOST = '{host}'
-"""What stands for the host name in `reach`."""
 SSH_PORT = 22
 
 _LABEL = '[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?'
-# Compiled at their use, for most commands read the configuration and enter nothing.
+# Compiled when used, because most commands read the configuration but enter no host.
 _HOST_NAME = rf'(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*'
 _USER = '[A-Za-z_][A-Za-z0-9_.-]{0,31}'
 _STEP = '/[^/\x00-\x1f\x7f]+'
 
+# For bash: connects standard input and output to TCP port $1 of address $0; for ssh, use -W instead. ssh ends the
+# script with SIGHUP, and the process that reads the connection would otherwise stay as long as the guest's sshd waits.
 RELAY = 'trap : HUP; exec 3<>/dev/tcp/$0/$1 || exit 1; cat <&3 & exec >&3; cat; kill $! 2>/dev/null'
-"""bash's own: its standard input and output are a TCP connection to the address $0, port $1. ssh has -W for this.
-
-ssh ends it by SIGHUP; what reads the connection would stay for as long as the guest's sshd waits.
-"""
+# Prints the last $2 lines (`+1`: all) of the console in file $1, from the backups that virtlogd keeps (max_backups 3),
+# too. Follows the file unless $3 is empty. Exits with NO_FILE_STATUS if there is no such file.
 TAIL = """\
 [ -e "$1" ] || exit 66
 size=$(wc -c <"$1")
 { cat -- "$1.2" "$1.1" "$1.0" 2>/dev/null; head -c "$size" -- "$1"; } | tail -n "$2"
 [ -z "$3" ] || exec tail -c "+$((size + 1))" -F -- "$1" 2>/dev/null"""
-"""The last $2 lines (`+1`: all) of the console in file $1, of those before that virtlogd keeps (its max_backups, 3) and
-then, unless $3 is empty, whatever comes. Exit NO_FILE where there is no such file."""
 NO_FILE = 66
 
 
 class Reach(NamedTuple):
-    """The command that leads to a hypervisor, with HOST in it."""
+    """The command that enters a hypervisor; contains HOST_PLACEHOLDER."""
 
     words: tuple[str, ...]
 
     @property
     def is_ssh(self) -> bool:
-        """Whether it is ssh: then a shell reads what is run, and ssh can reach the guest itself."""
+        """True for ssh: a shell then parses the command, and ssh can connect to the guest itself."""
         return self.words[0].rpartition('/')[2] == 'ssh'
 
     def run(self, host: str, command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-        """The words that run a command on a host. `options` are given to ssh; other commands do without."""
+        """Return the arguments that run a command on a host. `options` are for ssh alone."""
         first, *others = self._to(host)
         if not self.is_ssh:
             return [first, *others, *command]
         return [first, *options, *others, shlex.join(command)]
 
     def proxy(self, host: str, address: str) -> list[str]:
-        """The words whose input and output are a connection from a host to the sshd of a guest at this address."""
+        """Return the arguments that connect standard input and output to sshd at a guest's address."""
         first, *others = self._to(host)
         if not self.is_ssh:
             return [first, *others, 'bash', '-c', RELAY, address, str(SSH_PORT)]
         return [first, '-W', f'{address}:{SSH_PORT}', *others]
 
     def _to(self, host: str) -> list[str]:
-        assert is_host_name(host)  # or it might be an option
+        assert is_host_name(host)  # otherwise ssh might take it for an option
         return [word.replace(HOST, host) for word in self.words]
 
 
@@ -70,7 +68,7 @@ DEFAULT_REACH = Reach(('ssh', HOST))
 
 
 def parse_reach(text: str) -> Reach:
-    """The Reach in a line written as for a shell. ValueError says what is wrong with it."""
+    """Parse the value of `reach`, a shell command; ValueError with the reason if it is invalid."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -81,21 +79,22 @@ def parse_reach(text: str) -> Reach:
 
 
 def is_host_name(text: str) -> bool:
-    """True for a host name by RFC 1123; none begins like an option."""
+    """Return whether text is a host name by RFC 1123; it then cannot begin like an option."""
     return re.fullmatch(_HOST_NAME, text) is not None
 
 
 def check_user(text: str) -> str:
-    """The name of a user in a guest as it is; ValueError if it is none."""
+    """Return the name of a user in a guest; ValueError if it is not valid."""
     if not re.fullmatch(_USER, text):
         raise ValueError(f'{text[:40]!r} is no name of a user')
     return text
 
 
 def console_file(instance: str, console: str) -> str:
-    """The file in a record's `console`, `<host>:<file>`. ValueError if that cannot be the console of this instance.
+    """Return the path in a record's `console`, `<host>:<file>`.
 
-    Every compute keeps them in the directory `console` of its state, and calls them by the instance.
+    ValueError if it is not `console/<instance>.log` below an absolute path: every compute keeps consoles so in its
+    state directory, and a record must not name another file.
     """
     assert keys.is_uuid(instance)
     path = console.partition(':')[2]
@@ -105,15 +104,15 @@ def console_file(instance: str, console: str) -> str:
 
 
 def tail(path: str, lines: int | None, follow: bool) -> list[str]:
-    """The command that prints a console's last lines, None for all, on its host."""
+    """Return the command to run on a console's host to print its last lines; None: all."""
     return ['sh', '-c', TAIL, 'sh', path, '+1' if lines is None else str(lines), 'follow' if follow else '']
 
 
 def ssh_options(instance: str, known_hosts: str, proxy: Sequence[str] | None, checking: str = 'yes') -> dict[str, str]:
-    """What ssh is told of a guest, by the option: its keys are those in the file, and nobody else's word counts.
+    """Return the options with which ssh accepts only the guest's keys in `known_hosts`.
 
-    `proxy` is what connects, None for a guest that is reached as any machine is; `checking` is `accept-new` where the
-    user takes the first key for the right one. Source: ssh_config(5).
+    `proxy` is the command that connects, None for a guest that is reached directly. `host_key_checking` is `accept-new`
+    if the user trusts the first key. Source: ssh_config(5).
     """
     return {
         'HostKeyAlias': instance,
@@ -125,14 +124,14 @@ def ssh_options(instance: str, known_hosts: str, proxy: Sequence[str] | None, ch
         'VerifyHostKeyDNS': 'no',
         'UpdateHostKeys': 'no',
         'CheckHostIP': 'no',
-        # Guests of two hosts may have one address: a connection that is kept for it would be the other's.
+        # Guests of two hosts may have the same address, so a shared connection might lead to the other guest.
         'ControlPath': 'none',
         'ProxyCommand': 'none' if proxy is None else shlex.join(proxy).replace('%', '%%'),
     }
 
 
 def remote_line(command: Sequence[str]) -> list[str]:
-    """What ssh is given of a command: a single word is a line for the guest's shell, several reach it as they are."""
+    """Return ssh's arguments for a command: one word is passed as shell text, several quoted."""
     return [shlex.join(command)] if len(command) > 1 else list(command)
 
 
@@ -140,5 +139,5 @@ _COLOURS = r'\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~])|
 
 
 def plain(line: str) -> str:
-    """A line of a console without what moves a terminal's cursor or colours it."""
+    """Return a console's line without escape sequences and carriage returns."""
     return re.sub(_COLOURS, '', line)

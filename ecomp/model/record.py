@@ -1,21 +1,20 @@
-r"""An instance's record: what the key /instances/<compute>/<instance> holds, written by its ecompute.
+r"""The record of an instance, /instances/<compute>/<instance>, written by its ecompute.
 
-JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount},
-"query", "user_id", "project_id", "addresses": [{"network", "mac", "address", "source", "expected"}],
-"console": "<host>:<file>" or null, "stages": {stage: ISO time}, each the first time it was reached, "boots": see
-ecomp.model.boots (left out before the first), "error": {"stage", "reason", "cleaned"} or null,
-"fault": text or null, "attempts": how often a worker died of it or failed in an unknown way, "name": text or null,
-"group": its name or null, "why": {"weigh", "weight", "of"} (how it came to be on its compute) or null,
-"power": see Power, "progress": {"stage", "done", "total"} in bytes, while that stage takes long, or null}.
-Only where there is something to say, and by the guest's own first word: "host_keys": ["<type> <base64>"], its sshd's;
-"cloud_init": {"stage", "reason"}, what failed of it: then `ready` is never reached, and the guest goes on.
+JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount}, "query", "user_id",
+"project_id", "addresses": [{"network", "mac", "address", "source", "expected"}], "console": "<host>:<file>" or null,
+"stages": {stage: ISO time, the first one}, "boots": see ecomp.model.boots (left out before the first), "error":
+{"stage", "reason", "cleaned"} or null, "fault": text or null, "attempts": how often a worker died of the instance or
+failed in an unknown way, "name": text or null, "group": its name or null, "why": {"weigh", "weight", "of"} (how its
+compute was chosen) or null, "power": see PowerAction, "progress": {"stage", "done", "total"} in bytes, during a long
+stage, or null}. From the guest's first report, left out without one: "host_keys": ["<type> <base64>"] of its sshd;
+"cloud_init": {"stage", "reason"} of a failure, after which `ready` is never reached, but the guest keeps running.
 
     queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
                                   \-> error                      (only before the first active)
 
-Trouble after the first active is a fault, and nothing of the guest is removed. What is queued has no record yet; gone
-without a compute is what was taken out of its queue. A record counts if it is of the compute that is asked for the
-instance; of several, of the one that holds its claim (see ecomp.model.host). A uuid is never used twice.
+Trouble after the first active is a fault, and nothing of the guest is removed. A queued instance has no record yet. A
+record in state gone without compute is of a request that was removed from its queue. A record is trusted if its compute
+is asked for the instance (see ecomp.model.host). A uuid is never used twice.
 """
 
 from __future__ import annotations
@@ -36,19 +35,25 @@ from ecomp.model.json_object import dump, is_version, load_if_object, load_objec
 from ecomp.model.order import FIELDS, REASON_LIMIT, Invalid, Order, Request
 from ecomp.model.text import printable
 
-QUEUED, SCHEDULED, BUILDING, ACTIVE, STOPPED = 'queued', 'scheduled', 'building', 'active', 'stopped'
-DESTROYING, GONE, ERROR = 'destroying', 'gone', 'error'
-# No record says queued: what waits for a compute has none.
+QUEUED = 'queued'
+SCHEDULED = 'scheduled'
+BUILDING = 'building'
+ACTIVE = 'active'
+STOPPED = 'stopped'
+DESTROYING = 'destroying'
+GONE = 'gone'
+ERROR = 'error'
+# States in records; a queued instance has none.
 STATES = frozenset({SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR})
 
 STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready')
 
+# Seconds that a record is kept, on a lease, after entering a final state.
 KEPT = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
-"""Seconds a record stays after its end, on a lease."""
 
 
 def timestamp(now: datetime) -> str:
-    """ISO 8601, UTC, milliseconds."""
+    """Return the time in ISO 8601, UTC, with milliseconds."""
     return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')
 
 
@@ -57,10 +62,10 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Interface:
-    """One interface of a guest, on a network of libvirt's or a bridge of the host's.
+    """An interface of a guest on a libvirt network or a bridge of the host.
 
-    `address` is None until the guest has one; `source` is what said so (see Address). `expected` is what is reserved
-    for it in the network's DHCP, known before the guest boots; None where nothing is.
+    `address` is None until it is known; `source` is where it was seen (see Address). `expected` is its reservation in
+    the network's DHCP, made before the guest boots, or None.
     """
 
     network: str
@@ -72,7 +77,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an instance is in error: the stage it broke in, a plain sentence, and what was cleaned up."""
+    """Why an instance is in error: the stage that failed, the reason, what was cleaned up."""
 
     stage: str
     reason: str
@@ -81,21 +86,20 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage is that takes long: bytes done, of a total that may not be known."""
+    """The progress of a long stage: bytes done, and in total (None if unknown)."""
 
     stage: str
     done: int
     total: int | None = None
 
     def __str__(self) -> str:
-        """`image, 34 of 600 MB`."""
-        of = '' if self.total is None else f' of {self.total / 1e6:.0f}'
-        return f'{self.stage}, {self.done / 1e6:.0f}{of} MB'
+        total = '' if self.total is None else f' of {self.total / 1e6:.0f}'
+        return f'{self.stage}, {self.done / 1e6:.0f}{total} MB'
 
 
 @dataclass(frozen=True)
 class Record(Order):
-    """What is known of one instance, and of what was asked for what a record has. `compute` '': none has taken it."""
+    """An instance's known state and its order's recorded fields. `compute` '': not taken."""
 
     compute: str
     state: str
@@ -114,40 +118,40 @@ class Record(Order):
     boots: Boots = ()
 
     def at(self, state: str, now: str, *stages: str) -> Record:
-        """The record in another state, the stages reached at `now` (the first time counts)."""
-        new = {stage: now for stage in stages if stage not in self.stages}
+        """Return a copy in `state`, without progress; new `stages` get the time `now`."""
+        new_stages = {stage: now for stage in stages if stage not in self.stages}
         console = None if state in KEPT else self.console  # that file is removed with it
-        return replace(self, state=state, stages={**self.stages, **new}, progress=None, console=console)
+        return replace(self, state=state, stages={**self.stages, **new_stages}, progress=None, console=console)
 
     def on(self, reason: str, now: str) -> Record:
-        """The record of a guest that was seen running at `now`: in a new boot, if it was off before."""
-        before = self.off(now) if self.state == STOPPED else self  # an older ecompute writes no boots' ends
-        begun = of_boots.begun(before.known_boots, reason, now)
+        """Return the record of a guest seen running at `now`: in a new boot if it was off before."""
+        before = self.off(now) if self.state == STOPPED else self  # an older ecompute does not record a boot's end
+        boots = of_boots.begun(before.known_boots, reason, now)
         # In a new boot cloud-init runs again.
-        failed = self.cloud_init if begun == self.known_boots else None
-        return replace(before.at(ACTIVE, now), boots=begun, cloud_init=failed)
+        cloud_init = self.cloud_init if boots == self.known_boots else None
+        return replace(before.at(ACTIVE, now), boots=boots, cloud_init=cloud_init)
 
     def off(self, now: str) -> Record:
-        """The record of a guest that was seen off at `now`."""
+        """Return the record of a guest seen off at `now`."""
         return replace(self.at(STOPPED, now), boots=of_boots.reached(self.known_boots, of_boots.STOPPED, now))
 
     def has(self, stage: str, now: str) -> Record:
-        """The record of a guest that reached a stage in its last boot."""
+        """Return the record of a guest that reached a stage in its last boot."""
         return replace(self.at(self.state, now, stage), boots=of_boots.reached(self.known_boots, stage, now))
 
     @property
     def known_boots(self) -> Boots:
-        """The boots, of which an older ecompute wrote the first alone, and among the stages."""
+        """All boots; an older ecompute recorded only the first, as stages."""
         return of_boots.of(self.boots, self.stages)
 
     @property
     def boot(self) -> Boot | None:
-        """The last boot; None before the first."""
+        """The last boot, or None."""
         return of_boots.numbered(self.known_boots, None)
 
     @property
     def reached(self) -> Mapping[str, str]:
-        """The stages, with the times of the last boot for those that come with each."""
+        """The reached stages; those of a boot have the time of the last boot."""
         boot = self.boot
         if boot is None:
             return self.stages
@@ -155,71 +159,70 @@ class Record(Order):
 
     @property
     def address(self) -> str | None:
-        """The first interface's address."""
         return self.addresses[0].address if self.addresses else None
 
 
 def recorded(order: Order) -> dict[str, Any]:
-    """The fields of an order that a record has, by name. Of its group that is the name."""
+    """Return the fields of an order that a record has, by name; of its group, the name alone."""
     group = Membership(order.group.name) if order.group else None
-    fields = {each.name: getattr(order, each.name) for each in FIELDS if each.recorded}
+    fields = {row.name: getattr(order, row.name) for row in FIELDS if row.recorded}
     return {'instance': order.instance, **fields, 'group': group}
 
 
 def new_record(compute: str, request: Request, now: str) -> Record:
-    """The first record of a request: it has reached its compute."""
+    """Return the first record of a request that has reached its compute."""
     record = Record(compute=compute, state=SCHEDULED, resources=request.resources, why=request.why, **recorded(request))
     return record.at(SCHEDULED, now, 'scheduled')
 
 
 def refused_record(compute: str, wish: Invalid, now: str) -> Record:
-    """The first record of a request that is not understood: with what it shares, for its end to let go of."""
-    shares = wish.shares
+    """Return the first record of a malformed request, with the holdings to release at its end."""
+    holdings = wish.shares
     return Record(
         instance=wish.instance,
         compute=compute,
         state=SCHEDULED,
-        resources=shares.resources,
-        project_id=shares.project_id,
+        resources=holdings.resources,
+        project_id=holdings.project_id,
         stages={'scheduled': now},
-        name=shares.name,
-        group=Membership(shares.group) if shares.group else None,
+        name=holdings.name,
+        group=Membership(holdings.group) if holdings.group else None,
     )
 
 
+# Fields that every record has, in this order; others follow if they have a value.
 _WRITTEN = (
     *('version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id', 'addresses'),
     *('console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why'),
 )
-"""The fields that each record has, in the order in which it is shown; any other follows where it has a value."""
 
 
 def to_dict(record: Record) -> dict[str, Any]:
-    """The record as the JSON object that users and etcd see."""
-    left_out = {each.name for each in FIELDS if not each.recorded}
-    values = {name: value for name, value in asdict(record).items() if name not in left_out}
-    # What has no value is left out, but for what 1.0 wrote; 0 is a value.
+    """Return the record as the JSON object that users and etcd get."""
+    unrecorded = {row.name for row in FIELDS if not row.recorded}
+    values = {name: value for name, value in asdict(record).items() if name not in unrecorded}
+    # Fields without a value are left out, except those that 1.0 wrote; 0 is a value.
     values = {name: value for name, value in values.items() if name in _WRITTEN or value not in (None, ())}
     named = {'version': VERSION, 'group': record.group_name, 'why': record.why._asdict() if record.why else None}
     return dict.fromkeys(_WRITTEN) | values | named
 
 
 def to_json(record: Record) -> str:
-    """The record as etcd holds it."""
+    """Return the value of the record's key."""
     return dump(to_dict(record))
 
 
 def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
-    """The record in an etcd value. ValueError for one of a newer version, or none at all.
+    """Parse a record; ValueError if it is malformed or of a newer version.
 
-    So also for one of another `instance` or `compute` than its key says; None: whichever. Fields that are not known
-    here are passed over.
+    Also ValueError if it is of another `instance` or `compute` than these; None accepts any. Unknown fields are
+    ignored.
     """
     try:
         record = _record(load_object(value))
     except ValueError as error:
         raise ValueError(printable(str(error))[:REASON_LIMIT]) from error
-    except RecursionError as error:  # a reason quotes what is wrong
+    except RecursionError as error:  # from repr() in a reason, which quotes the value
         raise ValueError('not a record: nested too deeply') from error
     if instance not in (None, record.instance):
         raise ValueError(f'a record of instance {record.instance}, not of {instance}')
@@ -229,7 +232,7 @@ def from_json(value: bytes, instance: str | None = None, compute: str | None = N
 
 
 def is_newer(value: bytes) -> bool:
-    """True for what says of itself that a newer ecomp wrote it: whoever does not know its fields leaves it alone."""
+    """Return whether a newer ecomp wrote the value; it must not be overwritten."""
     version = load_if_object(value).get('version')
     return type(version) is int and version > VERSION
 
@@ -262,35 +265,34 @@ def _record(data: Mapping[str, Any]) -> Record:
 
 
 def _asked(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record has of the order."""
     group = _take(data, 'group', str | None, None)
     values: dict[str, Any] = {'group': Membership(group) if group else None}
-    for each in FIELDS:
-        if each.recorded and each.name not in values:
-            refusal = ValueError(f'not a record: {each.name} is {data.get(each.name)!r}')
+    for row in FIELDS:
+        if row.recorded and row.name not in values:
+            refusal = ValueError(f'not a record: {row.name} is {data.get(row.name)!r}')
             try:
-                values[each.name] = each.parse(data, each.name)
+                values[row.name] = row.parse(data, row.name)
             except ValueError:
                 raise refusal from None
-            if data.get(each.name, '') is None and values[each.name] is not None:
+            if data.get(row.name, '') is None and values[row.name] is not None:
                 raise refusal
     return values
 
 
 def _take(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
-    """A field of this kind, or its default; ValueError if it is something else, or must be there."""
+    """Return a field of this type, or its default; ValueError for another type or no default."""
     if name not in data and default:
         return default[0]
     value = data.get(name)
-    # True is an int to Python.
+    # In Python, True is an int.
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f'not a record: {name} is {value!r}')
     return value
 
 
 def _resources(data: Mapping[str, Any]) -> dict[str, int]:
-    there = _take(data, 'resources', dict, {})
-    values = {name: _take(there, name, int) for name in there}
+    amounts = _take(data, 'resources', dict, {})
+    values = {name: _take(amounts, name, int) for name in amounts}
     if not all(map(is_amount, values.values())):
         raise ValueError(f'not a record: resources is {values!r}')
     return values
@@ -310,33 +312,34 @@ def _uuid(data: Mapping[str, Any], name: str) -> str:
 
 
 def _compute(data: Mapping[str, Any], state: str) -> str:
-    """What is gone may never have had one: it was taken out of its queue."""
+    """Return the compute, which may be '' in state gone: then the queued request was removed."""
     return '' if state == GONE and data.get('compute') == '' else _uuid(data, 'compute')
 
 
 def _interface(data: Any) -> Interface:
     if not isinstance(data, dict):
         raise ValueError(f'not a record: an address is {data!r}')
-    known = (_take(data, name, str | None, None) for name in ('address', 'source', 'expected'))
-    return Interface(_take(data, 'network', str), _take(data, 'mac', str), *known)
+    optional_fields = (_take(data, name, str | None, None) for name in ('address', 'source', 'expected'))
+    return Interface(_take(data, 'network', str), _take(data, 'mac', str), *optional_fields)
 
 
 def _cloud_init(data: Any) -> GuestFailure | None:
-    """A guest's own words: what is not understood is passed over."""
+    """Parse the failure that a guest reported; a malformed one is ignored."""
     return failed(data.get('stage'), data.get('reason')) if isinstance(data, dict) else None
 
 
 def _progress(data: Any) -> Progress | None:
-    """It is gone in a second, and nothing depends on it: what is not understood is passed over."""
+    """Parse the progress; a malformed one is ignored, as nothing depends on it."""
     if not isinstance(data, dict):
         return None
     try:
-        found = Progress(_take(data, 'stage', str), _take(data, 'done', int), _take(data, 'total', int | None, None))
+        progress = Progress(_take(data, 'stage', str), _take(data, 'done', int), _take(data, 'total', int | None, None))
     except ValueError:
         return None
-    return found if all(0 <= each < 2**63 for each in (found.done, found.total or 0)) else None
+    return progress if all(0 <= size < 2**63 for size in (progress.done, progress.total or 0)) else None
 
 
+# What an instance waits for before each stage, in the user's words.
 WAITS_FOR = {
     'requested': 'its compute to take it',
     'scheduled': 'its compute to take it',
@@ -346,13 +349,11 @@ WAITS_FOR = {
     'addressed': 'DHCP lease',
     'ready': 'cloud-init to finish',
 }
-"""What an instance that is on its way to a stage waits for, in its user's words."""
 IN_QUEUE = 'a compute to take it'
-"""What one in a queue waits for."""
 
 
 def waits_for(record: Record | None) -> str:
-    """What an instance is waiting for now, and how far that is if it is known: `image, 34 of 600 MB`."""
+    """Return what an instance waits for, with the progress if known: `image, 34 of 600 MB`."""
     if record is not None and record.state == QUEUED:
         return f'{IN_QUEUE}: {record.fault}' if record.fault else IN_QUEUE
     if record is not None and record.state == STOPPED:
@@ -360,12 +361,12 @@ def waits_for(record: Record | None) -> str:
     reached = record.reached if record else {}
     stage = next((stage for stage in STAGES if stage not in reached), STAGES[-1])
     progress = record.progress if record else None
-    what = str(progress) if progress is not None and progress.stage == stage else WAITS_FOR[stage]
-    return f'{what} ({printable(record.fault)})' if record is not None and record.fault else what
+    text = str(progress) if progress is not None and progress.stage == stage else WAITS_FOR[stage]
+    return f'{text} ({printable(record.fault)})' if record is not None and record.fault else text
 
 
 def failure(record: Record) -> str:
-    """Why an instance is in error, in one line."""
+    """Return one line why an instance is in error."""
     if record.error is None:
         return f'{record.instance}: failed'
     error = record.error
@@ -373,5 +374,5 @@ def failure(record: Record) -> str:
 
 
 def not_ready(instance: str, failed: GuestFailure) -> str:
-    """Why a guest will never be ready, in one line: cloud-init's own words."""
+    """Return one line, in cloud-init's words, why a guest will never be ready."""
     return printable(f'{instance}: cloud-init failed at stage {failed.stage}: {failed.reason}') + '; the guest goes on'

@@ -1,9 +1,8 @@
-"""Who may write what in etcd: the role of each certificate. Pure.
+"""etcd roles: which keys the owner of a certificate may write. Pure.
 
-A certificate's common name is etcd's user: compute-NAME, scheduler-NAME, operator-NAME. Each compute has a role of its
-own, of the same name, for what lies below its uuid; the schedulers share one; operators have etcd's own role `root`.
-Everybody who has a role reads all keys of ours.
-https://etcd.io/docs/v3.4/op-guide/authentication/
+A certificate's common name is etcd's user: compute-NAME, scheduler-NAME, operator-NAME. Each compute has its own role,
+of the same name, for the keys below its uuid; the schedulers share one; operators have etcd's own role `root`. Every
+role may read all keys. https://etcd.io/docs/v3.4/op-guide/authentication/
 """
 
 from __future__ import annotations
@@ -14,15 +13,17 @@ from typing import NamedTuple
 
 from ecomp.model import keys
 
-READ, WRITE, BOTH = 'read', 'write', 'readwrite'
+READ = 'read'
+WRITE = 'write'
+BOTH = 'readwrite'
+# etcd's own user, which authentication needs, and its own role, which may do everything.
 ROOT = 'root'
-"""The name of etcd's own user, which authentication needs, and of its own role, which may do everything."""
 SCHEDULER = 'scheduler'
 KINDS = ('compute-', 'scheduler-', 'operator-')
 
 
 class Permission(NamedTuple):
-    """What may be done, READ, WRITE or BOTH, to `key` alone or, with `range_end`, to keys from `key` up to there."""
+    """READ, WRITE or BOTH for one key or, with `range_end`, for keys from `key` up to that."""
 
     kind: str
     key: str
@@ -34,48 +35,38 @@ Grants = frozenset[Permission]
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of each user, and the permissions of each role, by name."""
+    """The roles of each user and the permissions of each role, by name."""
 
     users: Mapping[str, frozenset[str]]
     roles: Mapping[str, Grants]
 
 
 class AddRole(NamedTuple):
-    """Add a role without permissions."""
-
     role: str
 
 
 class AddUser(NamedTuple):
-    """Add a user without roles."""
-
     user: str
 
 
 class Grant(NamedTuple):
-    """Give the role this permission, in place of the one for the same keys."""
+    """Grant a permission to a role, replacing the one for the same keys."""
 
     role: str
     permission: Permission
 
 
 class Give(NamedTuple):
-    """Give the user the role."""
-
     user: str
     role: str
 
 
 class Take(NamedTuple):
-    """Take the role from the user."""
-
     user: str
     role: str
 
 
 class Revoke(NamedTuple):
-    """Take the permission for these keys from the role."""
-
     role: str
     permission: Permission
 
@@ -84,17 +75,17 @@ Change = AddRole | AddUser | Grant | Give | Take | Revoke
 
 
 def below(prefix: str, kind: str = WRITE) -> Permission:
-    """The permission for every key under a prefix that ends with a slash."""
+    """Return the permission for all keys below a prefix, which ends with a slash."""
     return Permission(kind, prefix, f'{prefix[:-1]}0')  # the character after a slash
 
 
 EVERYTHING = below('/', READ)
+# Permissions of every compute and scheduler: their transactions change these keys of any instance.
 SHARED = frozenset(map(below, (keys.QUEUES, keys.NAMES, keys.GROUPS, keys.QUOTAS, keys.RELEASED, keys.BOOTED)))
-"""Permissions of every compute and scheduler: their transactions change these keys, of any instance."""
 
 
 def of_compute(compute: str) -> Grants:
-    """The permissions of the compute with this uuid: SHARED, and to write the keys that are named by its uuid."""
+    """Return a compute's permissions: the shared ones, and to write the keys with its uuid."""
     own = (below(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES, keys.DIGESTS))
     named = keys.compute(compute), keys.hostname(compute), keys.accepted(compute)
     alone = (Permission(WRITE, each) for each in named)
@@ -102,58 +93,58 @@ def of_compute(compute: str) -> Grants:
 
 
 def of_scheduler() -> Grants:
-    """The permissions of a machine that eschedule runs on."""
+    """Return the permissions of a machine that runs eschedule."""
     own = (keys.ATTEMPTS, keys.HOSTS, keys.USER_DATA, keys.INSTANCES, keys.AUDIT, keys.DIGESTS, keys.HOSTNAMES)
     return SHARED | {EVERYTHING, *map(below, own)}
 
 
 def wanted(computes: Mapping[str, str], schedulers: Collection[str], operators: Collection[str]) -> Roles:
-    """The users and roles there should be; `computes` is {user: uuid of its compute}."""
-    users = {each: frozenset({each}) for each in computes}
-    users |= {each: frozenset({SCHEDULER}) for each in schedulers}
-    users |= {each: frozenset({ROOT}) for each in (ROOT, *operators)}
+    """Return the users and roles that there should be; `computes` is {user: compute's uuid}."""
+    users = {user: frozenset({user}) for user in computes}
+    users |= {user: frozenset({SCHEDULER}) for user in schedulers}
+    users |= {user: frozenset({ROOT}) for user in (ROOT, *operators)}
     return Roles(users, {SCHEDULER: of_scheduler(), **{name: of_compute(uuid) for name, uuid in computes.items()}})
 
 
 def changes(found: Roles, wanted: Roles) -> list[Change]:
-    """The changes, in this order, that make `wanted` of `found`; other users and roles stay as they are.
+    """Return the changes, in order, from `current` to `target`; other users and roles stay.
 
-    No user loses between two of them what it may do both before and after all of them.
+    Between two changes no user lacks a permission that it has both before and after all of them.
     """
-    gives: list[Change] = []
-    takes: list[Change] = []
+    additions: list[Change] = []
+    removals: list[Change] = []
     for role, permissions in wanted.roles.items():
         if role not in found.roles:
-            gives.append(AddRole(role))
+            additions.append(AddRole(role))
         before = found.roles.get(role, frozenset())
-        has, keeps = ({each[1:] for each in of} for of in (before, permissions))
+        has_keys, keeps_keys = ({each[1:] for each in of} for of in (before, permissions))
         missing = sorted(permissions - before, key=lambda each: each[1:])
-        gives += [Grant(role, each) for each in missing if each[1:] not in has]
-        # In place of what may have been more; of two such the narrower first, which the wider one was instead of.
-        takes += [Grant(role, each) for each in reversed(missing) if each[1:] in has]
-        takes += [Revoke(role, each) for each in sorted(before) if each[1:] not in keeps]
+        additions += [Grant(role, each) for each in missing if each[1:] not in has_keys]
+        # A grant replaces the kind of an existing permission, maybe by less: so after all additions, and the narrower
+        # range first, because the wider one may have stood in for it.
+        removals += [Grant(role, each) for each in reversed(missing) if each[1:] in has_keys]
+        removals += [Revoke(role, each) for each in sorted(before) if each[1:] not in keeps_keys]
     for user, roles in wanted.users.items():
         if user not in found.users:
-            gives.append(AddUser(user))
-        given = found.users.get(user, frozenset())
-        gives += [Give(user, role) for role in sorted(roles - given)]
-        takes += [Take(user, role) for role in sorted(given - roles)]
-    return [*gives, *takes]
+            additions.append(AddUser(user))
+        current_roles = found.users.get(user, frozenset())
+        additions += [Give(user, role) for role in sorted(roles - current_roles)]
+        removals += [Take(user, role) for role in sorted(current_roles - roles)]
+    return [*additions, *removals]
 
 
 def unknown(found: Roles, wanted: Roles) -> list[str]:
-    """The users of our KINDS that are in etcd and not in `wanted`."""
+    """Return the users in etcd whose names have our prefixes and that are not in `target`."""
     return sorted(each for each in found.users.keys() - wanted.users.keys() if each.startswith(KINDS))
 
 
 def without_role(computes: Collection[str], found: Roles, wanted: Roles) -> list[str]:
-    """The uuids among `computes` for which neither `found` nor `wanted` has a role."""
+    """Return the uuids of `computes` for which neither `current` nor `target` has a role."""
     held = {each for permissions in {**found.roles, **wanted.roles}.values() for each in permissions}
     return sorted(each for each in computes if Permission(WRITE, keys.compute(each)) not in held)
 
 
 def described(change: Change) -> str:
-    """The change in words, for a person."""
     match change:
         case AddRole(role):
             return f'role {role}: added'
