@@ -364,7 +364,9 @@ def unproven(
     `start_revision`, etcd's revision when this process started, or once all leases of that time have expired.
     """
     alive = {
-        keys.last(key) for key, kept in presence.items() if kept.lease and (has_lease_ended or kept.revision > began_at)
+        keys.last(key)
+        for key, stored in presence.items()
+        if stored.lease and (has_lease_ended or stored.revision > began_at)
     }
     return sorted(uuid for uuid, name in providers.items() if uuid == name and uuid not in alive)
 
@@ -495,8 +497,8 @@ def living(compute: str, etcd: InEtcd) -> set[str]:
 
 def there(compute: str, etcd: InEtcd) -> set[str]:
     """Return the instances that live, are requested or are being destroyed on a compute."""
-    left = leftovers(compute, etcd, ())
-    return living(compute, etcd) | set(left.ended)
+    remains = leftovers(compute, etcd, ())
+    return living(compute, etcd) | set(remains.ended)
 
 
 def refusal(compute: str, etcd: InEtcd, held: Collection[str], at_it: Collection[str]) -> str | None:

@@ -522,7 +522,7 @@ class SetOrder(Order):
             return {self.instance: Order(**self.parts())}
         shared = {} if self.shared is None else {'user_data': None, 'user_data_sha256': self.shared.sha256}
         names = {member(self.instance, each): self.name and f'{self.name}-{each}' for each in range(1, self.count + 1)}
-        return {each: Order(**self.parts(instance=each, name=name, **shared)) for each, name in names.items()}
+        return {key: Order(**self.parts(instance=key, name=name, **shared)) for key, name in names.items()}
 
     @property
     def instances(self) -> dict[str, str | None]:

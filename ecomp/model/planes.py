@@ -163,7 +163,7 @@ class World:
         wishes = self.wishes.get(instance, {}).values()
         record = self.records.get(instance)
         entries = self.queued.get(instance, {}).values()
-        labels = {each.name for each in (*wishes, *entries) if not isinstance(each, Invalid)}
+        labels = {entry.name for entry in (*wishes, *entries) if not isinstance(entry, Invalid)}
         labels.add(record.name if record else None)
         return {name for name in labels if name}
 
@@ -315,29 +315,29 @@ def failed(reason: str) -> str:
 
 def from_pages(values: Sequence[bytes]) -> Digest:
     """Parse a digest from its pages in order; ValueError if malformed, or with page 0's error."""
-    pages = [load_object(each) for each in values]
+    pages = [load_object(page_value) for page_value in values]
     if not pages:
         raise ValueError('no page is there')
-    for each in pages:
-        _check_version(each, 'digest')
+    for parsed_page in pages:
+        _check_version(parsed_page, 'digest')
     if pages[0].get('error'):
         raise ValueError(printable(str(pages[0]['error']))[:REASON])
     if pages[0].get('pages') != len(pages):
         raise ValueError(f'{len(pages)} of its {printable(str(pages[0].get("pages")), 20)} pages are there')
     try:
-        guests = [_guest(**each) for page in pages for each in page.get('guests', [])]
+        guests = [_guest(**entry) for page in pages for entry in page.get('guests', [])]
         dictionaries = {
-            name: {key: _text(value) for page in pages for key, value in page.get(each, {}).items()}
-            for name, each in _DICTS.items()
+            name: {key: _text(value) for page in pages for key, value in page.get(json_name, {}).items()}
+            for name, json_name in _DICTS.items()
         }
-        return Digest({each.instance: each for each in guests}, **dictionaries)
+        return Digest({guest.instance: guest for guest in guests}, **dictionaries)
     except (TypeError, AttributeError) as error:
         raise ValueError(f'not a digest: {printable(str(error))[:REASON]}') from error
 
 
 def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
     """Return the value of /audit/<audit>/<compute>."""
-    return dump({'version': VERSION, 'leftovers': [vars(each) for each in leftovers]})
+    return dump({'version': VERSION, 'leftovers': [vars(leftover) for leftover in leftovers]})
 
 
 def clearance_from_json(value: bytes) -> list[Leftover]:
@@ -345,7 +345,7 @@ def clearance_from_json(value: bytes) -> list[Leftover]:
     data = load_object(value)
     _check_version(data, 'clearance')
     try:
-        return [Leftover(*(_text(each[name]) for name in ('kind', 'name', 'mark'))) for each in data['leftovers']]
+        return [Leftover(*(_text(item[name]) for name in ('kind', 'name', 'mark'))) for item in data['leftovers']]
     except (TypeError, KeyError) as error:
         raise ValueError(f'not a clearance: {printable(str(error))[:REASON]}') from error
 
@@ -353,7 +353,7 @@ def clearance_from_json(value: bytes) -> list[Leftover]:
 def cleared_from_json(value: bytes) -> list[str]:
     """Parse a compute's lines about what it removed; ValueError if malformed."""
     lines = load(value)
-    if not isinstance(lines, list) or not all(isinstance(each, str) for each in lines):
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise ValueError('it does not say what it removed')
     return lines
 

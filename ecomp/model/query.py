@@ -146,7 +146,7 @@ def words(constraints: Iterable[Constraint]) -> str:
         else:
             rest.append(str(constraint))
     merged = {'resources': amounts, 'root_required': roots}
-    merged_parts = [f'{key}={",".join(found)}' for key, found in merged.items() if found]
+    merged_parts = [f'{key}={",".join(texts)}' for key, texts in merged.items() if texts]
     return '&'.join(quote(part, safe='=:,!') for part in [*merged_parts, *rest])
 
 

@@ -250,7 +250,7 @@ def _record(data: Mapping[str, Any]) -> Record:
         state,
         **_asked(data),
         resources=_resources(data),
-        addresses=tuple(_interface(each) for each in _take(data, 'addresses', list, [])),
+        addresses=tuple(_interface(address) for address in _take(data, 'addresses', list, [])),
         console=_take(data, 'console', str | None, None),
         error=Failure(*(_take(error, name, str) for name in ('stage', 'reason', 'cleaned'))) if error else None,
         fault=_take(data, 'fault', str | None, None),

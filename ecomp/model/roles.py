@@ -88,7 +88,7 @@ def of_compute(compute: str) -> Grants:
     """Return a compute's permissions: the shared ones, and to write the keys with its uuid."""
     own = (below(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES, keys.DIGESTS))
     named = keys.compute(compute), keys.hostname(compute), keys.accepted(compute)
-    alone = (Permission(WRITE, each) for each in named)
+    alone = (Permission(WRITE, key) for key in named)
     return SHARED | {EVERYTHING, *own, *alone}
 
 
@@ -117,7 +117,7 @@ def changes(found: Roles, wanted: Roles) -> list[Change]:
         if role not in found.roles:
             additions.append(AddRole(role))
         before = found.roles.get(role, frozenset())
-        has_keys, keeps_keys = ({each[1:] for each in of} for of in (before, permissions))
+        has_keys, keeps_keys = ({each[1:] for each in granted} for granted in (before, permissions))
         missing = sorted(permissions - before, key=lambda each: each[1:])
         additions += [Grant(role, each) for each in missing if each[1:] not in has_keys]
         # A grant replaces the kind of an existing permission, maybe by less: so after all additions, and the narrower
@@ -135,13 +135,13 @@ def changes(found: Roles, wanted: Roles) -> list[Change]:
 
 def unknown(found: Roles, wanted: Roles) -> list[str]:
     """Return the users in etcd whose names have our prefixes and that are not in `target`."""
-    return sorted(each for each in found.users.keys() - wanted.users.keys() if each.startswith(KINDS))
+    return sorted(user for user in found.users.keys() - wanted.users.keys() if user.startswith(KINDS))
 
 
 def without_role(computes: Collection[str], found: Roles, wanted: Roles) -> list[str]:
     """Return the uuids of `computes` for which neither `current` nor `target` has a role."""
-    held = {each for permissions in {**found.roles, **wanted.roles}.values() for each in permissions}
-    return sorted(each for each in computes if Permission(WRITE, keys.compute(each)) not in held)
+    granted = {permission for permissions in {**found.roles, **wanted.roles}.values() for permission in permissions}
+    return sorted(compute for compute in computes if Permission(WRITE, keys.compute(compute)) not in granted)
 
 
 def described(change: Change) -> str:
