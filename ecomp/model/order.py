@@ -59,12 +59,12 @@ class Power(NamedTuple):
         return said == self.id
 
     def at(self, phase: str) -> str:
-        """Return the `power` that a record has while this action is in a phase, ASKED or OFF."""
+        """Return a record's `power` while this action is SHUTDOWN_ASKED or SHUT_OFF."""
         return f'{self.id}:{phase}'
 
 
 def phase(said: str | None) -> str:
-    """Return the phase in a record's `power`: ASKED, OFF, or '' if the action is completed."""
+    """Return the phase in a record's `power`: SHUTDOWN_ASKED, SHUT_OFF, or '' if completed."""
     return (said or '').partition(':')[2]
 
 
