@@ -329,6 +329,7 @@ def is_hostname(text: object) -> bool:
 
 
 def to_json(hostname: str) -> str:
+    """Return the value of a key below /hostnames/."""
     return dump({'version': VERSION, 'hostname': hostname})
 
 
@@ -358,10 +359,11 @@ def silent_cure(host: str) -> str:
 def unproven(
     providers: Mapping[str, str], presence: Mapping[str, keys.StoredValue], began_at: int, has_lease_ended: bool
 ) -> list[str]:
-    """Return the computes of `providers` ({uuid: name}) not proven alive in this etcd, sorted.
+    """Return the computes in `providers` ({uuid: name}) not proven alive in this etcd.
 
-    A key on a lease is no proof: a restored etcd has it again, with a full lease. It is one if it was written after
-    `start_revision`, etcd's revision when this process started, or once all leases of that time have expired.
+    A presence is no proof: a restored etcd has it again, with a full lease. It is one if it was written after
+    `start_revision`, etcd's revision when this process started, or once all leases of that time have expired. Providers
+    that are not named by their uuid are left out.
     """
     alive = {
         keys.last(key)
@@ -591,7 +593,8 @@ def changed_hosts(
 ) -> dict[str, dict[str, Each]]:
     """Return the current requests of the computes whose requests differ from `previous`.
 
-    `previous_by_compute` has the previous ones (absent: none). Only changed keys, of up to ten thousand, are grouped.
+    `previous_by_compute` has the previous ones (absent: none). Of maybe ten thousand keys, only changed ones are
+    grouped.
     """
     changed: dict[str, dict[str, Each]] = {}
 

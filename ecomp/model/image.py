@@ -1,8 +1,7 @@
 """Image URLs, the checksums of images, and the addresses from which they may be downloaded.
 
-A URL is not trusted, and ecompute downloads as root. Reserved addresses:
-iana.org/assignments/iana-ipv4-special-registry and …-ipv6-…; addresses with an IPv4 address inside: RFC 4291 2.5.5, RFC
-6052, RFC 3056, RFC 4380, RFC 2765.
+A URL is not trusted, and ecompute downloads as root. Reserved addresses are those of IANA's registries
+(iana.org/assignments/iana-ipv4-special-registry, …-ipv6-…); IPv4 inside IPv6: RFC 4291 2.5.5, 6052, 3056, 4380, 2765.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ def request_prefix(compute: str) -> str:
 
 
 def request(compute: str, instance: str) -> str:
+    """Return the key of a request."""
     return f'{HOSTS}{compute}/{instance}'
 
 
@@ -112,20 +113,18 @@ def record(compute: str, instance: str) -> str:
 
 
 def recorded(key: str) -> tuple[str | None, str]:
-    """Split a record's key into compute and instance.
-
-    The compute is '' if no compute had the instance, and None in the layout of ecomp 1.0: only the record names it
-    there.
-    """
+    """Return the compute ('': none; None: not in a key of ecomp 1.0) and instance of a record."""
     compute, slash, instance = key.removeprefix(INSTANCES).partition('/')
     return ('' if compute == NONE else compute, instance) if slash else (None, compute)
 
 
 def queue(flavor: str, instance: str) -> str:
+    """Return the key of a queued request."""
     return f'{QUEUES}{flavor}/{instance}'
 
 
 def taker(queue_key: str) -> str:
+    """Return the taker key of a queued request's key."""
     return queue_key + TAKER
 
 
@@ -146,14 +145,17 @@ def released_prefix(instance: str) -> str:
 
 
 def released(instance: str, lease: int) -> str:
+    """Return one of these keys; `lease` is the lease that it is on."""
     return f'{released_prefix(instance)}{lease:x}'
 
 
 def clearance(audit: str, compute: str) -> str:
+    """Return the key that asks one compute to remove leftovers."""
     return f'{AUDIT}{audit}/{compute}'
 
 
 def digest_prefix(audit: str, compute: str) -> str:
+    """Return the prefix of a compute's answers to an audit."""
     return f'{DIGESTS}{compute}/{audit}/'
 
 

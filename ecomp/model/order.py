@@ -47,8 +47,7 @@ class Power(NamedTuple):
 
     A request's `power` is {"action": "stop" | "start" | "reboot", "id": uuid}; repeating an action needs a new id. A
     record's `power` is the id of the last completed action, or "<id>:asked" while the guest shuts down, or "<id>:off"
-    once it is off and will be started. So an action is carried out once, even if a process is killed in the middle of
-    it.
+    once it is off and will be started. So an action is done once, even if a process is killed in the middle of it.
     """
 
     action: str
@@ -281,8 +280,7 @@ def dump_fields(order: Order) -> dict[str, Any]:
 def difference(there: Order, asked: Order, recorded: bool = False) -> str | None:
     """Describe how an existing order differs from the one requested for its uuid, or None.
 
-    If `is_recorded`, the existing order is from a record, which lacks keys, user-data and count: these are not
-    compared.
+    If `is_recorded`, it is from a record, which lacks keys, user-data and count: these are not compared.
     """
     for each in sorted(FIELDS, key=lambda each: each.told):
         attribute = each.compared or each.name

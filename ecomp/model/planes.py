@@ -20,7 +20,6 @@ from ecomp.model.text import printable
 
 Parsed = TypeVar('Parsed')
 
-# The prefixes of the keys that an audit reads.
 FAMILIES = (
     *(keys.ATTEMPTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.NAMES, keys.COMPUTES),
     *(keys.HOSTNAMES, keys.FLAVORS, keys.GROUPS, keys.QUOTAS),
@@ -191,8 +190,7 @@ class World:
     def away(self) -> dict[str, str]:
         """Return {compute: CLOSED or SILENT} of the computes without presence: not comparable.
 
-        A compute with nothing but records of ended instances, which are kept for a while, was forgotten and is left
-        out.
+        A compute of which only records of ended instances, kept for a while, remain was forgotten and is left out.
         """
         ended = {each.compute for each in self.records.values()}
         living = {each.compute for each in self.records.values() if self.is_living(each.instance)}
@@ -223,8 +221,7 @@ class World:
 def involved(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
     """Return {instance, compute or project: {key: revision}} of the keys about each.
 
-    For a presence it is the lease instead of the revision: the same lease means the same process, and hints change
-    often.
+    For a presence it is the lease: the same lease means the same process, however often its hint changes.
     """
     revisions: dict[str, dict[str, int]] = {}
     for key, stored in etcd.items():

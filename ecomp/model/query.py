@@ -24,6 +24,8 @@ class Unexplained(ValueError):
 
 
 class Amount(NamedTuple):
+    """Requires an amount of a resource class."""
+
     name: str
     amount: int
 
@@ -106,8 +108,7 @@ def limit(query: str) -> str | None:
 def on_one(query: str, compute: str) -> str:
     """Restrict a query that has no `in_tree` to one compute.
 
-    A query with granular groups alone is restricted in each group: placement refuses an unnumbered in_tree= without
-    unnumbered resources.
+    A query with granular groups alone is restricted in each: placement refuses in_tree= without resources=.
     """
     groups = [key.removeprefix('resources') for key, _ in parse_qsl(query) if key.startswith('resources')]
     return '&'.join([query, *(f'in_tree{suffix}={compute}' for suffix in ([''] if '' in groups else groups))])
@@ -137,6 +138,7 @@ def names(value: str) -> tuple[str, ...]:
 
 
 def words(constraints: Iterable[Constraint]) -> str:
+    """Return the query with exactly these constraints."""
     amounts, roots, rest = [], [], []
     for constraint in constraints:
         if isinstance(constraint, Amount):
@@ -186,7 +188,6 @@ GROUPED = ('resources', 'required', 'member_of', 'in_tree')
 OTHERS = ('limit', 'group_policy', 'root_required', 'same_subtree')
 # Of several of these, placement uses the last without an error.
 ONCE = ('resources', 'in_tree', 'limit', 'group_policy')
-# Names that a sentence contains at most.
 QUOTED = 5
 
 _SUFFIX = re.compile(f'({"|".join(GROUPED)})([a-zA-Z0-9_-]{{1,64}})?')

@@ -1,10 +1,9 @@
 """The queues: what waits, and which compute takes which request next. Pure.
 
 Each request has its own order of the living computes that take from queues, by rendezvous hashing: every compute
-calculates it locally, and a compute that starts or stops does not change the order of the others. The first few may
-take the request immediately, twice as many after WIDEN_SECONDS, and so on, so no request waits long for dead, full or
-mistaken computes. The order is a hint, not a lock: two that see different presences may compete, and one taker key
-wins.
+calculates it locally, and one that starts or stops does not change the order of the others. The first few may take the
+request immediately, twice as many after WIDEN_SECONDS, and so on, so none waits long for dead, full or mistaken
+computes. The order is a hint, not a lock: two that see different presences may compete, and one taker key wins.
 """
 
 from __future__ import annotations
@@ -74,6 +73,7 @@ class QueueEntry(Order):
 
 
 def to_json(waiting: QueueEntry) -> str:
+    """Return the value of the queued request's key."""
     own_fields = {'instance': waiting.instance, 'flavor': waiting.flavor.name, 'query': waiting.flavor.query}
     return dump({'version': VERSION, **own_fields, **dump_fields(waiting)})
 
@@ -138,6 +138,7 @@ def record_of(key: str, value: bytes) -> Record:
 
 
 def mark_to_json(compute: str) -> str:
+    """Return the value of a taker key."""
     return dump({'version': VERSION, 'compute': compute})
 
 
@@ -147,7 +148,6 @@ def marked_by(value: bytes) -> str | None:
     return compute if isinstance(compute, str) else None
 
 
-# Computes that may take a request immediately.
 FIRST = 4
 # Seconds until twice as many may take it: the last of a thousand after 2 s, of ten thousand after 3 s.
 WIDER = 0.25
@@ -260,9 +260,8 @@ class Backlog:
     """The queues at one revision.
 
     `entries` are the requests that wait and are not being taken, by key, oldest first; `flavors` are theirs, by query.
-    `taken` has what each compute is taking: {key: (revision of the taker key, request or None if it is gone or
-    malformed)}. `has_new`: an entry was added since the previous backlog. The other fields serve to make the next
-    backlog.
+    `taken` has what each compute takes: {key: (revision of the taker key, request or None if it is gone or malformed)}.
+    `has_new`: an entry was added since the previous backlog. The other fields serve to make the next one.
     """
 
     places: Mapping[str, Place] = field(default_factory=dict)
@@ -375,8 +374,8 @@ def patience(provider: Provider, group: Group | None, computes: int, rng: random
     """Return the seconds that this compute waits, so that computes with more room take first.
 
     It grows with the used share of the scarcest class, by up to MAX_LOAD_DELAY_SECONDS, and by as much again if a soft
-    `group` prefers other computes. The random part grows with the number of computes: an idle compute draws from all of
-    it, a full one from its end.
+    `group` prefers other computes. The random part grows with the number of computes: an idle one draws from all of it,
+    a full one from its end.
     """
     shares = [
         inventory.used / inventory.capacity if inventory.capacity > 0 else 1.0

@@ -1,8 +1,7 @@
 """Quotas: the limits of a project, and its usage. Pure.
 
 The key /quotas/<project> has JSON: {"version", "limits": {class or "instances": n}, "used": the same}, in placement's
-resource classes. An instance is charged from the delivery of its request, queued or not, to the transaction that
-removes the request.
+resource classes. An instance is charged from its request's delivery, queued or not, until that request is removed.
 """
 
 from __future__ import annotations

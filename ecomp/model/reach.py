@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from ecomp.model import keys
 
-# Placeholder for the host name in `reach`.
 HOST = '{host}'
 SSH_PORT = 22
 

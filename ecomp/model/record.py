@@ -1,13 +1,14 @@
 r"""The record of an instance, /instances/<compute>/<instance>, written by its ecompute.
 
-JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount}, "query", "user_id",
-"project_id", "addresses": [{"network", "mac", "address", "source", "expected"}], "console": "<host>:<file>" or null,
-"stages": {stage: ISO time, the first one}, "boots": see ecomp.model.boots (left out before the first), "error":
-{"stage", "reason", "cleaned"} or null, "fault": text or null, "attempts": how often a worker died of the instance or
-failed in an unknown way, "name": text or null, "group": its name or null, "why": {"weigh", "weight", "of"} (how its
-compute was chosen) or null, "power": see PowerAction, "progress": {"stage", "done", "total"} in bytes, during a long
-stage, or null}. From the guest's first report, left out without one: "host_keys": ["<type> <base64>"] of its sshd;
-"cloud_init": {"stage", "reason"} of a failure, after which `ready` is never reached, but the guest keeps running.
+JSON, versioned, with unknown fields ignored: {"version", "instance", "compute", "state", "image", "resources": {class:
+amount}, "query", "user_id", "project_id", "addresses": [{"network", "mac", "address", "source", "expected"}],
+"console": "<host>:<file>" or null, "stages": {stage: ISO time, the first one}, "boots": see ecomp.model.boots (left out
+before the first), "error": {"stage", "reason", "cleaned"} or null, "fault": text or null, "attempts": how often a
+worker died of the instance or failed in an unknown way, "name": text or null, "group": its name or null, "why":
+{"weigh", "weight", "of"} (how its compute was chosen) or null, "power": see PowerAction, "progress": {"stage", "done",
+"total"} in bytes, during a long stage, or null}. From the guest's first report, left out without one: "host_keys":
+["<type> <base64>"] of its sshd; "cloud_init": {"stage", "reason"} of a failure, after which `ready` is never reached,
+but the guest keeps running.
 
     queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
                                   \-> error                      (only before the first active)
@@ -213,11 +214,7 @@ def to_json(record: Record) -> str:
 
 
 def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
-    """Parse a record; ValueError if it is malformed or of a newer version.
-
-    Also ValueError if it is of another `instance` or `compute` than these; None accepts any. Unknown fields are
-    ignored.
-    """
+    """Parse a record of `instance` and `compute` (None: any); ValueError if malformed or newer."""
     try:
         record = _record(load_object(value))
     except ValueError as error:

@@ -42,31 +42,41 @@ class Roles:
 
 
 class AddRole(NamedTuple):
+    """Adds a role without permissions."""
+
     role: str
 
 
 class AddUser(NamedTuple):
+    """Adds a user without roles."""
+
     user: str
 
 
 class Grant(NamedTuple):
-    """Grant a permission to a role, replacing the one for the same keys."""
+    """Grants a permission to a role, replacing the one for the same keys."""
 
     role: str
     permission: Permission
 
 
 class Give(NamedTuple):
+    """Grants a role to a user."""
+
     user: str
     role: str
 
 
 class Take(NamedTuple):
+    """Revokes a role from a user."""
+
     user: str
     role: str
 
 
 class Revoke(NamedTuple):
+    """Revokes the permission for these keys from a role."""
+
     role: str
     permission: Permission
 
@@ -145,6 +155,7 @@ def without_role(computes: Collection[str], found: Roles, wanted: Roles) -> list
 
 
 def described(change: Change) -> str:
+    """Describe a change for the user."""
     match change:
         case AddRole(role):
             return f'role {role}: added'

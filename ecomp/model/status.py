@@ -28,6 +28,7 @@ def ours_then(there: Set[str], wanted: Set[str], ours: Set[str]) -> Names:
 
 
 def disabled(there: Set[str]) -> Names:
+    """Return the traits after `host disable`."""
     return frozenset(there | STATUS)
 
 
@@ -37,8 +38,10 @@ def enabled(there: Set[str], alive: bool) -> Names:
 
 
 def opened(there: Set[str]) -> Names:
+    """Return the traits after a compute started."""
     return frozenset(there if BY_OPERATOR in there else there - {DISABLED})
 
 
 def stopped(there: Set[str]) -> Names:
+    """Return the traits after a compute stopped in good order."""
     return frozenset(there | {DISABLED})

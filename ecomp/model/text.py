@@ -23,10 +23,7 @@ NEGATION = '^(un|dis|de|non?|in)-?'
 
 
 def near(word: str, known: Iterable[str], like: float = LIKE) -> str | None:
-    """Return the candidate most similar to a word, ignoring case, or None.
-
-    Never the opposite: not `drain` for undrain, and not `--wait` for --no-wait.
-    """
+    """Return the most similar candidate, ignoring case, or None; never the word's opposite."""
     import difflib  # imported here because only a mistyped word needs it
 
     typed = word[:LONGEST].lower()
@@ -37,7 +34,7 @@ def near(word: str, known: Iterable[str], like: float = LIKE) -> str | None:
 
 
 def _are_opposites(one: str, other: str) -> bool:
-    """True if two words are more alike after removing a negating prefix from one of them."""
+    """True if removing a negating prefix makes two words more alike, as with --wait, --no-wait."""
     from difflib import SequenceMatcher
 
     def compare(left: str, right: str) -> float:
@@ -62,10 +59,12 @@ _HEXADECIMAL = re.compile('[0-9a-f]{32,}')
 
 
 def is_label(text: str) -> bool:
+    """Return whether text is an RFC 1123 label in lower case."""
     return _LABEL.fullmatch(text) is not None
 
 
 def is_name(text: str) -> bool:
+    """Return whether text may be an instance's name."""
     return is_label(text) and not _HEXADECIMAL.fullmatch(text.replace('-', '')) and text not in RESERVED
 
 

@@ -48,6 +48,7 @@ CPU = {each: tuple(getattr(os_traits, f'HW_CPU_X86_{name}') for name in names) f
 
 
 def cpu_traits(features: Iterable[str]) -> frozenset[str]:
+    """Return the traits of a processor with these features."""
     return frozenset(trait for feature in features for trait in CPU.get(feature, ()))
 
 
