@@ -1,1 +1,1 @@
-"""The etcd border: the only room that speaks with etcd."""
+"""The etcd client: the only package that talks to etcd."""

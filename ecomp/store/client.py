@@ -1,11 +1,6 @@
-"""Reads, transactions and leases on etcd, with one answer for each way they can end; who is alive, and who is at what.
+"""etcd reads, transactions, leases and watches; which computes and attempts are alive.
 
-Every call has a time limit and asks for a member that has a leader: without, a member cut off from the others answers
-for ever.
-
-Guard is rule 10: nothing is taken from, or written to, an etcd that is not the one we knew. All connections of a
-process to one etcd share it. Every linearizable reply is compared with what had been seen before its request was
-sent; a strange one raises StrangeEtcd, and so does every call from then on.
+Every call has a timeout and requires a member with a leader: one that is cut off would answer with stale data for ever.
 """
 
 from __future__ import annotations
@@ -43,7 +38,11 @@ from ecomp.store.messages import (
 
 
 class Guard:
-    """What is known of etcd. `on_change` hears of everything new that is to be remembered, and must be quick."""
+    """Refuses an etcd that is not the one this process knew (rule 10); connections share it.
+
+    A linearizable reply is compared with the state known before its request was sent. The first foreign one raises
+    StrangeEtcd, and so does every later call. `on_change` gets each new state to remember, and must be quick.
+    """
 
     def __init__(self, known: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
         self._lock = threading.Lock()
@@ -54,11 +53,11 @@ class Guard:
 
     @property
     def known(self) -> KnownCluster:
-        """What has been seen so far: take it before a request is sent, and look at the reply with it."""
+        """The state seen so far. Read it before sending a request; check the reply against it."""
         return self._known
 
     def when_strange(self, tell: Callable[[str], None]) -> None:
-        """Have tell(why), too, called once it is strange, from any thread; now if it is already."""
+        """Call `callback(reason)` when etcd is refused, or now if it already is; from any thread."""
         with self._lock:
             self._when_strange.append(tell)
             strange = self._strange
@@ -66,12 +65,12 @@ class Guard:
             tell(strange)
 
     def admit(self) -> None:
-        """Raise StrangeEtcd if it is known to be strange."""
+        """Raise StrangeEtcd if this etcd was refused before."""
         if self._strange:
             raise StrangeEtcd(self._strange)
 
     def check(self, before: KnownCluster, header: Header, where: str) -> None:
-        """Look at a linearizable reply; StrangeEtcd if it is none of the etcd we knew."""
+        """Check a linearizable reply; raise StrangeEtcd if it or an earlier one is foreign."""
         self.admit()
         reason = cluster.unfamiliar(before, header)
         if reason is not None:
@@ -80,33 +79,30 @@ class Guard:
             self._learn(self._known.with_header(header))
 
     def observe(self, before: KnownCluster, header: Header) -> bool:
-        """Look at any other reply; False if it is older than `before`: of a member that lags, or worse."""
+        """Check any other reply; return False if it is foreign or older than `cluster_before`."""
         if cluster.unfamiliar(before, header) is not None:
             return False
-        # Its term is that member's own: of one that has just stood for election it is higher than the leader's, who
-        # answers on for a moment, and is no other etcd for that.
+        # The term is ignored: it is the member's own. A member that has just stood for election has a higher term than
+        # the leader, which goes on answering for a moment and is still the same etcd.
         with self._lock:
             self._learn(self._known.with_header(replace(header, term=0)))
         return True
 
     def recognise(self, value: bytes | None, where: str) -> None:
-        """Look at what /cluster of the etcd at `where` has, None for no such key; StrangeEtcd if it is not ours."""
+        """Raise StrangeEtcd unless `value`, that of /cluster or None, holds the identity we know."""
         reason = cluster.unlike(self._known, value)
         if reason is not None:
             self._refuse(where, reason)
 
     def adopt(self, value: bytes, where: str) -> None:
-        """With nothing remembered, know the etcd at `where` by what its /cluster has.
-
-        Raises EcompError if no identity can be read there.
-        """
+        """Remember the identity in the value of /cluster; raise EcompError if it holds none."""
         try:
             identity = cluster.identity(value)
         except ValueError as error:
             raise EcompError(f'{keys.CLUSTER} in etcd at {where}: {error}: remove that key') from error
         with self._lock:
-            known = self._known
-            self._learn(KnownCluster(identity, known.cluster, known.revision, known.term))
+            current = self._known
+            self._learn(KnownCluster(identity, current.cluster, current.revision, current.term))
 
     def _learn(self, known: KnownCluster) -> None:
         if known != self._known:
@@ -120,10 +116,10 @@ class Guard:
             'another one? Nothing is built, destroyed or published; if it is to be used: ecompute --accept-new-etcd'
         )
         with self._lock:
-            first, self._strange = not self._strange, self._strange or text
-            told = list(self._when_strange) if first else []
-        for tell in told:
-            tell(text)
+            is_first, self._strange = not self._strange, self._strange or text
+            listeners = list(self._when_strange) if is_first else []
+        for callback in listeners:
+            callback(text)
         raise StrangeEtcd(text)
 
 
@@ -131,14 +127,13 @@ Result = TypeVar('Result')
 
 
 def is_alive(store: Store, compute: str) -> bool:
-    """Whether a compute is alive now."""
     return silence(store, compute) is None
 
 
 def silence(store: Store, compute: str) -> Unchanged | None:
-    """The condition that a compute stays silent; None for one that is alive.
+    """Return the condition that a compute stays silent, or None if the compute is alive.
 
-    Its revision is that of the key on no lease that is there, 0 where there is none.
+    Its revision is that of a presence key without a lease, or 0 if there is no key.
     """
     entry = store.get(keys.compute(compute))
     if entry is not None and entry.lease:
@@ -146,69 +141,72 @@ def silence(store: Store, compute: str) -> Unchanged | None:
     return Unchanged(keys.compute(compute), entry.revision if entry is not None else 0)
 
 
+# Tries to delete an attempt: if an answer is lost, the next try finds out what happened.
 READ_BACKS = 3
-"""Tries to withdraw an attempt: where an answer is lost, the next one says what became of it."""
 
 
 def at_it(store: Store) -> set[str]:
-    """The instances that a living eschedule is at, or that wait to be taken, or that a compute is taking."""
-    # In this order: what is delivered into a queue meanwhile is seen twice rather than not at all.
+    """Return the instances that are in an attempt in flight or queued, taken ones included."""
+    # Attempts before queues: an order that is delivered to a queue in between is seen twice rather than missed.
     placing = in_requests(store.snapshot(keys.ATTEMPTS))
     queues = store.snapshot(keys.QUEUES, keys_only=True).entries
-    return placing | {keys.in_queue(key) for key, each in queues.items() if each.lease or not key.endswith(keys.TAKER)}
+    return placing | {
+        keys.in_queue(key) for key, entry in queues.items() if entry.lease or not key.endswith(keys.TAKER)
+    }
 
 
 def wanted(store: Store, holding: Mapping[str, Iterable[str]], waiting: bool = True) -> set[str]:
-    """Which of these instances somebody stands behind: {instance: the computes whose request keys count}.
+    """Return those instances that have an attempt in flight, a queued request or a request key.
 
-    Requests move from /requests and /queues to /hosts: read the other way round, one that moves is in neither.
-    `waiting` False: one that waits in a queue does not count, for the compute that would take it is dead.
+    `computes_by_instance` names the computes whose request keys count. Requests move from /requests and /queues to
+    /hosts, so those are read first: otherwise one that moves in between would be missed. `include_queued` is False if
+    the compute that would take queued requests is dead.
     """
-    there = at_it(store) if waiting else in_requests(store.snapshot(keys.ATTEMPTS))
+    pending = at_it(store) if waiting else in_requests(store.snapshot(keys.ATTEMPTS))
     return {
         instance
         for instance, computes in holding.items()
-        if instance in there or any(store.get(keys.request(compute, instance)) is not None for compute in computes)
+        if instance in pending or any(store.get(keys.request(compute, instance)) is not None for compute in computes)
     }
 
 
 def in_requests(snapshot: Snapshot) -> set[str]:
-    """The instances that living eschedules are at. A key on no lease is nobody's: somebody has put it by hand."""
-    there = ((key, entry.value) for key, entry in snapshot.entries.items() if entry.lease)
-    return {instance for key, value in there for instance in announced(key, value)}
+    """Return the instances of attempts; ignore keys without a lease, which ecomp did not write."""
+    attempts = ((key, entry.value) for key, entry in snapshot.entries.items() if entry.lease)
+    return {instance for key, value in attempts for instance in announced(key, value)}
 
 
 def being_taken(store: Store) -> set[str]:
-    """The waiting instances that a compute has marked: one that marks it after this claims after this, too."""
-    waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
-    return {keys.in_queue(key) for key, each in waiting.items() if each.lease and key.endswith(keys.TAKER)}
+    """Return the queued instances that have a taker key; one taken later is also claimed later."""
+    entries = store.snapshot(keys.QUEUES, keys_only=True).entries
+    return {keys.in_queue(key) for key, entry in entries.items() if entry.lease and key.endswith(keys.TAKER)}
 
 
 def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
-    """How many instances attempts older than `revision` place, and newer ones; what is on no lease is nobody's."""
+    """Count the instances of leased attempts older than `revision`, and of newer ones."""
 
-    def instances(entries: Iterable[Entry]) -> int:
-        # A set's key is named by the set's own uuid.
-        return sum(len(announced(each.key, each.value) - {keys.last(each.key)}) or 1 for each in entries)
+    def count_instances(entries: Iterable[Entry]) -> int:
+        # The key of a set ends in the uuid of the set, which is no instance.
+        return sum(len(announced(entry.key, entry.value) - {keys.last(entry.key)}) or 1 for entry in entries)
 
     entries = snapshot.entries.values()
     return (
-        instances(each for each in entries if each.lease and each.revision < revision),
-        instances(each for each in entries if each.lease and each.revision > revision),
+        count_instances(entry for entry in entries if entry.lease and entry.revision < revision),
+        count_instances(entry for entry in entries if entry.lease and entry.revision > revision),
     )
 
 
 def withdraw(store: Store, key: str, revision: int) -> bool:
-    """Delete our attempt's key if it is still of this revision; False if it is gone or somebody else's.
+    """Delete an attempt's key; return False if it is gone or no longer has this revision.
 
-    While it is there nothing that needs it has been done; but a transaction still on its way could land after a mere
-    look, and cannot without it. UnknownOutcome.
+    No delivery, which requires the key, succeeds after that; it could after a mere read. Raises UnknownOutcome if no
+    try had an answer.
     """
-    for left in reversed(range(READ_BACKS)):
+    for remaining_tries in reversed(range(READ_BACKS)):
         try:
             return store.commit([Unchanged(key, revision)], [Delete(key)]) is not None
         except UnknownOutcome:
-            if not left:
+            if not remaining_tries:
                 raise
     return False
 
@@ -217,18 +215,19 @@ if TYPE_CHECKING:
     from ecomp.model.host import Claims
     from ecomp.store.by_h2 import Watch
 
+# Seconds that a commit waits for a new fence after its fence did not hold.
 RENEWED = 1.0
-"""Seconds in which a fence that did not hold has to be a new one."""
 
+# Maximum number of operations in a transaction: etcd's own --max-txn-ops.
 AT_ONCE = 128
-"""Operations in a transaction, at most: etcd's own --max-txn-ops."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key: its value, the revision that wrote it last, its lease (0: none), and the revision that made it.
+    """One key.
 
-    `dropped` is how many bytes the value has that a follower does not keep: `value` is empty then.
+    `revision` wrote it last, `created` created it; `lease` is 0 for none. `dropped` is the size in bytes of a value
+    that a follower does not keep: `value` is empty then.
     """
 
     key: str
@@ -254,13 +253,13 @@ class Unchanged(NamedTuple):
 
 
 class Exists(NamedTuple):
-    """A condition: the key is there, whatever it says."""
+    """A condition: the key exists, with any value."""
 
     key: str
 
 
 class Put(NamedTuple):
-    """An operation: the key gets this value, on a lease if one is given."""
+    """An operation: write the value to the key, bound to the lease unless that is 0."""
 
     key: str
     value: str
@@ -268,16 +267,17 @@ class Put(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """An operation: the key goes."""
+    """An operation: delete the key."""
 
     key: str
 
 
 class Fence(NamedTuple):
-    """What every commit of a store compares besides: that its owner is who it says it is (rule 9).
+    """A condition that a store adds to each commit: its owner still holds its key (rule 9).
 
-    `broken` is told, from any thread, that a commit was refused for it, and must be quick. Where there is one,
-    `deletes` is compared instead by commits of deletes alone: a full etcd takes nothing else, so no new key of its own.
+    `on_broken` is called, from any thread, when a commit is refused for it, and must be quick. Commits that only delete
+    compare `delete_condition` instead, if there is one: a full etcd accepts nothing else, so its owner cannot put the
+    key.
     """
 
     condition: Unchanged
@@ -285,21 +285,22 @@ class Fence(NamedTuple):
     deletes: Unchanged | None = None
 
     def of(self, operations: Sequence[Put | Delete]) -> Unchanged:
-        """The condition that a commit of these operations compares."""
-        if self.deletes is not None and all(isinstance(each, Delete) for each in operations):
+        if self.deletes is not None and all(isinstance(operation, Delete) for operation in operations):
             return self.deletes
         return self.condition
 
 
 class Store:
-    """One process's etcd. Made after a fork or spawn, never carried over one.
+    """One process's client of etcd. Create it after a fork or spawn, never carry it over one.
 
-    Errors: Unreachable when nothing was changed (NoSpace is such; StrangeEtcd, with a guard, may come of the answer to
-    a write), UnknownOutcome when a transaction was sent and no answer came, or one that does not tell (read back before
-    anything else), EcompError when etcd answered and refused.
+    Raises:
+        Unreachable: nothing was changed. NoSpace is one; StrangeEtcd may be raised after a write that was carried out.
+        UnknownOutcome: a transaction was sent, and its answer was lost or inconclusive: read back before anything else.
+        EcompError: etcd refused; Denied if one of its roles does.
     """
 
-    claims: Claims | None = None  # asked where several computes are asked for one instance; None: the oldest counts
+    # Consulted if several computes have a request for one instance; None: the oldest request counts.
+    claims: Claims | None = None
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
         self._connection = Connection(config)
@@ -308,22 +309,25 @@ class Store:
         self.fence: Fence | None = None
 
     def beside(self) -> Store:
-        """Another one over the same connection, with a fence of its own. Whoever has both closes one."""
+        """Return another store over the same connection, without a fence. Close only one of them."""
         other = copy(self)
         other.fence = None
         return other
 
     def get(self, key: str) -> Entry | None:
-        """The key's entry, None if it is not there."""
+        """Return the key's entry, or None if the key does not exist."""
         reply = self._read(Range(_bytes(key)), about=(key,))
         return entry_of(reply.kvs[0]) if reply.kvs else None
 
     def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
-        """Those of these keys that are there, all at one revision; fewer at once where their values are too large."""
-        found: dict[str, Entry] = {}
-        first, count, revision = 0, AT_ONCE, 0
-        while first < len(wanted):
-            ranges = [Range(_bytes(key), revision=revision) for key in wanted[first : first + count]]
+        """Return the entries of the keys that exist, all at one revision.
+
+        A transaction reads 128 keys, or fewer if their values are too large for one answer.
+        """
+        entries_by_key: dict[str, Entry] = {}
+        start, count, revision = 0, AT_ONCE, 0
+        while start < len(wanted):
+            ranges = [Range(_bytes(key), revision=revision) for key in wanted[start : start + count]]
             try:
                 reply = self._read(Transaction(success=ranges))
             except TooLong:
@@ -331,15 +335,18 @@ class Store:
                     raise
                 count = len(ranges) // 2
                 continue
-            entries = [entry_of(kv) for each in reply.responses for kv in each.response_range.kvs]
-            found |= {each.key: each for each in entries}
-            first, revision = first + count, revision or reply.header.revision
-        return found
+            entries = [entry_of(kv) for response in reply.responses for kv in response.response_range.kvs]
+            entries_by_key |= {entry.key: entry for entry in entries}
+            start, revision = start + count, revision or reply.header.revision
+        return entries_by_key
 
     def snapshot(
         self, prefix: str, keys_only: bool = False, keep: Callable[[Entry], Entry | None] = lambda entry: entry
     ) -> Snapshot:
-        """Everything under a prefix, in pages, all at one revision. `keep` says what of each, page by page."""
+        """Read all keys under a prefix, in pages, at one revision.
+
+        `transform` maps each entry, page by page, to the one to keep, or to None to leave it out.
+        """
         start = _bytes(prefix)
         end = after(start)
         entries: dict[str, Entry] = {}
@@ -347,116 +354,113 @@ class Store:
         for reply in pages(lambda each: self._read(each, about=(prefix,)), start, end, keys_only):
             revision = revision or reply.header.revision
             for kv in reply.kvs:
-                kept = keep(entry_of(kv))
-                if kept is not None:
-                    entries[kept.key] = kept
+                transformed = keep(entry_of(kv))
+                if transformed is not None:
+                    entries[transformed.key] = transformed
         return Snapshot(revision, entries)
 
     def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
-        """At most so many keys under a prefix, from `start` on and then from the first, and how many there are in all.
-
-        One transaction, however many there are.
-        """
+        """Read up to `limit` keys of a prefix from `start` on, wrapping around, and count all."""
+        # One transaction at any number of keys.
         begin, middle = _bytes(prefix), _bytes(start)
         ranges = [Range(middle, after(begin), limit), Range(begin, middle, limit)]
         reply = self._read(Transaction(success=ranges), about=(prefix,))
-        found = [each.response_range for each in reply.responses]
-        entries = [entry_of(kv) for each in found for kv in each.kvs]
-        return entries[:limit], sum(int(each.count) for each in found)
+        results = [response.response_range for response in reply.responses]
+        entries = [entry_of(kv) for result in results for kv in result.kvs]
+        return entries[:limit], sum(int(result.count) for result in results)
 
     def version(self) -> str:
-        """What the member that answers calls its version, as `3.4.23`.
+        """Return the version of the member that answers, such as `3.4.23`; it needs no role.
 
-        https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status; not asked for a user's rights)
+        https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status)
         """
         return str(self._read(Status(), linearizable=False).version)
 
     def count(self, prefix: str) -> int:
-        """How many keys there are under a prefix."""
         key = _bytes(prefix)
         return int(self._read(Range(key, after(key), count_only=True), about=(prefix,)).count)
 
     def has_changed(self, prefix: str, since: int) -> bool:
-        """Whether a key that is there under a prefix was changed at this revision or later."""
+        """Return whether an existing key under a prefix was written since `since_revision`."""
         key = _bytes(prefix)
-        asked = Range(key, after(key), limit=1, keys_only=True, since=since)
-        return bool(self._read(asked, about=(prefix,)).kvs)
+        request = Range(key, after(key), limit=1, keys_only=True, since=since)
+        return bool(self._read(request, about=(prefix,)).kvs)
 
     def revision(self) -> int:
-        """The revision that etcd is at."""
         reply = self._read(Range(_bytes(keys.CLUSTER), count_only=True), about=(keys.CLUSTER,))
         return int(reply.header.revision)
 
     def commit(
         self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
     ) -> int | None:
-        """All operations if all conditions hold: the new revision; else None, and nothing is changed.
+        """Carry out all operations if all conditions hold; return the new revision, else None.
 
-        Raises UnknownOutcome when no answer came, and Unreachable when the store's fence does not hold, nor a new one
-        within a moment.
-        https://etcd.io/docs/v3.4/learning/api/#transaction
+        Raises UnknownOutcome if no answer came, or if etcd was full and may have committed all the same; Unreachable
+        also if the fence does not hold and is not replaced in time. https://etcd.io/docs/v3.4/learning/api/#transaction
         """
-        until = 0.0
+        deadline = 0.0
         while True:
             fence = self.fence if fenced else None
-            held = fence.of(operations) if fence else None
+            fencing = fence.of(operations) if fence else None
             request = Transaction(
-                compare=[_compare(each) for each in (*conditions, *([held] if held else []))],
-                success=[_operation(each) for each in operations],
-                failure=[Range(_bytes(held.key), keys_only=True)] if held else [],
+                compare=[_compare(condition) for condition in (*conditions, *([fencing] if fencing else []))],
+                success=[_operation(operation) for operation in operations],
+                failure=[Range(_bytes(fencing.key), keys_only=True)] if fencing else [],
             )
             try:
-                reply = self._write(request, [each.key for each in operations])
+                reply = self._write(request, [operation.key for operation in operations])
             except NoSpace as error:
-                if self._may_be_written([*conditions, *([held] if held else [])], operations):
+                if self._may_be_written([*conditions, *([fencing] if fencing else [])], operations):
                     raise UnknownOutcome(f'{error}; whether this was written before that is not known') from error
                 raise
             if reply.succeeded:
                 return int(reply.header.revision)
-            found = reply.responses[0].response_range.kvs if held else []
-            if fence is None or held is None or (found[0].mod_revision if found else 0) == held.revision:
+            kvs = reply.responses[0].response_range.kvs if fencing else []
+            if fence is None or fencing is None or (kvs[0].mod_revision if kvs else 0) == fencing.revision:
                 return None
             fence.broken()
-            until = until or time.monotonic() + RENEWED
-            # After an outage longer than the lease everybody is here, while the key is put again.
-            while self.fence is fence and time.monotonic() < until:
+            deadline = deadline or time.monotonic() + RENEWED
+            # After an outage longer than the lease, all commits wait here until the key is put again.
+            while self.fence is fence and time.monotonic() < deadline:
                 time.sleep(RENEWED / 100)
-            if time.monotonic() >= until:
-                raise Unreachable(f'{held.key} is not as we put it: nothing is written before it is')
+            if time.monotonic() >= deadline:
+                raise Unreachable(f'{fencing.key} is not as we put it: nothing is written before it is')
 
     def _may_be_written(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> bool:
-        """Whether what etcd has no space for may be there. False where nothing is compared that would tell.
+        """Return whether a write that etcd refused for lack of space may have been committed.
 
-        etcd looks twice whether it has space: before it passes a write on, and when that is its turn. Then it writes,
-        and says all the same that it has none: so to all that are under way while it becomes full.
+        etcd checks its space before it proposes a write and again when it applies it. In the second case it reports an
+        error and writes nevertheless: all writes in flight while it becomes full.
         https://github.com/etcd-io/etcd/issues/16659
+        Only a condition that the operations make false can tell. Without one the answer is False; if etcd cannot be
+        read, True.
         """
-        # Of the others one may not hold for another reason, and etcd has not looked at them if it was full before.
-        telling = [each for each in conditions if any(_ends(each, operation) for operation in operations)]
-        if not telling:
+        # Any other may be false for another reason: a full etcd refuses before it compares.
+        invalidated = [condition for condition in conditions if any(_ends(condition, change) for change in operations)]
+        if not invalidated:
             return False
         try:
-            compare = [_compare(each) for each in telling]
-            about = [each.key for each in telling]
+            compare = [_compare(condition) for condition in invalidated]
+            about = [condition.key for condition in invalidated]
             return not self._read(Transaction(compare=compare), about=about).succeeded
         except EcompError:
             return True
 
     def grant(self, seconds: int) -> int:
-        """A new lease. One nobody uses ends by itself, so an unknown outcome harms nobody."""
+        """Return a new lease. An unused one expires, so a lost answer does no harm."""
         if self._guard is not None:
             self._guard.admit()
         return int(self._read(Grant(seconds)).ID)
 
     def keep_alive(self, lease: int) -> int:
-        """Refresh a lease; the seconds it now has, 0 when it is gone."""
+        """Refresh a lease; return its remaining seconds, or 0 if it has expired."""
         if self._guard is not None:
             self._guard.admit()
         reply = self._read(KeepAlive(lease), linearizable=False)
-        return max(int(reply.TTL), 0) if reply is not None else 0  # `etcd grpc-proxy` says -1 of one that is gone
+        return max(int(reply.TTL), 0) if reply is not None else 0  # `etcd grpc-proxy` reports -1 for an expired lease
 
     def revoke(self, lease: int) -> None:
-        """End a lease and every key on it. One that is gone already is fine."""
+        """Revoke a lease and delete its keys; no-op if it has expired."""
         try:
             self._connection.ask_once(Revoke(lease))
         except CallFailure as error:
@@ -464,46 +468,46 @@ class Store:
                 raise self._connection.translated(error, Unreachable) from error
 
     def recognise(self) -> None:
-        """With a guard, see that this is the etcd we knew; StrangeEtcd if not."""
+        """With a guard, check that this is the etcd that is known; raise StrangeEtcd if not."""
         if self._guard is not None:
             entry = self.get(keys.CLUSTER)
             self._guard.recognise(entry.value if entry else None, self.where)
 
     def adopt(self, new: str) -> None:
-        """With a guard that remembers nothing, take this etcd for the one we know; EcompError for one without a name.
+        """With a guard that knows no etcd, remember this one; raise EcompError for no identity.
 
-        `new` is put into /cluster if there is nothing.
+        `new_value` is written to /cluster if that key does not exist.
         """
         while (entry := self.get(keys.CLUSTER)) is None:
             try:
                 self.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new)])
             except UnknownOutcome:
-                continue  # the next look says what became of it
+                continue  # the next read shows whether it was written
         if self._guard is not None:
             self._guard.adopt(entry.value, self.where)
 
     def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None = None) -> Watch:
-        """What answers these on one stream, for so many seconds at most. Nobody else is answered while it is read.
+        """Return the answers to these watches on one stream, for at most `duration_seconds`.
 
-        Where nothing comes for `asking` seconds etcd is asked how far it has told (WatchProgress), again and again.
+        While it is read the connection serves no other call. After each `progress_seconds` of silence, unless None,
+        etcd is asked for its progress (WatchProgress).
         """
-        found: Watch = self._connection.client.watch(wanted, seconds, asking)
-        return found
+        stream: Watch = self._connection.client.watch(wanted, seconds, asking)
+        return stream
 
     def move_on(self) -> None:
-        """Use a new connection, to the next endpoint, in place of the present one."""
+        """Replace the connection with a new one, to the next endpoint."""
         self._connection.move_on()
 
     def close(self) -> None:
-        """Let the connection go."""
         self._connection.close()
 
     def _read(self, request: Request, linearizable: bool = True, about: Sequence[str] = ()) -> Any:
-        """Ask until one endpoint answers, within the time limit; it may be sent again. `about`: which keys."""
+        """Send a request, again if necessary, until an endpoint answers; `about` names its keys."""
         return self._ask(request, Unreachable, linearizable, about)
 
     def _write(self, request: Request, about: Sequence[str]) -> Any:
-        """The same, but nothing is sent a second time that may have arrived."""
+        """Send a request that is not repeated once it may have arrived."""
         if self._guard is not None:
             self._guard.admit()
         return self._ask(request, UnknownOutcome, True, about)
@@ -517,50 +521,47 @@ class Store:
 
 
 def until_committed(attempt: Callable[[], Result | None], lost: EcompError, tries: int, pause: float = 0) -> Result:
-    """Return the first answer of `attempt` that is not None: it looks, decides and writes, and None is a lost race.
+    """Call `attempt`, which reads, decides and writes, until it wins; None is a lost race.
 
-    It is called again as well where placement tells of the lost race (GenerationConflict), and where a write had no
-    answer: its next look says what became of that. Up to `pause` seconds pass before, by chance: of two that write
-    without one, one can lose each time.
+    So is a GenerationConflict of placement; after an UnknownOutcome the next read shows what was written. A random
+    pause of up to `max_pause_seconds` precedes each repetition: without it, one of two writers can lose each time.
 
     Raises:
-        UnknownOutcome: the last of so many tries had no answer.
-        EcompError: `lost` after so many tries, and whatever else `attempt` raises.
+        UnknownOutcome: the last of `max_tries` tries had no answer.
+        EcompError: `lost_error` after `max_tries` tries; any other error of `attempt`.
     """
-    import random  # here: most commands write nothing that others change
+    import random  # imported here: most commands write nothing that others change
 
-    for left in reversed(range(tries)):
+    for remaining_tries in reversed(range(tries)):
         try:
-            if (answer := attempt()) is not None:
-                return answer
+            if (result := attempt()) is not None:
+                return result
         except GenerationConflict:
             pass
         except UnknownOutcome:
-            if not left:
+            if not remaining_tries:
                 raise
-        if pause and left:
+        if pause and remaining_tries:
             time.sleep(random.uniform(0, pause))
     raise lost
 
 
 def header_of(reply: Any) -> Header:
-    """The header of a reply, as a value."""
     return Header(int(reply.header.cluster_id), int(reply.header.revision), int(reply.header.raft_term))
 
 
 def after(prefix: bytes) -> bytes:
-    """The end of the range of all keys that begin so. b'\0', which means all keys from it on, where it is all 0xff."""
-    kept = prefix.rstrip(b'\xff')
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b'\0'
+    """Return the end of a prefix's range of keys; a zero byte (no end) if it is all 0xff."""
+    stem = prefix.rstrip(b'\xff')
+    return stem[:-1] + bytes([stem[-1] + 1]) if stem else b'\0'
 
 
 def _bytes(key: str) -> bytes:
-    """A part of a key may come from JSON, which knows halves of surrogate pairs; to etcd it is bytes."""
+    """Encode a key; a part of it may come from JSON, which allows lone surrogates."""
     return key.encode(errors='surrogatepass')
 
 
 def entry_of(kv: Any) -> Entry:
-    """A key as etcd tells of it, as a value."""
     return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, 0, kv.create_revision)
 
 
@@ -570,7 +571,7 @@ def _compare(condition: Unchanged | Exists) -> Comparison:
 
 
 def _ends(condition: Unchanged | Exists, operation: Put | Delete) -> bool:
-    """Whether the condition, which held, does not any more once the operation is done."""
+    """Return whether the operation makes a condition false that holds."""
     if condition.key != operation.key:
         return False
     if isinstance(operation, Put):

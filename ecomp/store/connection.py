@@ -1,4 +1,4 @@
-"""One connection to etcd: to one of its members, and after any failure to the next; a long list comes in pages."""
+"""One connection to etcd, replaced by one to the next member after a failure; long lists in pages."""
 
 from __future__ import annotations
 
@@ -29,25 +29,28 @@ from ecomp.store.messages import (
 if TYPE_CHECKING:  # h2 is slow to load
     from ecomp.store.by_h2 import Member
 
-MOST, FEWEST = 500, 10
-"""Keys of a page. FEWEST fit into a message, whatever they are."""
+# Maximum keys of a page.
+MOST = 500
+# Keys of the smallest page: 10 of any size fit into an answer.
+FEWEST = 10
+# Maximum keys of a page without values. Long pages are cheaper: etcd counts all keys of the range for each page.
 MOST_NAMES = 5000
-"""Keys of a page that has no values. etcd counts all keys of the range at each page, however few it is to tell."""
+# Size in bytes that a page should not exceed.
 EASY = 4 * 1024**2
-"""Bytes of a page that is not meant to be longer."""
 
 
 class TooLong(EcompError):
-    """What etcd answers is longer than the longest message that is taken."""
+    """etcd's answer is longer than the longest that is accepted."""
 
 
 def pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) -> Iterator[Any]:
-    """Each page of what is from `start` to `end`, all at one revision. Errors: those of `ask`.
+    """Yield each page of the keys from `start` to before `end`, all at one revision.
 
-    The first is of few keys, then they are of more as long as they are small: etcd takes 1.5 MiB for each key (its
-    --max-request-bytes), and limits a page by the number of its keys alone.
+    The first page has few keys, the next ones more while they are small: a value may have 1.5 MiB (etcd's
+    --max-request-bytes), and etcd limits a page by its number of keys alone. Raises what `ask` does; AnswerTooLong only
+    for a page of MIN_PAGE_KEYS.
     """
-    limit, most, revision = (MOST, MOST_NAMES, 0) if keys_only else (FEWEST, MOST, 0)
+    limit, max_limit, revision = (MOST, MOST_NAMES, 0) if keys_only else (FEWEST, MOST, 0)
     while True:
         try:
             reply = ask(Range(start, end, limit, revision, keys_only))
@@ -61,23 +64,26 @@ def pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) 
             return
         revision, start = revision or reply.header.revision, reply.kvs[-1].key + b'\0'
         size = sum(len(kv.key) + len(kv.value) for kv in reply.kvs)
-        limit = max(min(limit * 4, limit * EASY // max(size, 1), most), FEWEST)
+        limit = max(min(limit * 4, limit * EASY // max(size, 1), max_limit), FEWEST)
 
 
 Answer = TypeVar('Answer')
 
+# Seconds between two tries while etcd has no leader or its roles change; also the shortest timeout of a call.
 SHORTEST = 0.2
-"""Seconds between two tries while etcd takes nothing for a moment, and the least a call is given."""
 
 
 class Connection:
-    """One process's connection to etcd: to one of the endpoints, and after any failure to the next, over a new one.
+    """One process's connection to etcd: to one endpoint and, after a failure, to the next.
 
-    So each member is met under its own name, for certificates are made out to that, and those on disk are read again.
+    So each member is addressed by the name in its certificate, and certificates are read from disk again.
     """
 
     def __init__(self, config: EtcdConfig, open_member: Callable[[EtcdConfig, str], Any] | None = None) -> None:
-        """`open_member` begins a connection to an endpoint; None: that of by_h2."""
+        """Connect to the first endpoint; raise UsageError if a certificate cannot be read.
+
+        `open_member` begins a connection to an endpoint; None: an EtcdMember over HTTP/2.
+        """
         self._open_member = open_member
         self.where = ','.join(config.endpoints)
         self.config = config
@@ -85,8 +91,8 @@ class Connection:
         self._next = 0
         self._closed = False
         self._since = time.monotonic()
+        # The certificate that prevents a new connection, and its error.
         self._unreadable = ''
-        """The certificate for want of which there is no new connection, and what is wrong with it."""
         try:
             self.client = self._connect()
         except OSError as error:
@@ -95,40 +101,43 @@ class Connection:
     def ask(
         self, ask: Callable[[Member, float], Answer], unanswered: type[Unreachable], about: Sequence[str] = ()
     ) -> Answer:
-        """What one endpoint answers within the time limit, of the keys `about`; `unanswered` if none does.
+        """Return the answer of the first endpoint that gives one, within the timeout.
 
-        Only where that is Unreachable is `ask` called again after it may have arrived.
+        `ask` is repeated after it may have arrived only if `no_answer_error` is Unreachable; `about` names its keys for
+        an error. Raises Unreachable if it did not arrive, `no_answer_error` if it may have, or else what
+        translate_error() returns.
         """
         deadline = time.monotonic() + self.config.timeout
-        several = len(self.config.endpoints) > 1
+        has_others = len(self.config.endpoints) > 1
         repeatable = unanswered is Unreachable
-        # Once more also with one endpoint: that a connection has ended may show only when it is used.
-        left = len(self.config.endpoints) + 1
+        # One try more than endpoints: a closed connection may be noticed only when it is used.
+        remaining_tries = len(self.config.endpoints) + 1
         while True:
-            client, left = self.client, left - 1
-            # A member that hangs is not to use up the time of those that do not; and what is sent to a leader that
-            # dies is lost without a word.
-            share = self.config.timeout / 2 if several else self.config.timeout
+            client, remaining_tries = self.client, remaining_tries - 1
+            # A member that hangs must leave time for the others, and a request to a leader that dies is lost without an
+            # error.
+            time_share = self.config.timeout / 2 if has_others else self.config.timeout
             try:
-                return ask(client, max(min(share, deadline - time.monotonic()), SHORTEST))
+                return ask(client, max(min(time_share, deadline - time.monotonic()), SHORTEST))
             except CallFailure as error:
-                # A connection that is being made slowly is not begun anew for ever, unless there are others to try.
-                young = time.monotonic() - self._since < 2 * self.config.timeout
-                if several or not young or error.code != DEADLINE_EXCEEDED:
+                # A single endpoint that connects slowly gets two timeouts before the connection is begun again.
+                is_young = time.monotonic() - self._since < 2 * self.config.timeout
+                if has_others or not is_young or error.code != DEADLINE_EXCEEDED:
                     self.move_on(client)
-                late = time.monotonic() > deadline - SHORTEST
-                if is_passing(error) and not late:
-                    # A round more: the others may be electing, too, and the one whose end they have seen refuses.
-                    left = max(left, len(self.config.endpoints))
+                is_late = time.monotonic() > deadline - SHORTEST
+                if is_passing(error) and not is_late:
+                    # One more round: the others may be electing too, and a member that has seen the dead leader's end
+                    # refuses.
+                    remaining_tries = max(remaining_tries, len(self.config.endpoints))
                     time.sleep(SHORTEST)
-                elif left <= 0 or late or not may_work_elsewhere(error, repeatable):
-                    sent = unanswered if not was_not_sent(error) else Unreachable
-                    raise self.translated(error, sent, about, repeatable) from error
+                elif remaining_tries <= 0 or is_late or not may_work_elsewhere(error, repeatable):
+                    error_type = unanswered if not was_not_sent(error) else Unreachable
+                    raise self.translated(error, error_type, about, repeatable) from error
 
     def ask_once(self, request: Request) -> Any:
-        """What the present member answers or, where that hung up before it was asked or has no vote, the next one.
+        """Call the current member, and the next one if that one certainly did nothing.
 
-        CallFailure, and then it is left for the one after.
+        Raises CallFailure, untranslated; a later call goes to another member then.
         """
         client = self.client
         try:
@@ -145,14 +154,14 @@ class Connection:
             raise
 
     def move_on(self, failed: Member | None = None) -> None:
-        """Use a new connection, to the next endpoint, in place of the present one (of `failed`, if it still is)."""
+        """Connect to the next endpoint instead; no-op if `failed_member` is replaced already."""
         with self._lock:
             if self._closed or (failed is not None and failed is not self.client):
                 return
             self._next = (self._next + 1) % len(self.config.endpoints)
-            # The old one is not closed: others may be using it, and it goes when they let go of it.
+            # The old connection is not closed: other threads may be using it. It closes when the last one drops it.
             self._since = time.monotonic()
-            # Certificates may be missing, or empty, while they are exchanged; there may be as many threads as may be.
+            # Certificates may be missing or empty while they are exchanged, and there may be no thread left to start.
             with contextlib.suppress(RuntimeError):
                 try:
                     self.client, self._unreadable = self._connect(), ''
@@ -160,13 +169,12 @@ class Connection:
                     self._unreadable = _certificate(error)
 
     def close(self) -> None:
-        """Let the connection go."""
         with self._lock:
             self._closed = True
             self.client.close()
 
     def _connect(self) -> Any:
-        """Begin a connection to the endpoint whose turn it is. OSError for a certificate that cannot be read."""
+        """Connect to the current endpoint; raise OSError for an unreadable certificate."""
         from ecomp.store.by_h2 import Member  # late, because h2 is slow to load
 
         return (self._open_member or Member)(self.config, self.config.endpoints[self._next])
@@ -174,7 +182,7 @@ class Connection:
     def translated(
         self, error: CallFailure, unanswered: type[Unreachable], about: Sequence[str] = (), read: bool = False
     ) -> EcompError:
-        """What a failure means, in our words; `unanswered` is it where no answer came."""
+        """Convert a CallFailure to an EcompError; to `no_answer_error` where no answer came."""
         name = f'etcd at {self.where}'
         if is_full(error):
             cure = 'compact and defragment it, and disarm its alarm'
@@ -182,12 +190,12 @@ class Connection:
         if is_too_long(error) and unanswered is Unreachable:
             return TooLong(f'{name}: {error.details}')
         if is_denied(error):
-            who = str(self.config.cert_cert or '')
-            return Denied(f'{name} does not let {denied(who, about, read)}')
+            certificate = str(self.config.cert_cert or '')
+            return Denied(f'{name} does not let {denied(certificate, about, read)}')
         if is_refusal(error) and not is_too_long(error):
             return EcompError(f'{name} refuses: {error.details}{advice(error)}')
         if self._unreadable and was_not_sent(error) and not is_passing(error):
-            # A loss of its own: who has logged that etcd is away would never say what it is now.
+            # With a `backend` of its own: else a caller that has logged the loss of etcd would not log this reason.
             return unanswered(f'{name} cannot be reached: {self._unreadable}', f'{name} ({self._unreadable})')
         why = 'no answer in time' if error.code == DEADLINE_EXCEEDED else error.details
         return unanswered(f'{name} cannot be reached: {why}', name)
