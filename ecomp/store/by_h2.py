@@ -1,7 +1,7 @@
-"""One member of etcd, asked in gRPC's protocol over HTTP/2; without gRPC, which is slow to load and large.
+"""A client of one etcd member: gRPC over one HTTP/2 connection by h2, one stream after another.
 
-One connection by h2, over which one stream after another is asked and answered, and watches.
-https://www.rfc-editor.org/rfc/rfc9113 and https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+grpc itself is slow to load and large. https://www.rfc-editor.org/rfc/rfc9113 and
+https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from ecomp.store.messages import (
 )
 from ecomp.tls import ETCD_SENTENCES, TlsFailure, tls_failure
 
+# Bytes that a member may send before we acknowledge them.
 WINDOW = 4 * 1024**2
-"""Bytes that a member may send before we have said that we took them."""
+# Bytes of one recv().
 PIECE = 65536
-"""Bytes that are read at once."""
+# Details of a call that failed because its connection ended.
 CLOSED = 'Socket closed'
-"""Why a call failed whose connection ended."""
 NO_HTTP2 = 'it does not speak HTTP/2'
 _EXPECTS_TLS = 'does it expect TLS, with ca_cert, cert_cert, cert_key?'
 
 
 class _Http2(H2Connection):
-    # How many closed streams it knows of, for what may still come of them: with its own 65,536 an idle process grows by
-    # ten megabytes.
+    # Closed streams that are remembered, for frames that still arrive for them: h2's own 65,536 let an idle process
+    # grow by ten megabytes.
     MAX_CLOSED_STREAMS = 256
 
     def __init__(self) -> None:
@@ -66,22 +66,23 @@ class _Http2(H2Connection):
         self.ends = False
 
     def _receive_goaway_frame(self, frame: Any) -> Any:
-        # h2 takes the connection for closed at once. What else a member says that ends in peace, a ping, is an error
-        # then, and what came with the same bytes is never told.
+        # After GOAWAY h2 regards the connection as closed. It raises an error for whatever the member still sends, such
+        # as a ping, and does not report the frames of the same bytes.
         self.ends = True
         return super()._receive_goaway_frame(frame)
 
 
 class Transport:
-    """One connection to one endpoint, begun at once. OSError for a certificate that cannot be read, or is empty.
+    """One connection to one endpoint; threads may share it, one at a time.
 
-    May be shared by threads, which have their turns.
+    A thread of its own makes it. The constructor raises OSError for a certificate that cannot be read or is empty.
     """
 
     def __init__(self, config: EtcdConfig, endpoint: str) -> None:
         self._socket: socket.socket | None = None
         self._closed = False
-        self._config, self.endpoint = config, endpoint
+        self._config = config
+        self.endpoint = endpoint
         self._patience = config.timeout / len(config.endpoints)
         for path in (config.ca_cert, config.cert_cert, config.cert_key):
             check_certificate(path)
@@ -93,20 +94,18 @@ class Transport:
 
     @property
     def scheme(self) -> str:
-        """`https` or `http`."""
         return 'https' if self._is_secure else 'http'
 
     @contextmanager
     def turn(self, until: float) -> Iterator[None]:
-        """Have the connection to oneself, as soon as it is made; `until` when to wait, on the monotonic clock.
+        """Reserve the connection for this thread; wait for it until `deadline` (monotonic clock).
 
-        CallFailure: also in place of an OSError or H2Error raised inside, after which it is of no use.
+        Raises CallFailure, also for an OSError or H2Error in the body, which leaves the connection unusable.
         """
         if not self._turn.acquire(timeout=max(until - time.monotonic(), 0)):
             raise CallFailure(DEADLINE_EXCEEDED, 'others are asking', unsent=True)
         try:
-            # Of several members those that are off are not to use up the time of those that are there; one that is
-            # there, and is slow, has all of it.
+            # An unreachable member must leave time for the others; one that answers slowly may use all of it.
             self._maker.join(max(min(until - time.monotonic(), self._patience), 0))
             if self._maker.is_alive() and self._socket is not None:
                 self._maker.join(max(until - time.monotonic(), 0))
@@ -115,7 +114,7 @@ class Transport:
             if self._failed is None:
                 self._look(until)
             if self._failed is not None:
-                raise copy(self._failed)  # it would have this frame, which has us: a socket that nobody closes
+                raise copy(self._failed)  # a copy: the traceback would refer to this frame and so keep the socket open
             yield
         except OSError as error:
             raise self._broken(CallFailure(UNAVAILABLE, CLOSED)) from error
@@ -126,7 +125,7 @@ class Transport:
             self._turn.release()
 
     def send(self, until: float) -> None:
-        """Send what h2 has to say. TimeoutError, OSError."""
+        """Send what h2 has queued; raise TimeoutError or OSError."""
         data = self.http.data_to_send()
         if data:
             assert self._socket is not None
@@ -134,15 +133,15 @@ class Transport:
             try:
                 self._socket.sendall(data)
             except TimeoutError:
-                # Half of it may be on its way, behind which nothing else makes sense.
+                # A part may have been sent, and nothing else makes sense after it.
                 self._broken(CallFailure(UNAVAILABLE, CLOSED))
                 raise
 
     def receive(self, until: float) -> list[Any]:
-        """What comes next; what h2 has to say to it is sent. TimeoutError, OSError."""
+        """Return the next events and send h2's replies to them; raise TimeoutError or OSError."""
         assert self._socket is not None
-        left = until - time.monotonic()
-        self._socket.settimeout(left if left > 0 else 0.0)
+        seconds = until - time.monotonic()
+        self._socket.settimeout(seconds if seconds > 0 else 0.0)
         try:
             data = self._socket.recv(PIECE)
         except (BlockingIOError, ssl.SSLWantReadError):
@@ -150,27 +149,26 @@ class Transport:
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, 'it hung up')
         events = self.http.receive_data(data)
-        for each in events:
-            if isinstance(each, ConnectionTerminated):
+        for event in events:
+            if isinstance(event, ConnectionTerminated):
                 self._broken(CallFailure(UNAVAILABLE, CLOSED))
         self.send(max(until, time.monotonic() + 1))
         return events
 
     def ping(self, until: float) -> None:
-        """Have the other side say something. TimeoutError, OSError."""
+        """Ask the member for a sign of life; raise TimeoutError or OSError."""
         self.http.ping(b'is there')
         self.send(until)
 
     def cut(self) -> None:
-        """Have whoever waits for something hear at once that the connection has ended. From any thread."""
+        """Shut the connection down, from any thread; a thread that waits for data wakes up."""
         self._closed = True
         if self._socket is not None:
-            with suppress(OSError):  # it has ended already
-                # Not TLS's own shutdown, which would end it under the hands of whoever reads.
+            with suppress(OSError):  # already closed
+                # Not the shutdown of TLS, which would interfere with the thread that reads.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let the connection go."""
         self._closed = True
         if self._socket is not None:
             self._socket.close()
@@ -178,11 +176,11 @@ class Transport:
     __del__ = close
 
     def _broken(self, error: CallFailure) -> CallFailure:
-        """The same error; whoever comes later is told that nothing is sent over this connection any more."""
+        """Let all later calls fail as not sent; return `error`."""
         self._failed = CallFailure(UNAVAILABLE, CLOSED, unsent=True)
         return error
 
-    # While the connection is made nothing has been asked, and what goes wrong is told by whoever asks.
+    # No request is sent before the connection is made, so its failure is recorded for the thread that asks.
 
     def _make(self) -> None:
         try:
@@ -196,7 +194,7 @@ class Transport:
             self._failed = CallFailure(UNAVAILABLE, self._reason(error), unsent=True)
 
     def _reason(self, error: Exception) -> str:
-        """Say in plain words why no connection came of it."""
+        """Explain why no connection was made."""
         if self._socket is None and isinstance(error, OSError):
             return f'Failed to connect to remote host: {error.strerror or error}'
         is_encrypted = isinstance(self._socket, ssl.SSLSocket)
@@ -209,26 +207,27 @@ class Transport:
         return ETCD_SENTENCES[tls_failure(error)] if isinstance(error, ssl.SSLError) else str(error)
 
     def _connect(self) -> None:
-        until = time.monotonic() + 2 * self._config.timeout
+        deadline = time.monotonic() + 2 * self._config.timeout
         host, _, port = self.endpoint.rpartition(':')
         host = host.strip('[]')
-        # As bytes: of text Python would look whether it is written in another alphabet, and load what that takes.
-        where = host.encode() if host.isascii() else host
-        made = connection_to(where, int(port), until - time.monotonic(), self._patience)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = made
+        # As bytes: for text Python would load its IDNA codec.
+        name = host.encode() if host.isascii() else host
+        sock = connection_to(name, int(port), deadline - time.monotonic(), self._patience)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
         if self._is_secure:
-            self._socket = _context(self._config).wrap_socket(made, server_hostname=where)
+            self._socket = _context(self._config).wrap_socket(sock, server_hostname=name)
             if self._socket.selected_alpn_protocol() != 'h2':
                 raise ValueError(NO_HTTP2)
         self.http.initiate_connection()
         self.http.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: WINDOW, SettingCodes.ENABLE_PUSH: 0})
         self.http.increment_flow_control_window(WINDOW)
-        with suppress(ssl.SSLEOFError, ConnectionError):  # who hung up may have said why: that is still to be read
-            self.send(until)
-        # Whoever does not take our certificate says so only now, and nothing has been asked yet.
-        while not any(isinstance(each, RemoteSettingsChanged) for each in self.receive(until)):
-            in_time(until)
+        # A member that hung up may have sent its reason, which is still to be read.
+        with suppress(ssl.SSLEOFError, ConnectionError):
+            self.send(deadline)
+        # A member that rejects our certificate reports that only now, and no request has been sent yet.
+        while not any(isinstance(event, RemoteSettingsChanged) for event in self.receive(deadline)):
+            in_time(deadline)
         if self._closed:
             self._socket.close()
 
@@ -237,7 +236,7 @@ class Transport:
         return self._config.ca_cert is not None or self._config.cert_cert is not None
 
     def _look(self, until: float) -> None:
-        """See whether the connection has ended since it was used."""
+        """Mark the connection broken if it has ended since it was last used."""
         try:
             while self.receive(time.monotonic()):
                 in_time(until)
@@ -248,14 +247,16 @@ class Transport:
 
 
 class Stream:
-    """One stream of a connection, which is the caller's turn: what was said to us over it, as far as it has come.
+    """One stream of a connection that the caller has reserved, and the data received so far.
 
-    `headers` are those of the answer and of its end. OSError and H2Error: the connection is of no use any more.
+    `headers` are those of the answer and its trailers. After an OSError or H2Error the connection is unusable.
     """
 
     def __init__(self, transport: Transport, headers: Sequence[tuple[str, str]], longest: int) -> None:
-        """`longest` is how many bytes may wait in `body`: CallFailure for more."""
-        self._transport, self._http, self._longest = transport, transport.http, longest
+        """Send the headers; a `body` of more than `max_body_bytes` is a CallFailure."""
+        self._transport = transport
+        self._http = transport.http
+        self._longest = longest
         self._number = self._http.get_next_available_stream_id()
         self._http.send_headers(self._number, headers)
         self.headers: dict[str, str] = {}
@@ -263,68 +264,67 @@ class Stream:
         self.is_over = False
 
     def send(self, data: bytes, until: float, ends: bool) -> None:
-        """Say this, as the last of it or not. What comes meanwhile is taken. TimeoutError, OSError, CallFailure."""
+        """Send data, take what arrives, stop if the member finishes; raise OSError or CallFailure."""
         rest = memoryview(data)
         while True:
-            fits = min(self._http.local_flow_control_window(self._number), self._http.max_outbound_frame_size)
-            if fits >= len(rest):
+            room = min(self._http.local_flow_control_window(self._number), self._http.max_outbound_frame_size)
+            if room >= len(rest):
                 break
-            if fits > 0:
-                self._http.send_data(self._number, rest[:fits].tobytes())
-                rest = rest[fits:]
+            if room > 0:
+                self._http.send_data(self._number, rest[:room].tobytes())
+                rest = rest[room:]
                 continue
             in_time(until)
             self._transport.send(until)
             self.receive(until)
-            if self.is_over:  # it has heard enough
+            if self.is_over:
                 return
         self._http.send_data(self._number, rest.tobytes(), end_stream=ends)
         self._transport.send(until)
 
     def receive(self, until: float) -> None:
-        """Take what comes next. TimeoutError, OSError, CallFailure."""
-        for each in self._transport.receive(until):
-            if isinstance(each, ConnectionTerminated) and (each.last_stream_id or 0) < self._number:
+        """Process the next events; raise OSError (TimeoutError is one) or CallFailure."""
+        for event in self._transport.receive(until):
+            if isinstance(event, ConnectionTerminated) and (event.last_stream_id or 0) < self._number:
                 raise CallFailure(UNAVAILABLE, CLOSED)
-            if getattr(each, 'stream_id', None) != self._number:
+            if getattr(event, 'stream_id', None) != self._number:
                 continue
-            if isinstance(each, ResponseReceived | TrailersReceived):
-                self.headers |= {str(name, 'latin-1'): str(value, 'latin-1') for name, value in each.headers}
-            elif isinstance(each, DataReceived):
-                self.body += each.data
+            if isinstance(event, ResponseReceived | TrailersReceived):
+                self.headers |= {str(name, 'latin-1'): str(value, 'latin-1') for name, value in event.headers}
+            elif isinstance(event, DataReceived):
+                self.body += event.data
                 if len(self.body) > self._longest:
                     self.reset()
                     raise too_long(len(self.body), self._longest)
-                self._http.acknowledge_received_data(each.flow_controlled_length, self._number)
-            elif isinstance(each, StreamReset):
-                # Of what was too long to be sent whole it has said already what it thinks.
+                self._http.acknowledge_received_data(event.flow_controlled_length, self._number)
+            elif isinstance(event, StreamReset):
+                # A member answers a request that is too long before it resets the stream.
                 if 'grpc-status' not in self.headers:
                     raise CallFailure(UNAVAILABLE, 'Stream removed')
                 self.is_over = True
-            elif isinstance(each, StreamEnded):
+            elif isinstance(event, StreamEnded):
                 self.is_over = True
         self._transport.send(max(until, time.monotonic() + 1))
 
     def reset(self) -> None:
-        """Want to hear no more of it. Never raises: whoever comes next sees what is left of the connection."""
+        """Cancel the stream. Never raises: the next call notices a broken connection."""
         with suppress(OSError, H2Error):
             self._http.reset_stream(self._number)
             self._transport.send(time.monotonic())
 
 
 def too_long(length: int, longest: int) -> CallFailure:
-    """What is raised of an answer of so many bytes."""
     return CallFailure(RESOURCE_EXHAUSTED, f'CLIENT: Received message larger than max ({length} vs. {longest})')
 
 
 def in_time(until: float) -> None:
-    """TimeoutError once it is too late: who never stops sending, and never answers, would be read for ever."""
+    """Raise TimeoutError after the deadline: a member may send for ever without an answer."""
     if time.monotonic() >= until:
         raise TimeoutError
 
 
 def check_certificate(path: Path | None) -> None:
-    """Raise OSError for a file that cannot be read, or has nothing in it."""
+    """Raise OSError for a file that is empty or cannot be read."""
     if path is not None:
         with open(path, 'rb') as file:
             if not file.read(1):
@@ -347,48 +347,48 @@ def _context(config: EtcdConfig) -> ssl.SSLContext:
     return context
 
 
+# Maximum bytes of an answer; pages and watches stay below it, see ecomp.store.connection.
 LONGEST = 64 * 1024**2
-"""Bytes of an answer. A page or a watch is no longer: see ecomp.store.connection."""
-SILENT, ANSWERED = 5.5, 2.5
-"""Seconds without a word after which a member is asked whether it is there, and in which it is to say so.
-
-etcd ends the connection of whoever asks more often than every five seconds (--grpc-keepalive-min-time). What is frozen
-is noticed in 15: the list that comes then takes its time, too.
-"""
+# Seconds of silence after which a member is pinged, and in which it must answer. etcd closes a connection that pings
+# more often than every five seconds (--grpc-keepalive-min-time). A frozen member is noticed within 15, with the list
+# that follows.
+SILENT = 5.5
+ANSWERED = 2.5
+# gRPC's codes by number.
 CODES = (
     *('OK', 'CANCELLED', 'UNKNOWN', 'INVALID_ARGUMENT', DEADLINE_EXCEEDED, 'NOT_FOUND', 'ALREADY_EXISTS'),
     *('PERMISSION_DENIED', RESOURCE_EXHAUSTED, 'FAILED_PRECONDITION', 'ABORTED', 'OUT_OF_RANGE', 'UNIMPLEMENTED'),
     *('INTERNAL', UNAVAILABLE, 'DATA_LOSS', 'UNAUTHENTICATED'),
 )
-"""gRPC's codes, by their numbers."""
 NO_MESSAGE = 'its answer is no message'
 
 
 class Member:
-    """One connection to one endpoint, begun at once. OSError for a certificate that cannot be read, or is empty.
+    """One connection to one endpoint; threads may share it, one call or watch at a time.
 
-    May be shared by threads, which have their turns; a watch is a turn, as long as it is read.
+    The constructor raises OSError for a certificate that cannot be read or is empty.
     """
 
     def __init__(self, config: EtcdConfig, endpoint: str) -> None:
-        self._transport, self._timeout = Transport(config, endpoint), config.timeout
+        self._transport = Transport(config, endpoint)
+        self._timeout = config.timeout
 
     def call(self, request: Request, limit: float) -> Any:
-        """Return the answer; None for a stream that ends without one. CallFailure, also for what is no answer."""
-        until = time.monotonic() + limit
+        """Return the answer; None if a lease's stream ends without one. Raise CallFailure."""
+        deadline = time.monotonic() + limit
         path, name = METHODS[type(request)]
-        # A renewal is a stream of requests. `etcd grpc-proxy` cancels one whose end it sees before it has answered.
+        # A renewal is a stream of requests. `etcd grpc-proxy` cancels it if our side ends before it has answered.
         is_stream, message = isinstance(request, KeepAlive), None
-        with self._transport.turn(until):
-            stream = Stream(self._transport, _headers(self._transport, path, until), LONGEST)
+        with self._transport.turn(deadline):
+            stream = Stream(self._transport, _headers(self._transport, path, deadline), LONGEST)
             try:
-                stream.send(_framed(request.to_bytes()), until, ends=not is_stream)
+                stream.send(_framed(request.to_bytes()), deadline, ends=not is_stream)
                 while not stream.is_over:
-                    in_time(until)
-                    stream.receive(until)
+                    in_time(deadline)
+                    stream.receive(deadline)
                     if is_stream and (message := _taken(stream.body)) is not None:
                         stream.reset()
-                        return _read(name, message, until)
+                        return _read(name, message, deadline)
             except TimeoutError as error:
                 stream.reset()
                 raise CallFailure(DEADLINE_EXCEEDED, 'no answer in time') from error
@@ -398,47 +398,45 @@ class Member:
         message = _taken(stream.body)
         if message is None or stream.body:
             raise CallFailure(UNAVAILABLE, NO_MESSAGE)
-        return _read(name, message, until)
+        return _read(name, message, deadline)
 
     def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None = None) -> Watch:
-        """What answers these, for so many seconds at most, and WatchProgress after each `asking` seconds of silence."""
         return Watch(self._transport, wanted, seconds, self._timeout, asking)
 
     def close(self) -> None:
-        """Let the connection go."""
         self._transport.close()
 
 
 class Watch:
-    """The answers to watches that are asked for on one stream, as they come; for one loop over them.
+    """The answers to watches on one stream, as they arrive; to be iterated over once.
 
-    It ends where etcd ends the stream. CallFailure: DEADLINE_EXCEEDED and sent once its time is over.
+    Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED, not unsent, when the time is up.
     """
 
     def __init__(
         self, transport: Transport, wanted: Sequence[WatchCreate], seconds: float, timeout: float, asking: float | None
     ) -> None:
-        """`timeout` is how many seconds the connection may take to be made, and the watches to be asked for."""
+        """Prepare the stream; `timeout` limits connecting and sending the requests, in seconds."""
         self._transport, self._wanted = transport, wanted
         self._seconds, self._timeout, self._asking = seconds, timeout, asking
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
-        began = time.monotonic()
+        start = time.monotonic()
         path, name = METHODS[WatchCreate]
-        until = began + self._seconds
+        deadline = start + self._seconds
         try:
-            with self._transport.turn(began + self._timeout):
-                stream = Stream(self._transport, _headers(self._transport, path, until), LONGEST)
-                for each in self._wanted:
-                    # The stream stays open on our side: etcd would end it with us.
-                    stream.send(_framed(each.to_bytes()), began + self._timeout, ends=False)
+            with self._transport.turn(start + self._timeout):
+                stream = Stream(self._transport, _headers(self._transport, path, deadline), LONGEST)
+                for request in self._wanted:
+                    # The stream stays open on our side: etcd would end it too.
+                    stream.send(_framed(request.to_bytes()), start + self._timeout, ends=False)
                 try:
                     while not stream.is_over:
-                        self._receive(stream, until)
+                        self._receive(stream, deadline)
                         while (message := _taken(stream.body)) is not None:
-                            in_time(until)
-                            yield _read(name, message, until)
+                            in_time(deadline)
+                            yield _read(name, message, deadline)
                 except TimeoutError:
                     raise CallFailure(DEADLINE_EXCEEDED, 'its time is over') from None
                 finally:
@@ -449,57 +447,57 @@ class Watch:
             self._is_over = True
 
     def cancel(self) -> None:
-        """End it, from any thread, and the connection with it unless it has ended already."""
+        """Shut the stream and its connection down, from any thread, unless the iteration has ended."""
         if not self._is_over:
             self._transport.cut()
 
     def _receive(self, stream: Stream, until: float) -> None:
-        """Take what comes next; TimeoutError once it is too late.
+        """Process the next events; raise TimeoutError after the deadline.
 
-        A member that is not there any more is found out: nothing else would tell.
+        A silent member is pinged, for it may be gone: ConnectionError if it does not answer.
         """
         in_time(until)
-        for wait, asks in ((SILENT, True), (ANSWERED, False)):
-            if self._hears(stream, min(time.monotonic() + wait, until)):
+        for seconds, is_ping_due in ((SILENT, True), (ANSWERED, False)):
+            if self._hears(stream, min(time.monotonic() + seconds, until)):
                 return
             in_time(until)
-            if asks:
+            if is_ping_due:
                 self._transport.ping(time.monotonic() + ANSWERED)
         raise ConnectionError('it does not answer')
 
     def _hears(self, stream: Stream, until: float) -> bool:
-        """Take what comes next, and ask meanwhile how far was told; False where nothing comes until then."""
+        """Process the next events and ask for progress until then; return False after the deadline."""
         while True:
             now = time.monotonic()
-            at = until if self._asking is None else min(now + self._asking, until)
+            pause_end = until if self._asking is None else min(now + self._asking, until)
             try:
-                stream.receive(at)
+                stream.receive(pause_end)
                 return True
             except TimeoutError:
-                if at >= until:
+                if pause_end >= until:
                     return False
             try:
                 stream.send(_framed(WatchProgress().to_bytes()), now + self._timeout, ends=False)
-            except TimeoutError:  # which is not that the time of the watch is over
+            except TimeoutError:  # a TimeoutError would mean that the time of the watch is over
                 raise ConnectionError('it takes nothing') from None
 
 
 def _headers(transport: Transport, path: str, until: float) -> Sequence[tuple[str, str]]:
-    left = max(int((until - time.monotonic()) * 1000), 1)
+    timeout_ms = max(int((until - time.monotonic()) * 1000), 1)
     return (
         *((':method', 'POST'), (':path', path), (':scheme', transport.scheme), (':authority', transport.endpoint)),
-        *(('te', 'trailers'), ('content-type', 'application/grpc'), ('grpc-timeout', f'{left}m')),
+        *(('te', 'trailers'), ('content-type', 'application/grpc'), ('grpc-timeout', f'{timeout_ms}m')),
         ('hasleader', 'true'),
     )
 
 
 def _framed(message: bytes) -> bytes:
-    """A message as gRPC sends it: not compressed, and how long it is."""
+    """Add gRPC's prefix to a message: not compressed, and its length."""
     return b'\0' + len(message).to_bytes(4, 'big') + message
 
 
 def _taken(body: bytearray) -> bytes | None:
-    """Take the first message out of what was said; None: not all of it is there. CallFailure."""
+    """Remove and return the first message, None if it is incomplete; raise CallFailure."""
     if len(body) < 5:
         return None
     length = int.from_bytes(body[1:5], 'big')
@@ -515,17 +513,17 @@ def _taken(body: bytearray) -> bytes | None:
 
 
 def _check_end(stream: Stream) -> None:
-    """Raise CallFailure where etcd says why it did not do it, and where it does not say that it did."""
-    told = stream.headers
-    if told.get(':status') != '200' or not told.get('content-type', '').startswith('application/grpc'):
+    """Raise CallFailure if etcd reports a failure, or does not report success."""
+    headers = stream.headers
+    if headers.get(':status') != '200' or not headers.get('content-type', '').startswith('application/grpc'):
         raise CallFailure(UNAVAILABLE, 'it does not answer as etcd does')
-    status = told.get('grpc-status', '')
+    status = headers.get('grpc-status', '')
     if not (status.isascii() and status.isdecimal() and len(status) <= 2) or int(status) >= len(CODES):
         raise CallFailure(UNAVAILABLE, 'it does not say what became of the call')
     if int(status):
-        from urllib.parse import unquote  # most calls need none
+        from urllib.parse import unquote  # imported here: most calls do not need it
 
-        raise CallFailure(CODES[int(status)], unquote(told.get('grpc-message', '')))
+        raise CallFailure(CODES[int(status)], unquote(headers.get('grpc-message', '')))
 
 
 def _read(name: str, message: bytes, until: float) -> Any:

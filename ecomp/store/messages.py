@@ -1,10 +1,7 @@
-"""The few messages of etcd that we need, as values and as bytes, and what a failed call means. Pure.
+"""The messages of etcd that are used, as values and as bytes, and what a failed call means. Pure.
 
-https://protobuf.dev/programming-guides/encoding/ and etcd's own api/etcdserverpb/rpc.proto. What is taken of an
-answer has the names that it has there, so that it does not matter whether this module or the generated code has read
-it.
-
-A CallFailure has one of gRPC's codes (https://grpc.io/docs/guides/status-codes/) by its name.
+https://protobuf.dev/programming-guides/encoding/ and etcd's api/etcdserverpb/rpc.proto, whose field names an answer
+has. A CallFailure has a code of gRPC by its name (https://grpc.io/docs/guides/status-codes/).
 """
 
 from __future__ import annotations
@@ -14,26 +11,29 @@ from typing import Any, NamedTuple
 
 from ecomp.model.text import printable
 
-EQUAL, GREATER = 0, 1
-"""How a key's revision compares with the one that is given."""
+# Results of a Comparison.
+EQUAL = 0
+GREATER = 1
+# The type of an event that deletes a key.
 DELETED = 1
-"""The type of an event by which a key goes."""
+# The target of a Comparison: the revision of the key's last change.
 _MODIFIED = 2
-"""What is compared: the revision of the key's last change."""
-_VARINT, _BYTES = 0, 2
+# Wire types.
+_VARINT = 0
+_BYTES = 2
 _OTHER = _VARINT ^ _BYTES
+# Sizes in bytes of the wire types that are skipped.
 _FIXED = {1: 8, 5: 4}
-"""Bytes of the kinds that we read nothing of."""
+# Maximum bytes of a varint.
 _LONGEST = 10
-"""Bytes of the longest number."""
+# A signed 64-bit number is negative from here on.
 _SIGN = 1 << 63
-"""The first number that is a negative one, where it has a sign."""
 
 
 class Range(NamedTuple):
-    """Read a key, or all from it to before `end`; at most `limit` of them (0: all), of a revision (0: the last).
+    """Read a key, or all keys from it to before `end`.
 
-    `since`: those alone that were changed at this revision or later.
+    At most `limit` of them (0: all), at a revision (0: the current one), changed at `min_mod_revision` or later.
     """
 
     key: bytes
@@ -45,20 +45,18 @@ class Range(NamedTuple):
     since: int = 0
 
     def to_bytes(self) -> bytes:
-        """RangeRequest."""
         flags = _number(8, self.keys_only) + _number(9, self.count_only) + _number(10, self.since)
         return _text(1, self.key) + _text(2, self.end) + _number(3, self.limit) + _number(4, self.revision) + flags
 
 
 class Write(NamedTuple):
-    """Put a key, on a lease unless that is 0."""
+    """Put a key, bound to a lease unless that is 0."""
 
     key: bytes
     value: bytes
     lease: int = 0
 
     def to_bytes(self) -> bytes:
-        """PutRequest."""
         return _text(1, self.key) + _text(2, self.value) + _number(3, self.lease)
 
 
@@ -68,35 +66,33 @@ class Removal(NamedTuple):
     key: bytes
 
     def to_bytes(self) -> bytes:
-        """DeleteRangeRequest."""
         return _text(1, self.key)
 
 
 class Comparison(NamedTuple):
-    """A condition: how the revision of a key's last change (0: there is none) compares with this one."""
+    """A condition on the revision of a key's last change, which is 0 if there is no key."""
 
     key: bytes
     result: int
     revision: int
 
     def to_bytes(self) -> bytes:
-        """Compare. The revision is one of several fields of which etcd wants to see one, so 0 is written, too."""
+        """Encode a Compare; the revision is in a oneof, so 0 must be written, too."""
         revision = _key(6, _VARINT) + _varint(self.revision)
         return _number(1, self.result) + _number(2, _MODIFIED) + _text(3, self.key) + revision
 
 
 class Transaction(NamedTuple):
-    """The first operations where all of `compare` hold, else the second; all or none of them."""
+    """Do the operations in `success` if all of `compare` hold, else those in `failure`."""
 
     compare: Sequence[Comparison] = ()
     success: Sequence[Range | Write | Removal] = ()
     failure: Sequence[Range | Write | Removal] = ()
 
     def to_bytes(self) -> bytes:
-        """TxnRequest."""
-        parts = [_part(1, each.to_bytes()) for each in self.compare]
+        parts = [_part(1, comparison.to_bytes()) for comparison in self.compare]
         for field, operations in ((2, self.success), (3, self.failure)):
-            parts += [_part(field, _part(_OPERATIONS[type(each)], each.to_bytes())) for each in operations]
+            parts += [_part(field, _part(_OPERATIONS[type(request)], request.to_bytes())) for request in operations]
         return b''.join(parts)
 
 
@@ -104,12 +100,11 @@ _OPERATIONS: Mapping[type, int] = {Range: 1, Write: 2, Removal: 3}
 
 
 class Grant(NamedTuple):
-    """A new lease of so many seconds."""
+    """Create a lease of this many seconds."""
 
     seconds: int
 
     def to_bytes(self) -> bytes:
-        """LeaseGrantRequest."""
         return _number(1, self.seconds)
 
 
@@ -119,33 +114,31 @@ class KeepAlive(NamedTuple):
     lease: int
 
     def to_bytes(self) -> bytes:
-        """LeaseKeepAliveRequest."""
         return _number(1, self.lease)
 
 
 class Revoke(NamedTuple):
-    """End a lease, and every key on it."""
+    """End a lease and delete its keys."""
 
     lease: int
 
     def to_bytes(self) -> bytes:
-        """LeaseRevokeRequest."""
         return _number(1, self.lease)
 
 
 class Status(NamedTuple):
-    """Ask a member about itself."""
+    """Ask a member for its status."""
 
     def to_bytes(self) -> bytes:
-        """StatusRequest, which says nothing."""
         return b''
 
 
 class WatchCreate(NamedTuple):
-    """Hear of every change of the keys from `key` to before `end`, from a revision on; `previous`: and what was there.
+    """Watch the keys from `key` to before `end` from a revision on.
 
-    With `fragment` a long answer comes in pieces of about a request's size, each but the last with `fragment` set; a
-    piece may end in the middle of a revision. https://etcd.io/docs/v3.4/learning/api/#watch-streams
+    With `with_previous` each event has the earlier value. With `fragment` a long answer arrives in parts of about a
+    request's size, each but the last with `fragment` set; a part may end within a revision.
+    https://etcd.io/docs/v3.4/learning/api/#watch-streams
     """
 
     key: bytes
@@ -155,27 +148,28 @@ class WatchCreate(NamedTuple):
     fragment: bool = False
 
     def to_bytes(self) -> bytes:
-        """WatchRequest, with a WatchCreateRequest in it."""
-        whose = _text(1, self.key) + _text(2, self.end)
-        how = _number(6, self.previous) + _number(8, self.fragment)
-        return _part(1, whose + _number(3, self.revision) + how)
+        """Encode a WatchRequest that contains a WatchCreateRequest."""
+        key_range = _text(1, self.key) + _text(2, self.end)
+        flags = _number(6, self.previous) + _number(8, self.fragment)
+        return _part(1, key_range + _number(3, self.revision) + flags)
 
 
 class WatchProgress(NamedTuple):
-    """Have etcd say how far the watches of a stream were told: an answer of no watch's, with the revision.
+    """Ask for the progress of a stream's watches: an answer of no watch, with a revision.
 
-    It says so once nothing up to that is left to tell, and until then nothing; some (3.4.23 is one) say at once which
-    revision they are at themselves. https://github.com/etcd-io/etcd/issues/15220
+    etcd answers once it has sent all events up to that revision. Some versions (3.4.23 is one) immediately answer with
+    their own revision instead. https://github.com/etcd-io/etcd/issues/15220
     """
 
     def to_bytes(self) -> bytes:
-        """WatchRequest, with a WatchProgressRequest in it, which says nothing."""
+        """Encode a WatchRequest that contains an empty WatchProgressRequest."""
         return _part(3, b'')
 
 
 Request = Range | Transaction | Grant | KeepAlive | Revoke | Status
 
 
+# The gRPC path of each request, and the name of its answer's message.
 METHODS: Mapping[type, tuple[str, str]] = {
     Range: ('/etcdserverpb.KV/Range', 'RangeResponse'),
     Transaction: ('/etcdserverpb.KV/Txn', 'TxnResponse'),
@@ -185,55 +179,54 @@ METHODS: Mapping[type, tuple[str, str]] = {
     Status: ('/etcdserverpb.Maintenance/Status', 'StatusResponse'),
     WatchCreate: ('/etcdserverpb.Watch/Watch', 'WatchResponse'),
 }
-"""What is called for a request: its path, and the name of the message that answers."""
 
 
 class _Message:
-    """What was read of an answer: an attribute for each field that is known."""
+    """A parsed answer, with an attribute for each field that is used."""
 
 
 class _Shape:
-    """How a message is read.
+    """How to parse a message.
 
-    `fields` is by tag (a field's number and its kind): the field's name, what is in it, and whether there may be many
-    of it. `nothing` is what an empty message says, but for `many`, the names of fields of which there are none then.
+    `fields` holds by tag (number and wire type) a field's name, its type and whether it is repeated. `defaults` holds
+    the values of an empty message, except for the fields named in `repeated`.
     """
 
     def __init__(self, **fields: tuple[int, Any]) -> None:
-        """Each field's number, and what is in it: int, _UNSIGNED, bool, bytes, str, a shape or, for many, [a shape]."""
+        """Take fields as (number, type): int, _UNSIGNED, bool, bytes, str, a schema or [schema]."""
         self.fields: dict[int, tuple[str, Any, bool]] = {}
         self.nothing: dict[str, Any] = {}
-        self.many = [name for name, (_, what) in fields.items() if isinstance(what, list)]
-        for name, (number, each) in fields.items():
-            what = each[0] if isinstance(each, list) else each
-            kind = _VARINT if what in (int, bool, _UNSIGNED) else _BYTES
-            self.fields[number << 3 | kind] = name, what, isinstance(each, list)
-            if isinstance(what, _Shape):
-                self.nothing[name] = _message(what, b'', 0, 0, _Budget())
+        self.many = [name for name, (_, value_type) in fields.items() if isinstance(value_type, list)]
+        for name, (number, spec) in fields.items():
+            value_type = spec[0] if isinstance(spec, list) else spec
+            wire_type = _VARINT if value_type in (int, bool, _UNSIGNED) else _BYTES
+            self.fields[number << 3 | wire_type] = name, value_type, isinstance(spec, list)
+            if isinstance(value_type, _Shape):
+                self.nothing[name] = _message(value_type, b'', 0, 0, _Budget())
             else:
-                self.nothing[name] = 0 if what == _UNSIGNED else what()
+                self.nothing[name] = 0 if value_type == _UNSIGNED else value_type()
 
 
+# A varint type; other integers are read as int64.
 _UNSIGNED = 'unsigned'
-"""What is not told to be is read as int64."""
 
 
+# Fields of an answer, in all its messages: three times as many as 20,000 keys have. An empty key takes 275 bytes.
 MAX_FIELDS = 2**19
-"""Fields of an answer, in all its messages: three times as many as 20,000 keys have. An empty key costs 275 bytes."""
 
 
 class _Budget:
-    """How many more fields an answer may have; `go_on` is called at each 1,024th, and may raise."""
+    """The fields that an answer may still have; `on_progress` is called every 1,024."""
 
     def __init__(self, go_on: Callable[[], None] = lambda: None) -> None:
         self.left, self.go_on = MAX_FIELDS, go_on
 
 
 def answer(name: str, data: bytes, go_on: Callable[[], None] = lambda: None) -> Any:
-    """The message of this name in the bytes, as far as it is read by us. ValueError for what is none.
+    """Parse the fields that are used of an answer; raise ValueError if it is malformed.
 
-    What is not there has the value that protobuf has for it: 0, nothing, or a message without anything in it. `go_on`
-    is called while it is read, and what it raises ends the reading.
+    A missing field has protobuf's default: 0, empty, or an empty message. `on_progress` is called during the parsing,
+    which ends with whatever it raises.
     """
     try:
         return _message(_ANSWERS[name], data, 0, len(data), _Budget(go_on))
@@ -242,13 +235,13 @@ def answer(name: str, data: bytes, go_on: Callable[[], None] = lambda: None) -> 
 
 
 def _message(shape: _Shape, data: bytes, at: int, end: int, budget: _Budget) -> _Message:
-    """The message that is there from `at` to before `end`. ValueError, IndexError.
+    """Parse the message from `position` to before `end`; raise ValueError or IndexError.
 
-    It is called for each key of a list, of which there may be 20,000: so each step in it counts.
+    It is called for each key of a list, of which there may be 20,000, so each step in it counts.
     """
-    found = shape.nothing.copy()
+    values = shape.nothing.copy()
     for name in shape.many:
-        found[name] = []
+        values[name] = []
     fields = shape.fields
     while at < end:
         budget.left -= 1
@@ -260,19 +253,19 @@ def _message(shape: _Shape, data: bytes, at: int, end: int, budget: _Budget) -> 
         at += 1
         if tag > 0x7F:
             tag, at = _read_varint(data, at - 1)
-        kind = tag & 7
-        if kind in (_VARINT, _BYTES):
+        wire_type = tag & 7
+        if wire_type in (_VARINT, _BYTES):
             value = data[at]
             at += 1
             if value > 0x7F:
                 value, at = _read_varint(data, at - 1)
             start = at
-            if kind == _BYTES:
+            if wire_type == _BYTES:
                 at += value
-        elif kind in _FIXED:
-            at += _FIXED[kind]
+        elif wire_type in _FIXED:
+            at += _FIXED[wire_type]
         else:
-            raise ValueError(f'a field of kind {kind}')
+            raise ValueError(f'a field of kind {wire_type}')
         if at > end:
             raise ValueError('a field that is longer than its message')
         if tag not in fields:
@@ -281,26 +274,26 @@ def _message(shape: _Shape, data: bytes, at: int, end: int, budget: _Budget) -> 
             if tag ^ _OTHER in fields:
                 raise ValueError('a number where bytes should be, or bytes where a number should be')
             continue
-        name, what, is_many = fields[tag]
-        if what is int:
-            found[name] = value if value < _SIGN else value - 2 * _SIGN
-        elif what is bytes:
-            found[name] = data[start:at]
-        elif is_many:
-            found[name].append(_message(what, data, start, at, budget))
-        elif what is bool:
-            found[name] = value != 0
-        elif what is str:
-            found[name] = str(data[start:at], 'utf-8')
+        name, value_type, is_repeated = fields[tag]
+        if value_type is int:
+            values[name] = value if value < _SIGN else value - 2 * _SIGN
+        elif value_type is bytes:
+            values[name] = data[start:at]
+        elif is_repeated:
+            values[name].append(_message(value_type, data, start, at, budget))
+        elif value_type is bool:
+            values[name] = value != 0
+        elif value_type is str:
+            values[name] = str(data[start:at], 'utf-8')
         else:
-            found[name] = value if what is _UNSIGNED else _message(what, data, start, at, budget)
-    made = _Message()
-    made.__dict__ = found
-    return made
+            values[name] = value if value_type is _UNSIGNED else _message(value_type, data, start, at, budget)
+    message = _Message()
+    message.__dict__ = values
+    return message
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at `at`, and where it has ended. ValueError, IndexError."""
+    """Return the varint at `start` and its end; raise ValueError or IndexError."""
     value = shift = 0
     for position in range(at, at + _LONGEST):
         byte = data[position]
@@ -337,13 +330,13 @@ _ANSWERS: Mapping[str, _Shape] = {
 
 
 def _varint(value: int) -> bytes:
-    value &= (1 << 64) - 1  # a negative number has ten bytes
-    found = bytearray()
+    value &= (1 << 64) - 1  # a negative number takes ten bytes
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def _key(field: int, kind: int) -> bytes:
@@ -351,7 +344,7 @@ def _key(field: int, kind: int) -> bytes:
 
 
 def _number(field: int, value: int) -> bytes:
-    """A number; 0 is what is there without it."""
+    """Encode a number; 0 is the default of a missing field."""
     return _key(field, _VARINT) + _varint(value) if value else b''
 
 
@@ -365,17 +358,20 @@ def _part(field: int, value: bytes) -> bytes:
 
 # What a failed call means
 
-
-UNAVAILABLE, DEADLINE_EXCEEDED, NOT_FOUND = 'UNAVAILABLE', 'DEADLINE_EXCEEDED', 'NOT_FOUND'
-INVALID_ARGUMENT, FAILED_PRECONDITION = 'INVALID_ARGUMENT', 'FAILED_PRECONDITION'
-RESOURCE_EXHAUSTED, PERMISSION_DENIED = 'RESOURCE_EXHAUSTED', 'PERMISSION_DENIED'
+UNAVAILABLE = 'UNAVAILABLE'
+DEADLINE_EXCEEDED = 'DEADLINE_EXCEEDED'
+NOT_FOUND = 'NOT_FOUND'
+INVALID_ARGUMENT = 'INVALID_ARGUMENT'
+FAILED_PRECONDITION = 'FAILED_PRECONDITION'
+RESOURCE_EXHAUSTED = 'RESOURCE_EXHAUSTED'
+PERMISSION_DENIED = 'PERMISSION_DENIED'
 _REFUSED = {
     *('UNAUTHENTICATED', PERMISSION_DENIED, INVALID_ARGUMENT, FAILED_PRECONDITION, 'UNIMPLEMENTED', NOT_FOUND),
     'OUT_OF_RANGE',
 }
 
+# Maximum number of keys named in a message.
 NAMED = 3
-"""Keys that are named in one line."""
 
 _NOBODY = 'etcdserver: user name not found'
 _NO_LEASE = 'etcdserver: requested lease not found'
@@ -384,9 +380,9 @@ _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 
 
 class CallFailure(Exception):
-    """A call that failed: the code, and etcd's words or ours in one line.
+    """A failed call: gRPC's code, and the details in one line.
 
-    `unsent`: it certainly never left. Where that is False the code and the words may say so all the same.
+    `unsent` is True if the request was not sent. For an error from etcd, see is_unsent().
     """
 
     def __init__(self, code: str, details: str | None, unsent: bool = False) -> None:
@@ -397,53 +393,53 @@ class CallFailure(Exception):
 
 
 def is_full(error: CallFailure) -> bool:
-    """Whether etcd is out of space. https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota"""
+    """Return whether etcd is full: https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota."""
     return error.code == RESOURCE_EXHAUSTED and 'space exceeded' in error.details
 
 
 def is_too_long(error: CallFailure) -> bool:
-    """Whether it is our own side that takes no message as long as the answer."""
+    """Return whether the answer exceeds our own limit."""
     exhausted = error.code == RESOURCE_EXHAUSTED
     return exhausted and 'Received message larger than max' in error.details
 
 
 def is_refusal(error: CallFailure) -> bool:
-    """Whether etcd understood the call and says no."""
+    """Return whether etcd understood the call and refused it, or a message was too large."""
     too_large = error.code == RESOURCE_EXHAUSTED and 'larger than max' in error.details
     return too_large or error.code in _REFUSED
 
 
 def advice(error: CallFailure) -> str:
-    """Say what to do about a refusal that the same command does not meet again; '' for any other."""
+    """Return how to recover from an expired lease, which a new run does not meet; '' otherwise."""
     if error.details != _NO_LEASE:
         return ''
     return ': its lease has ended (was this suspended?), and this is not written. Try: the same command again'
 
 
 def is_denied(error: CallFailure) -> bool:
-    """Whether it is etcd's roles that say no. https://etcd.io/docs/v3.4/op-guide/authentication/"""
+    """Return whether a role forbids it: https://etcd.io/docs/v3.4/op-guide/authentication/."""
     nobody = error.code == FAILED_PRECONDITION and error.details == _NOBODY
     return nobody or error.code == PERMISSION_DENIED
 
 
 def denied(certificate: str, about: Sequence[str], read: bool) -> str:
-    """Whom it does not let do what, and why ('': nobody's certificate). Of several keys etcd does not say which."""
-    who = certificate or 'whoever has no certificate (cert_cert)'
-    named = [printable(each, 200) for each in about[:NAMED]]
+    """Explain which access a certificate ('': there is none) lacks; etcd does not name the key."""
+    user = certificate or 'whoever has no certificate (cert_cert)'
+    key_names = [printable(key, 200) for key in about[:NAMED]]
     more = [f'{len(about) - NAMED} more'] if len(about) > NAMED else []
-    what = f'{"read" if read else "write"} {", ".join([*named, *more])}' if about else 'do that'
-    return f'{who} {what}: it is for another certificate, or `elab certs DIR --enable` has to run again'
+    access = f'{"read" if read else "write"} {", ".join([*key_names, *more])}' if about else 'do that'
+    return f'{user} {access}: it is for another certificate, or `elab certs DIR --enable` has to run again'
 
 
 def is_passing(error: CallFailure) -> bool:
-    """Whether etcd did nothing, and soon will: it has no leader just now, or its roles were changed meanwhile."""
+    """Return whether etcd did nothing and soon can: it is electing, or its roles just changed."""
     electing = error.code == UNAVAILABLE and error.details == 'etcdserver: no leader'
     changed = error.code == INVALID_ARGUMENT and error.details == _ROLES_CHANGED
     return electing or changed
 
 
 def is_learner(error: CallFailure) -> bool:
-    """Whether the member has no vote yet, and did nothing for it. The code differs between versions of etcd.
+    """Return whether the member has no vote, so it did nothing; versions differ in the code.
 
     https://etcd.io/docs/v3.4/learning/design-learner/
     """
@@ -451,12 +447,12 @@ def is_learner(error: CallFailure) -> bool:
 
 
 def was_not_sent(error: CallFailure) -> bool:
-    """Whether the call never left, or was not passed on, so that nothing was changed."""
+    """Return whether the call was not sent, or not passed on: then nothing was changed."""
     return error.unsent or is_passing(error) or is_learner(error)
 
 
 def may_work_elsewhere(error: CallFailure, repeatable: bool) -> bool:
-    """Whether to try the next endpoint. What is not `repeatable` is tried again only if it never left."""
+    """Return whether to try the next endpoint: only if nothing was sent unless `is_repeatable`."""
     if not repeatable:
         return was_not_sent(error)
     return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)
