@@ -1,8 +1,7 @@
-"""What etcd remembers of its keys: every change, as far back as it keeps them, and then each as it happens.
+"""The changes of all keys that etcd still has, and then each new one as it happens.
 
-etcd keeps what it has not compacted. A watch from a revision that it has forgotten is answered by the first one that it
-keeps (https://etcd.io/docs/v3.4/learning/api/#watch-streams). Unlike Follower, which hands on what is there now and may
-pass over what came between, this passes over nothing that etcd still has.
+Follower delivers the current state and may skip changes; History skips none that etcd still has. A watch from a
+compacted revision reports the first one that is kept (https://etcd.io/docs/v3.4/learning/api/#watch-streams).
 """
 
 from __future__ import annotations
@@ -25,61 +24,63 @@ from ecomp.store.messages import DEADLINE_EXCEEDED, DELETED, CallFailure, WatchC
 if TYPE_CHECKING:
     from ecomp.store.by_h2 import Watch
 
+# The prefix of all keys of ecomp. The keys of others are not read: a role might forbid it.
 PREFIX = b'/'
-"""Before every key of ours. Others' keys are not asked for: a role of etcd's would refuse that."""
+# Seconds of silence after which etcd is asked for its progress, when reading the past.
 ASKING = 0.4
-"""Seconds of silence after which etcd is asked how far it has told, where the past is to end."""
+# Seconds after which another progress answer counts as a new one.
 SPACED = 0.75 * ASKING
-"""Seconds after which another answer to that counts as one more."""
+# Progress answers, PROGRESS_INTERVAL_SECONDS apart, without a change between, that prove that the past has none.
 ANSWERS = 4
-"""How often it says so, ASKING seconds apart and with no change between, of a past of which no change has come."""
+# Maximum revisions in one answer of etcd (its watchBatchMaxRevs): after a full one there may be more.
 FULL = 1000
-"""Revisions in an answer of etcd's, at most: of one with so many there may be more to come (its watchBatchMaxRevs)."""
+# Seconds after which a watch is restarted.
 STREAM = 3600.0
-"""Seconds after which a watch is asked for anew."""
+# Answers that are buffered before they are processed.
 WAITING = 8
-"""Answers that are taken before those before them were dealt with."""
+# Repetitions after broken streams, when reading the past.
 TRIES = 5
-"""How often the past is asked for whose stream breaks."""
 
 
 class History:
-    """The changes of all keys, a list a revision, oldest first. `since` is the first revision that etcd keeps.
+    """Iterates over the changes of all keys since `first_revision`, as one list per revision.
 
-    Without `follow` it ends with what is past; else `tell` hears when etcd is lost and back, and what it forgot
-    meanwhile. It begins with revision `first`. Errors while it is read: Unreachable, EcompError where etcd refuses, or
-    is another than it was.
+    Without `follow` it ends with the changes made before it began. With `follow`, `report` gets a line when etcd is
+    lost, is back, or has compacted unread revisions. `oldest_revision` is the first one that etcd keeps.
+
+    Iteration raises EcompError if etcd refuses, or was restored or replaced; without `follow` also Unreachable.
     """
 
     def __init__(self, config: EtcdConfig, follow: bool, tell: Callable[[str], None], first: int = 1) -> None:
-        self._config, self._store = config, Store(config)
-        self._follow, self._tell = follow, tell
+        self._config = config
+        self._store = Store(config)
+        self._follow = follow
+        self._tell = tell
         self._now = 0
         self._next = first
-        self._last = 0  # the revision of the last change that was handed on, 0 where there is none that etcd keeps
-        self._part: list[Any] = []  # the events of a revision that may not be all of it yet
+        self._last = 0  # revision of the last change that was yielded; 0 if etcd keeps none
+        self._part: list[Any] = []  # events of a revision that may be incomplete
         self._lost = self._deaf = False
         self.since = 1
 
     @property
     def is_past(self) -> bool:
-        """Whether what was handed on last had happened before this began."""
+        """True if the last list that was yielded had happened before the iteration began."""
         return self._next <= self._now + 1
 
     @property
     def upcoming(self) -> int:
-        """The first revision that was not handed on yet, if there is one already."""
+        """The first revision that was not yielded yet."""
         return self._next
 
     def close(self) -> None:
-        """Let go of etcd."""
         self._store.close()
 
     def __iter__(self) -> Iterator[list[Change]]:
         self._now = self._store.revision()
         tries, backoff = 0, Backoff(0.2, 5.0)
         while True:
-            before = self._next
+            previous_next = self._next
             failure: _Broken | None = None
             try:
                 if (yield from self._stream()):
@@ -87,7 +88,7 @@ class History:
                     return
             except _Broken as error:
                 failure = error
-            if self._next > before:  # a stream that was begun and brought nothing is no step ahead
+            if self._next > previous_next:  # a stream without a change is no progress
                 tries, self._deaf = 0, False
                 backoff.reset()
             if failure is not None:
@@ -99,8 +100,8 @@ class History:
             self._look()
 
     def _stream(self) -> Generator[list[Change], None, bool]:
-        """What one stream brings; whether all of the past has been told, else there is to be another."""
-        # From a change that is known on: so there is an answer with a change, and it says how far it tells.
+        """Yield the changes of one stream; return True once all of the past was read."""
+        # Begin with a change that is known: then there is an answer with changes, whose header tells up to where.
         first = self._next if self._follow else self._last or self._next
         past = _Past(self._now, first == self._last)
         self._part = []
@@ -120,8 +121,8 @@ class History:
         return False
 
     def _is_owed(self) -> bool:
-        """Whether there is certainly something that was not told: a key that is there, and was changed since."""
-        store = Store(self._config)  # the other is busy with the stream
+        """Return whether a key was changed that the stream has not reported."""
+        store = Store(self._config)  # the other connection is busy with the stream
         try:
             return store.has_changed(PREFIX.decode(), self._next)
         finally:
@@ -137,19 +138,19 @@ class History:
             raise EcompError(f'etcd at {self._store.where} refuses: {reply.cancel_reason or "no reason given"}')
         if not reply.events:
             return
-        revisions = [list(each) for _, each in groupby([*self._part, *reply.events], _revision)]
-        # A piece may end within a revision, and only the next one tells.
+        revisions = [list(group) for _, group in groupby([*self._part, *reply.events], _revision)]
+        # A part may end within a revision, which only the next part shows.
         self._part = revisions.pop() if reply.fragment else []
         for events in revisions:
             revision = _revision(events[0])
             if revision >= self._next:
                 self._next, self._last = revision + 1, revision
-                yield [_change(each) for each in events]
+                yield [_change(event) for event in events]
 
     def _bear(self, failure: _Broken, tries: int) -> None:
-        """Go on after a failure, so many of which came since the last change; Unreachable where that is one too many.
+        """Handle failure number `tries` since the last change; raise Unreachable for one too many.
 
-        Where changes are followed a first one is left to _look(): etcd may just have been started again.
+        When following, the first one is not reported: etcd may just have restarted, and _check_etcd() reports a loss.
         """
         where = f'etcd at {self._store.where}'
         if not self._follow and tries > TRIES:
@@ -159,7 +160,7 @@ class History:
             self._tell(f'{where}: {failure}; asking again for what is from revision {self._next} on')
 
     def _look(self) -> None:
-        """See that etcd answers, and is the one that it was."""
+        """Raise EcompError if etcd is behind what it sent, or, without `follow`, does not answer."""
         try:
             revision = self._store.revision()
         except EcompError as error:
@@ -178,77 +179,79 @@ class History:
 
 
 class _Broken(Exception):
-    """The stream ended before its time."""
+    """The stream ended early."""
 
 
 class _Past:
-    """Whether all up to the revision `now` has been told on a stream. Silence says nothing: etcd may be frozen.
+    """Tracks whether a stream has delivered all changes up to `end_revision`.
 
-    etcd says in two ways how far it has told. Each may be wrong with some etcds, so it is told where both say so:
+    Silence proves nothing: etcd may be frozen. etcd shows its progress in two ways, each unreliable with some versions,
+    so both are required:
 
-    - The header of an answer with changes. Of FULL revisions in it there may be more; with fewer it has all up to the
-      revision in its header. So every etcd does it so far, and none promises it.
-    - Its answer to WatchProgress. That is a promise, which old ones break: they answer without a look at what they have
-      still to tell.
+    - The header of an answer with changes. With fewer than MAX_ANSWER_REVISIONS revisions, the answer is complete up to
+      the header's revision. Every version so far does this; none promises it.
+    - Its answer to WatchProgress. This is a promise, which old versions break: they ignore the changes that are not
+      sent yet.
 
-    Where there is no change to tell there is no such header either. Then only the second is left, and for the old ones
-    it has to come several times.
+    Without a change to deliver there is no such header: then only the second is left, and has to arrive several times,
+    for the old versions.
 
-    `known`: the stream begins with a change that is known, so it is not quiet before that has come.
+    `starts_at_known`: the stream begins with a change that is known, so it is not quiet before that has arrived.
     """
 
     def __init__(self, now: int, known: bool) -> None:
-        self._now, self._is_due = now, known
-        self._whole = 0  # up to which revision the changes say that they are all
-        self._answers = 0  # to WatchProgress since the last change
+        self._now = now
+        self._is_due = known
+        self._whole = 0  # revision up to which the changes are complete
+        self._answers = 0  # answers to WatchProgress since the last change
         self._counted = float('-inf')
-        self._revisions: set[int] = set()  # of an answer, as far as its pieces have come
+        self._revisions: set[int] = set()  # of an answer whose parts are still arriving
 
     @property
     def is_told(self) -> bool:
-        """It has been told, and etcd says so."""
+        """True if all was delivered, by both signs."""
         return self._whole >= self._now and self._answers > 0
 
     @property
     def is_quiet(self) -> bool:
-        """etcd is there, says that it has told all, and was given time to tell more."""
+        """True if etcd answers, reports that it has sent all, and had time to send more."""
         return self._answers >= ANSWERS and not self._is_due
 
     def go_on(self) -> None:
-        """Take it for as quiet as at the beginning: there is more to come."""
+        """Restart the count of progress answers: more changes are expected."""
         self._answers = 0
 
     def hear(self, reply: Any, moment: float) -> None:
-        """Take an answer that came at this moment, in seconds."""
+        """Record an answer that arrived at this monotonic time."""
         if reply.events:
             self._answers, self._is_due = 0, False
-            self._revisions |= {_revision(each) for each in reply.events}
+            self._revisions |= {_revision(event) for event in reply.events}
             if not reply.fragment:
                 if len(self._revisions) < FULL:
                     self._whole = int(reply.header.revision)
                 self._revisions = set()
-        # What was asked while etcd was frozen is answered all at once, and before anything else: that is one answer.
+        # After a freeze etcd answers all progress requests together, before anything else: they count as one answer.
         elif _says_how_far(reply) and reply.header.revision >= self._now and moment >= self._counted + SPACED:
             self._answers += 1
             self._counted = moment
 
 
 def _answers(store: Store, first: int, now: int | None, patience: float) -> Iterator[Any]:
-    """The answers to one watch, until STREAM seconds are over.
+    """Yield the answers to one watch for at most STREAM_SECONDS.
 
-    With a past to be told up to the revision `now` (None: there is none) etcd is asked how far it is as long as it says
-    nothing, and it is _Broken once it has said nothing of use for `patience` seconds. Taken in a thread of its own, so
-    that whoever reads them can be interrupted.
+    With an `end_revision` (None: follow) etcd is asked for its progress while it is silent, and _StreamError is raised
+    after `max_silence_seconds` without a useful answer. A thread of its own reads them, so that the consumer can be
+    interrupted.
     """
-    wanted = WatchCreate(PREFIX, after(PREFIX), first, previous=True, fragment=True)
-    call = store.watch([wanted], STREAM, None if now is None else ASKING)
+    request = WatchCreate(PREFIX, after(PREFIX), first, previous=True, fragment=True)
+    call = store.watch([request], STREAM, None if now is None else ASKING)
     replies: queue.Queue[Any] = queue.Queue(WAITING)
-    ended = threading.Event()
-    threading.Thread(target=_take, args=(call, replies, ended), name='history', daemon=True).start()
+    stopped = threading.Event()
+    threading.Thread(target=_take, args=(call, replies, stopped), name='history', daemon=True).start()
     try:
-        heard = time.monotonic()
+        last_useful = time.monotonic()
         while True:
-            if now is not None and time.monotonic() >= heard + patience:
+            if now is not None and time.monotonic() >= last_useful + patience:
                 raise _Broken(f'nothing came for {patience:g} s')
             try:
                 reply = replies.get(timeout=0.5)
@@ -261,16 +264,16 @@ def _answers(store: Store, first: int, now: int | None, patience: float) -> Iter
             yield reply
             if reply.canceled:
                 return
-            # A member that is behind and stays there answers, too.
+            # A member that stays behind answers, too.
             if reply.events or now is None or reply.header.revision >= now:
-                heard = time.monotonic()
+                last_useful = time.monotonic()
     finally:
-        ended.set()
+        stopped.set()
         call.cancel()
 
 
 def _take(call: Watch, replies: queue.Queue[Any], ended: threading.Event) -> None:
-    """Put each answer into `replies`, and at the end None, or why it ended before its time; until `ended`."""
+    """Put each answer into `replies` until `stopped`, and last None or why the stream broke."""
     last: Any = _Broken('the stream ended')
     try:
         for reply in call:
@@ -278,9 +281,9 @@ def _take(call: Watch, replies: queue.Queue[Any], ended: threading.Event) -> Non
             if ended.is_set():
                 return
     except CallFailure as error:
-        late = error.code == DEADLINE_EXCEEDED and not error.unsent
-        last = None if late else _Broken(f'the stream broke: {error.code}')
-    except Exception as error:  # whoever reads would wait for a last word for ever
+        is_timeout = error.code == DEADLINE_EXCEEDED and not error.unsent
+        last = None if is_timeout else _Broken(f'the stream broke: {error.code}')
+    except Exception as error:  # without it the consumer would wait for ever
         last = error
     _put(replies, last, ended)
 
@@ -293,7 +296,7 @@ def _put(replies: queue.Queue[Any], reply: Any, ended: threading.Event) -> None:
 
 
 def _says_how_far(reply: Any) -> bool:
-    """Whether it answers WatchProgress."""
+    """Return whether it answers WatchProgress."""
     return not (reply.events or reply.created or reply.canceled)
 
 
@@ -304,7 +307,7 @@ def _revision(event: Any) -> int:
 def _change(event: Any) -> Change:
     kv, deleted = event.kv, event.type == DELETED
     is_new = not deleted and kv.create_revision == kv.mod_revision
-    # Of one that is not there protobuf has an empty one.
+    # For a missing prev_kv protobuf has an empty message.
     before = bytes(event.prev_kv.value) if event.prev_kv.mod_revision else None
     key = kv.key.decode(errors='replace')
     return Change(key, before, None if deleted else bytes(kv.value), int(kv.mod_revision), before is not None or is_new)

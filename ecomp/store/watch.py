@@ -1,8 +1,7 @@
-"""Follow prefixes: the whole of each, then every change, for as long as it takes.
+"""Follow prefixes: deliver the whole state of each, and again after every change.
 
-An event is a nudge and the list is the truth: after any end of the stream, and once a minute in any case, the
-prefixes are listed anew. So a lost connection, a compaction, a refused or a silent watch are one case (RELIABILITY.md
-1.8; https://etcd.io/docs/v3.4/learning/api/#watch-api). What is kept of it has a limit.
+When the stream ends, and every minute, all is listed again: so a lost connection, a compaction and a silent watch are
+one case (RELIABILITY.md 1.8; https://etcd.io/docs/v3.4/learning/api/#watch-api).
 """
 
 from __future__ import annotations
@@ -28,49 +27,49 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Maximum bytes that are kept of a prefix. Ten thousand requests without user-data are 20 MB.
 MOST = 64 * 1024**2
-"""Bytes of all that is kept. Ten thousand requests without user-data are 20 MB."""
+# Bytes that each comma of a value counts for: once parsed, each part is an object, however short its text.
 PART = 64
-"""Bytes that each comma of a value counts for besides: read, a part of it is an object, however short it is written."""
+# Bytes of a value that may use as much room again: a request to destroy is one, and must get through when all else is
+# full.
 SMALL = 4096
-"""Bytes of a value for which there is as much room again: a destroy is one of these, and is to be heard also where all
-else is full."""
+# Dropped keys that are logged by name; then one line tells that there are more.
 NAMED = 100
-"""Keys that are named when they are dropped; of more it is said once that there are more."""
-KEYS, LONGEST = 100_000, 16 * 1024
-"""Keys that are kept, and bytes of one: beyond that there is no trace of it, for nobody of ours writes so many."""
+# Maximum keys that are kept, and bytes of one: ecomp writes neither as many nor as long ones, so others leave no trace.
+KEYS = 100_000
+LONGEST = 16 * 1024
 
 
 class Cache:
-    """What a follower keeps of what it reads: no value that is too large, and of all together as much as has room.
+    """The entries that a follower keeps: no value that is too large, and a limited size in all.
 
-    Of what is dropped the key and its revision are kept: what is asked of whom is seen, and a smaller value counts
-    again. Call keep() for all of a list, end(); then keep() and forget() for each event.
-
-    What is kept by now, and is in the next list unchanged, stays: it does not matter where in the list it stands.
+    Of a dropped value the key and revision are kept, so it is visible which compute has a request, and a smaller value
+    counts again. Call store() for each entry of a list, then end_list(); after that store() and forget() for each
+    event. A kept entry that is unchanged in the next list stays, whatever its position there.
     """
 
     def __init__(self, largest: int, most: int) -> None:
-        self._largest, self._most = largest, most
+        self._largest = largest
+        self._most = most
         self.entries: dict[str, Entry] = {}
-        """All of that, by key."""
         self._size = 0
         self._told: set[str] = set()
 
     def end(self, listed: Iterable[str]) -> None:
-        """End a list: drop what is not among these keys."""
+        """End a list: drop the entries that are not among these keys."""
         for key in self.entries.keys() - set(listed):
             self.forget(key)
         self._told &= self.entries.keys()
 
     def keep(self, entry: Entry) -> Entry | None:
-        """The entry as it is kept; None if nothing of it is."""
-        known = self.entries.get(entry.key)
-        if known is not None and (known.revision, known.value) == (entry.revision, entry.value):
-            return known
+        """Store an entry; return it as it is kept, or None if not even its key is."""
+        previous = self.entries.get(entry.key)
+        if previous is not None and (previous.revision, previous.value) == (entry.revision, entry.value):
+            return previous
         size = len(entry.value)
-        if known is not None:
-            self._size -= _weight(known.value)
+        if previous is not None:
+            self._size -= _weight(previous.value)
         elif self._has_no_room(entry.key):
             self._tell(entry.key, size)
             return None
@@ -78,18 +77,18 @@ class Cache:
             self._size += len(entry.key)
         room = self._most if size > SMALL else 2 * self._most
         fits = size <= self._largest and self._size + _weight(entry.value) <= room
-        kept = entry if fits else replace(entry, value=b'', dropped=size)
+        stored = entry if fits else replace(entry, value=b'', dropped=size)
         if not fits:
             self._tell(entry.key, size)
-        self.entries[entry.key] = kept
-        self._size += _weight(kept.value)
-        return kept
+        self.entries[entry.key] = stored
+        self._size += _weight(stored.value)
+        return stored
 
     def forget(self, key: str) -> None:
-        """Drop a key that was deleted."""
-        known = self.entries.pop(key, None)
-        if known is not None:
-            self._size -= len(known.key) + _weight(known.value)
+        """Drop the entry of a key that was deleted."""
+        entry = self.entries.pop(key, None)
+        if entry is not None:
+            self._size -= len(entry.key) + _weight(entry.value)
 
     def _has_no_room(self, key: str) -> bool:
         return len(self.entries) >= KEYS or len(key) > LONGEST or self._size + len(key) > 2 * self._most
@@ -111,18 +110,19 @@ def _weight(value: bytes) -> int:
 
 
 State = Mapping[str, Entry]
+# A prefix and the callback for its state.
 Subscription = tuple[str, Callable[[State], None]]
-"""A prefix, and what is called with the state of it."""
-FIRST_DELAY, LAST_DELAY = 0.2, 5.0
-"""Seconds until a lost etcd is tried again: at first, and at most."""
+# Seconds until a lost etcd is tried again: at first, and at most.
+FIRST_DELAY = 0.2
+LAST_DELAY = 5.0
 
 
 class _Resync(Exception):
-    """The stream is over or cannot be trusted any more: list anew."""
+    """The stream has ended or cannot be trusted: list again."""
 
 
 class _Watch(NamedTuple):
-    """One prefix, and what is kept of what is there."""
+    """One prefix and the entries kept of it."""
 
     prefix: str
     on_state: Callable[[State], None]
@@ -130,15 +130,16 @@ class _Watch(NamedTuple):
 
 
 class Follower:
-    """A thread that hands the state of each prefix to its callback: first whole, then at every change.
+    """A thread that passes the state of each prefix to its callback: first, and after changes.
 
-    A state maps keys to entries and is never changed afterwards. The callbacks are called in this thread and must be
-    quick. All prefixes are listed before any state is handed on, and are watched on one stream.
-    A lost etcd is told to on_lost once, tried again with growing delays, and told to on_back once when it is back; by
-    default both are logged. With a guard it ends where an etcd begins that is not the one we knew (rule 10).
+    A state maps keys to entries and is never changed afterwards. The callbacks run in this thread and must be quick.
+    All prefixes are listed before any state is passed on, and are watched on one stream.
 
-    Of a value larger than `largest`, and of one with which there would be more than `most` bytes of a prefix in all,
-    only the key and the revision are kept (see Entry.dropped). That is logged once for each key.
+    A lost etcd is reported to `on_lost` once and tried again with growing delays; `on_back` is called when it is back.
+    By default both are logged. With a guard, the thread ends if the etcd is not the one we knew (rule 10).
+
+    Of a value larger than `max_value_bytes`, or one that would bring a prefix above `max_total_bytes`, only the key and
+    revision are kept (see Entry.dropped). That is logged once per key.
     """
 
     def __init__(
@@ -152,12 +153,12 @@ class Follower:
         largest: int = VALUE_LIMIT,
         most: int = MOST,
     ) -> None:
-        # A channel of its own: a long list must not hold up the stream, nor a frozen stream the writes.
+        # A connection of its own: a long list must not block the stream, nor a frozen stream the writes.
         self._store = Store(config, guard)
         self._guard = guard
         self._on_lost = on_lost or self._log_loss
         self._on_back = on_back or self._log_return
-        self._all = [_Watch(*each, Cache(largest, most)) for each in subscriptions]
+        self._all = [_Watch(*subscription, Cache(largest, most)) for subscription in subscriptions]
         self._resync = resync
         self._backoff = Backoff(FIRST_DELAY, LAST_DELAY)
         self._stopped = threading.Event()
@@ -165,11 +166,10 @@ class Follower:
         self._thread = threading.Thread(target=self._run, name=f'follow {self._all[0].prefix}', daemon=True)
 
     def start(self) -> None:
-        """Begin; on_state is called soon."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and wait for the thread."""
+        """Stop and wait for the thread."""
         self._stopped.set()
         if self._call is not None:
             self._call.cancel()
@@ -178,76 +178,76 @@ class Follower:
         self._store.close()
 
     def _run(self) -> None:
-        lost = False
+        is_lost = False
         while not self._stopped.is_set():
             try:
-                known = self._guard.known if self._guard is not None else None
+                cluster_before = self._guard.known if self._guard is not None else None
                 revisions = self._list()
                 if self._stopped.is_set():
                     return
                 self._store.recognise()
-                if lost:
+                if is_lost:
                     self._on_back()
-                lost = False
-                for _, on_state, kept in self._all:
-                    on_state(dict(kept.entries))
-                if known is not None:
-                    known = replace(known, revision=max(known.revision, max(revisions) - 1))
-                self._watch(revisions, known)
-                continue  # the planned end of a stream: list again at once
+                is_lost = False
+                for _, on_state, cache in self._all:
+                    on_state(dict(cache.entries))
+                if cluster_before is not None:
+                    cluster_before = replace(cluster_before, revision=max(cluster_before.revision, max(revisions) - 1))
+                self._watch(revisions, cluster_before)
+                continue  # the planned end of the stream: list again immediately
             except _Resync as reason:
                 if self._stopped.is_set():
                     return
                 log.debug('listing %s anew: %s', self._all[0].prefix, reason)
                 self._store.move_on()
             except StrangeEtcd:
-                return  # the guard has said so; there is nothing to follow here
+                return  # the guard has reported it; there is nothing to follow here
             except EcompError as error:
-                if not lost and not self._stopped.is_set():
+                if not is_lost and not self._stopped.is_set():
                     self._on_lost(error)
-                lost = True
-            except Exception:  # without this thread ecompute would be deaf, and look as if it were well
+                is_lost = True
+            except Exception:  # without this thread ecompute would miss all changes and look healthy
                 log.exception('unexpected error while following %s; trying again', self._all[0].prefix)
             self._stopped.wait(self._backoff.next() * random.uniform(0.5, 1.0))
 
     def _list(self) -> list[int]:
-        """Read each prefix anew; from which revisions on to watch them. Fewer where stop() comes in between."""
+        """List each prefix again; return the revisions to watch from, fewer if stop() was called."""
         revisions = []
-        for prefix, _, kept in self._all:
+        for prefix, _, cache in self._all:
             if not self._stopped.is_set():
-                snapshot = self._store.snapshot(prefix, keep=kept.keep)
-                kept.end(snapshot.entries)
+                snapshot = self._store.snapshot(prefix, keep=cache.keep)
+                cache.end(snapshot.entries)
                 revisions.append(snapshot.revision + 1)
         return revisions
 
     def _watch(self, revisions: Sequence[int], known: KnownCluster | None) -> None:
-        """Apply the changes of each from its revision on, until the planned end; _Resync at any other.
+        """Apply the changes of each prefix until the planned end; raise _Resync at any other end.
 
-        `known` is what etcd is held against, None without a guard: what was seen of it before the list, and the
-        revision of that. Not what is seen by now: on a busy host another connection has been answered already by the
-        time a change is heard of here, and then every change would look as if that member lagged.
+        `cluster_before` (None without a guard) is the state of etcd that was known before the list, at the list's
+        revision. The state known now would be wrong: on a busy host another connection may have seen a newer revision
+        before a change arrives here, so every change would seem to come from a member that lags.
         """
-        wanted = []
-        for each, revision in zip(self._all, revisions, strict=True):
-            key = each.prefix.encode()
-            wanted.append(WatchCreate(key, after(key), revision))
-        self._call = self._store.watch(wanted, self._resync * random.uniform(0.8, 1.2))
+        requests = []
+        for prefix_watch, revision in zip(self._all, revisions, strict=True):
+            key = prefix_watch.prefix.encode()
+            requests.append(WatchCreate(key, after(key), revision))
+        self._call = self._store.watch(requests, self._resync * random.uniform(0.8, 1.2))
         if self._stopped.is_set():  # stop() may have come before there was a call to cancel
             self._call.cancel()
-        # etcd says which number a watch has in the order in which they were asked for, and before its first event.
+        # etcd numbers the watches in the order of the requests, and reports each number before its first event.
         watched: dict[int, _Watch] = {}
         try:
             for reply in self._call:
-                # A watch may be refused in the same message that says it was created.
+                # One message may report that a watch was created and that it is refused.
                 if reply.canceled or reply.compact_revision:
                     raise _Resync(f'etcd ended the watch: {reply.cancel_reason or "compacted"}')
-                # A member that lags may answer a watch; so may an etcd without our history. The next list tells.
+                # A member that lags may answer a watch, as may an etcd with another history: the next list shows which.
                 if known is not None and self._guard is not None and not self._guard.observe(known, header_of(reply)):
                     raise _Resync('the watch is answered by an etcd that is behind')
                 if reply.created:
                     watched[reply.watch_id] = self._all[len(watched)]
                 if len(watched) == len(self._all):
-                    self._backoff.reset()  # it lists and it watches: only now nothing is wrong any more
+                    self._backoff.reset()  # only now both the list and the watches have worked
                 if reply.events:
                     self._apply(reply.events, watched.get(reply.watch_id))
             raise _Resync('the stream ended')
