@@ -1,7 +1,7 @@
-"""What instances share, names, groups and quotas: changed only inside transactions that deliver or remove (rule 7).
+"""Names, groups and quotas, which instances share and only deliveries and removals change (rule 7).
 
-A name belongs to one living instance. One that failed is still found by it, on its record's lease, until somebody else
-takes the name. What outlives a claim is here, too, its generation, and how an instance is found by its uuid alone.
+A name belongs to one living instance. A failed one keeps it, on its record's lease, until another instance takes the
+name. Also here: notes of released claims' generations, and finding an instance's keys by its uuid.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from ecomp.store.client import AT_ONCE, Delete, Entry, Exists, Put, Store, Uncha
 
 Shared = TypeVar('Shared', Group, Quota)
 
+# The conditions and operations on shared keys in one transaction.
 Change = tuple[list[Unchanged], list[Put | Delete]]
-"""What a transaction compares, and does, about what is shared."""
 
+# Tries of a transaction; each one that fails means that another succeeded.
 TRIES = 100
-"""How often a transaction is tried that others win; each time one of them has got through."""
+# Maximum seconds between two tries.
 LONGEST = 0.05
-"""Seconds between two tries, at most."""
 
 
 class Excluded(Exception):
-    """Others were faster: only the instances in `kept` may still be where they are."""
+    """Other instances were faster: of these, only `admitted` may still be placed there."""
 
     def __init__(self, kept: Collection[str]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Excluded(Exception):
 
 
 def holder(entry: Entry) -> str:
-    """The instance a name's key is about. Unreadable."""
+    """Return the instance that a name's key belongs to; raise Unreadable."""
     try:
         return named(entry.value)
     except ValueError as error:
@@ -58,19 +58,20 @@ def holder(entry: Entry) -> str:
 
 
 def freed(store: Store, name: str | None, instance: str, lease: int = 0) -> Change:
-    """Let go of an instance's name: it goes, or stays on the `lease` of the record of one that failed.
+    """Return the change that deletes an instance's name, or moves it to its record's lease.
 
-    Nothing at all where the name is another's by now, or nobody's.
+    `record_lease` is that of an instance that failed, which is found by its name while its record is kept; 0 deletes
+    the name. The change is empty if the name is free or belongs to another instance.
     """
     entry = store.get(keys.name(name)) if name else None
     if entry is None or not _is_of(entry, instance):
         return [], []
-    change: Put | Delete = Put(entry.key, entry.value.decode(), lease) if lease else Delete(entry.key)
-    return [Unchanged(entry.key, entry.revision)], [change]
+    operation: Put | Delete = Put(entry.key, entry.value.decode(), lease) if lease else Delete(entry.key)
+    return [Unchanged(entry.key, entry.revision)], [operation]
 
 
 def given_back(store: Store, name: str | None, instance: str) -> Change | None:
-    """Give a living instance the name it had, where that is nobody's or a failed one's; None where it is another's."""
+    """Return the change that restores an instance's name; None if another living one has it."""
     entry = store.get(keys.name(name)) if name else None
     if name is None or (entry is not None and not entry.lease and _is_of(entry, instance)):
         return [], []
@@ -81,95 +82,96 @@ def given_back(store: Store, name: str | None, instance: str) -> Change | None:
 
 
 def group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
-    """A group, None if there is none, and the condition that this is still so. Unreadable."""
+    """Return a group, or None, and the condition that it stays so; raise Unreadable."""
     return _read(store, keys.group(name), lambda value: group_from_json(name, value))
 
 
 def groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[str]]:
-    """Those of these groups that there are, by name, and the names of those that cannot be read; 128 at a time."""
-    found: dict[str, Group] = {}
+    """Return the groups that exist, by name, and the names of unreadable ones."""
+    groups_by_name: dict[str, Group] = {}
     unreadable = set[str]()
-    wanted = sorted(map(keys.group, names))
-    for first in range(0, len(wanted), AT_ONCE):  # somebody may have made all of them as large as etcd takes
-        for key, entry in store.read(wanted[first : first + AT_ONCE]).items():
+    group_keys = sorted(map(keys.group, names))
+    for start in range(0, len(group_keys), AT_ONCE):  # each value may be as large as etcd allows
+        for key, entry in store.read(group_keys[start : start + AT_ONCE]).items():
             name = key.removeprefix(keys.GROUPS)
             try:
-                found[name] = group_from_json(name, entry.value)
+                groups_by_name[name] = group_from_json(name, entry.value)
             except ValueError:
                 unreadable.add(name)
-    return found, unreadable
+    return groups_by_name, unreadable
 
 
 def quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
-    """A project's quota, None if it has none, and the condition that this is still so. Unreadable."""
+    """Return a project's quota, or None, and the condition that it stays so; raise Unreadable."""
     return _read(store, keys.quota(project), lambda value: quota_from_json(project, value))
 
 
 def every(
     store: Store, prefix: str, read: Callable[[Store, str], tuple[Shared | None, Unchanged]]
 ) -> tuple[list[Shared], list[EcompError]]:
-    """All groups or quotas, by name, and what is wrong with those that cannot be read."""
-    found: list[Shared] = []
-    unreadable: list[EcompError] = []
+    """Return all groups or quotas by name, and an error for each unreadable one."""
+    values: list[Shared] = []
+    errors: list[EcompError] = []
     for key in sorted(store.snapshot(prefix, keys_only=True).entries):
         try:
-            each, _ = read(store, key.removeprefix(prefix))
-            found += [each] if each is not None else []
+            value, _ = read(store, key.removeprefix(prefix))
+            values += [value] if value is not None else []
         except Unreadable as error:
-            unreadable.append(error)
-    return found, unreadable
+            errors.append(error)
+    return values, errors
 
 
 def joined(store: Store, wanted: Membership | None, places: Mapping[str, str]) -> Change:
-    """Join the group: {instance: compute, or '' for one that waits in a queue}.
+    """Return the change that adds instances to their group.
 
-    Errors: Excluded, UsageError (nobody has said what it is), Conflict (it is another, or full).
+    `places` is {instance: compute, or '' if queued}. Raises Excluded if the group's rule forbids some of them,
+    UsageError if the group is new and has no policy, Conflict if it has another policy or is full, Unreadable if it is
+    malformed.
     """
     if wanted is None:
         return [], []
-    there, unchanged = group(store, wanted.name)
-    theirs = settle(there, wanted)
-    kept = allowed(theirs, places)
-    if len(kept) < len(places):
-        raise Excluded(kept)
-    now = theirs.with_members(places)
-    if len(now.members) > LARGEST:
-        raise Conflict(f'group {wanted.name} has {len(theirs.members)} members, and {LARGEST} at most: take another')
-    return [unchanged], [put_group(now)]
+    existing, unchanged = group(store, wanted.name)
+    settled = settle(existing, wanted)
+    admitted = allowed(settled, places)
+    if len(admitted) < len(places):
+        raise Excluded(admitted)
+    extended = settled.with_members(places)
+    if len(extended.members) > LARGEST:
+        raise Conflict(f'group {wanted.name} has {len(settled.members)} members, and {LARGEST} at most: take another')
+    return [unchanged], [put_group(extended)]
 
 
 def charged(store: Store, project: str, resources: Mapping[str, Resources]) -> Change:
-    """Count what these instances have in the project's quota, if there is one. Errors: Excluded."""
-    counted, unchanged = quota(store, project)
-    if counted is None:
-        return [unchanged], []  # one that is made this moment counts what is there
-    charges = {instance: charge(each) for instance, each in resources.items()}
-    kept: list[str] = []
+    """Return the change that charges the project's quota, if any; raise Excluded or Unreadable."""
+    current, unchanged = quota(store, project)
+    if current is None:
+        return [unchanged], []  # a quota that is set concurrently counts all requests itself
+    charges = {instance: charge(amounts) for instance, amounts in resources.items()}
+    admitted: list[str] = []
     for instance in charges:
-        if counted.excess(summed(charges[each] for each in (*kept, instance))):
-            raise Excluded(kept)
-        kept.append(instance)
-    return [unchanged], [put_quota(counted.with_used(summed(charges.values())))]
+        if current.excess(summed(charges[name] for name in (*admitted, instance))):
+            raise Excluded(admitted)
+        admitted.append(instance)
+    return [unchanged], [put_quota(current.with_used(summed(charges.values())))]
 
 
 def recharged(store: Store, project: str, resources: Resources) -> Change:
-    """Count what a living instance has in the project's quota, whatever that allows by now: it is where it is."""
-    counted, unchanged = quota(store, project)
-    return [unchanged], [] if counted is None else [put_quota(counted.with_used(charge(resources)))]
+    """Return the change that charges a living instance even over quota; raise Unreadable."""
+    current, unchanged = quota(store, project)
+    return [unchanged], [] if current is None else [put_quota(current.with_used(charge(resources)))]
 
 
 def together(*changes: Change) -> Change:
-    """Join several changes of a transaction into one."""
+    """Merge several changes into one."""
     conditions: list[Unchanged] = []
     operations: list[Put | Delete] = []
-    for unchanged, change in changes:
-        conditions += unchanged
-        operations += change
+    for change_conditions, change_operations in changes:
+        conditions += change_conditions
+        operations += change_operations
     return conditions, operations
 
 
 def put_quota(found: Quota) -> Put:
-    """The write of a quota's key."""
     return Put(keys.quota(found.project), quota_to_json(found))
 
 
@@ -181,67 +183,65 @@ def write_end(
     shares: bool = True,
     seconds: int | None = None,
 ) -> int | None:
-    """Write an instance's last record, on a lease, and let go of all it shared, unless `shares` is False.
+    """Write an instance's final record, on a lease, and release the keys it shared.
 
-    `removed`: the other keys that go; `seconds`: of the lease, None: as long as any such record is kept.
-
-    By its name an instance in error is found as long as its record is there.
-    The new revision; None where it is one of `conditions` that does not hold. Errors: those of the store.
+    With `release_shared` False those stay. `removed_keys` are deleted, too. The lease lasts `lease_seconds` (None: as
+    long as records of this state are kept); the name of an instance in the state error stays as long.
+    Returns the new revision, or None if one of `conditions` does not hold. Raises the store's errors.
     """
     key = keys.record(record.compute, record.instance)
-    # Only the record of an instance in error is on a lease before its end.
-    before = store.get(key) if record.state == GONE and record.error is not None else None
+    # Before its end, only the record of an instance in the state error is on a lease.
+    error_record = store.get(key) if record.state == GONE and record.error is not None else None
     lease = store.grant(seconds or KEPT[record.state])
     put = Put(key, record_to_json(record), lease)
-    named = lease if record.state == ERROR else 0
-    shared = partial(ended, store, record, named) if shares else unshared
-    written = commit_with(store, conditions, [put, *map(Delete, removed)], shared, lease)
-    if written is not None and before is not None:
-        quietly_revoke(store, before.lease)
+    name_lease = lease if record.state == ERROR else 0
+    make_change = partial(ended, store, record, name_lease) if shares else unshared
+    written = commit_with(store, conditions, [put, *map(Delete, removed)], make_change, lease)
+    if written is not None and error_record is not None:
+        quietly_revoke(store, error_record.lease)
     return written
 
 
 def unshared() -> Change:
-    """No change of what is shared."""
     return [], []
 
 
 def quietly_revoke(store: Store, lease: int) -> None:
-    """Revoke a lease that no key needs any more, unless it is 0; if etcd cannot be reached, it ends by itself."""
+    """Revoke a lease that is no longer needed, unless it is 0; on an error it just expires."""
     if lease:
         with suppress(EcompError):
             store.revoke(lease)
 
 
 def ended(store: Store, record: Record, lease: int = 0) -> Change:
-    """Let go of all that an instance shared: its name (kept on the `lease` of one that failed), group and quota.
+    """Return the change that releases an instance's name, group slot and quota charge.
 
-    A group or quota that cannot be read is left as it is: what ends is not to wait for somebody to mend it. What failed
-    has given its share of a quota back by then; a destroy of it, put by hand, does not once more.
+    For `record_lease` see release_name(). A malformed group or quota is left as it is, so that the end need not wait
+    for a repair. A failed instance has already released its charge, so a manual request to destroy it releases none.
     """
     conditions, operations = freed(store, record.name, record.instance, lease)
     with suppress(Unreadable):
-        theirs, unchanged = group(store, record.group.name) if record.group else (None, None)
-        if theirs is not None and unchanged is not None and record.instance in theirs.members:
+        members_group, unchanged = group(store, record.group.name) if record.group else (None, None)
+        if members_group is not None and unchanged is not None and record.instance in members_group.members:
             conditions.append(unchanged)
-            operations.append(put_group(theirs.without(record.instance)))
+            operations.append(put_group(members_group.without(record.instance)))
     with suppress(Unreadable):
-        counted, unchanged = quota(store, record.project_id)
-        conditions.append(unchanged)  # one that is made this moment counts what is there
-        if counted is not None and not (record.state == GONE and record.error is not None):
-            operations.append(put_quota(counted.without_used(charge(record.resources))))
+        current, unchanged = quota(store, record.project_id)
+        conditions.append(unchanged)  # a quota that is set concurrently counts all requests itself
+        if current is not None and not (record.state == GONE and record.error is not None):
+            operations.append(put_quota(current.without_used(charge(record.resources))))
     return conditions, operations
 
 
 def rejoined(store: Store, wanted: Membership | None, instance: str, compute: str) -> Change:
-    """See that a living instance is in its group, whatever that says by now: it is where it is."""
+    """Return the change that adds a living instance to its group in any case; raise Unreadable."""
     if wanted is None:
         return [], []
-    there, unchanged = group(store, wanted.name)
-    if there is not None and there.members.get(instance) == compute:
+    existing, unchanged = group(store, wanted.name)
+    if existing is not None and existing.members.get(instance) == compute:
         return [], []
-    now = there or Group(wanted.name, wanted.policy or '', bool(wanted.strict))
-    return [unchanged], [put_group(now.with_members({instance: compute}))]
+    target = existing or Group(wanted.name, wanted.policy or '', bool(wanted.strict))
+    return [unchanged], [put_group(target.with_members({instance: compute}))]
 
 
 def commit_with(
@@ -251,24 +251,25 @@ def commit_with(
     shared: Callable[[], Change],
     lease: int = 0,
 ) -> int | None:
-    """Commit, with a change of what others change too, made anew as long as it is that which they change.
+    """Commit with a change of shared keys, which is made again while those keys change.
 
-    The new revision; None where it is one of `conditions` that does not hold. Errors: those of the store, of `shared`.
-    `lease` was granted for this transaction: it is revoked if nothing was written.
+    Returns the new revision, or None if one of `conditions` does not hold or MAX_TRIES tries were not enough. Raises
+    errors of the store and of `make_change`. `lease` was granted for this transaction; it is revoked if nothing was
+    written.
     """
     try:
-        mine, change = shared()
+        shared_conditions, shared_operations = shared()
         for _ in range(TRIES):
-            written = store.commit([*conditions, *mine], [*operations, *change])
+            written = store.commit([*conditions, *shared_conditions], [*operations, *shared_operations])
             if written is not None:
                 return written
-            before = mine
-            mine, change = shared()
-            if mine == before:
+            previous = shared_conditions
+            shared_conditions, shared_operations = shared()
+            if shared_conditions == previous:
                 break
             time.sleep(random.uniform(0, LONGEST))
     except Exception as error:
-        # These may have been carried out: etcd is found strange by what it answers, after that.
+        # After these errors the transaction may have been committed: etcd may be found strange by its answer.
         if not isinstance(error, UnknownOutcome | NoSpace | StrangeEtcd):
             quietly_revoke(store, lease)
         raise
@@ -277,7 +278,7 @@ def commit_with(
 
 
 def put_group(found: Group) -> Put | Delete:
-    """The write of a group's key, or its deletion where nobody is in the group."""
+    """Return the write of a group's key, or its deletion if it has no members."""
     key = keys.group(found.name)
     return Put(key, group_to_json(found)) if found.members else Delete(key)
 
@@ -299,24 +300,21 @@ def _is_of(entry: Entry, instance: str) -> bool:
         return False
 
 
+# Seconds that the generation of a released claim is noted; no release sent earlier is still on its way.
 NOTE_SECONDS = 3600
-"""Seconds for which the generation of a released claim is noted. A release that was sent longer ago than this is not on
-its way any more."""
+# Tries to write a note whose answer is lost; then UnknownOutcome.
 NOTE_TRIES = 3
-"""How often a note is sent of which no answer comes; then UnknownOutcome."""
+# A higher noted generation counts as this: each step up to it is a call to placement, for which others wait. It is
+# reached by a manual write, or by 50 claims and releases of an instance within the hour; from then on a late release
+# could meet the number of another claim again.
 MAX_NOTED = 50
-"""A generation above this counts as this one: each step up to it is a call to placement, and others wait for it.
-
-Whoever writes a larger one by hand gets there, and who claims and releases one instance 50 times within the hour: from
-then on a late release could meet the number of another claim again.
-"""
 
 
 def note_released(store: Store, generations: Mapping[str, int]) -> None:
-    """Note that claims of these generations are released next: {instance: generation}, at most 128 of them.
+    """Note the generations, {instance: generation}, of at most 128 claims to be released next.
 
-    Nothing is noted in an etcd that is full: what is claimed may go all the same, and nobody can announce a new claim.
-    Errors: Unreachable, UnknownOutcome: nothing may be released then.
+    A full etcd gets no note: the claims may be released nevertheless, since no attempt can be announced there. Raises
+    Unreachable or UnknownOutcome: then nothing may be released.
     """
     if not generations:
         return
@@ -329,66 +327,62 @@ def _write_note(store: Store, generations: Mapping[str, int]) -> None:
     by_key: dict[str, dict[str, int]] = {}
     for instance, generation in generations.items():
         by_key.setdefault(keys.released(instance, lease), {})[instance] = generation
-    puts = [Put(key, released_to_json(theirs), lease) for key, theirs in by_key.items()]
-    for left in reversed(range(NOTE_TRIES)):
+    puts = [Put(key, released_to_json(noted), lease) for key, noted in by_key.items()]
+    for remaining_tries in reversed(range(NOTE_TRIES)):
         try:
             store.commit([], puts)
             return
-        except UnknownOutcome:  # written twice it says the same
-            if not left:
+        except UnknownOutcome:  # writing the note twice does no harm
+            if not remaining_tries:
                 raise
 
 
 def highest_released(store: Store, instances: Collection[str]) -> int:
-    """The highest generation that is noted for any of these; 0 if none is. Asked after something was claimed."""
-    prefixes = {keys.released_prefix(each) for each in instances}
-    found = 0
+    """Return the highest generation noted for these instances, or 0; to call after a claim."""
+    prefixes = {keys.released_prefix(instance) for instance in instances}
+    highest = 0
 
-    def look(noted: Entry) -> None:  # nothing is kept: somebody may have put as much there as etcd takes
-        nonlocal found
-        theirs = released_from_json(noted.value)
-        found = max([found, *(theirs.get(name, 0) for name in instances)])
+    def inspect(noted: Entry) -> None:  # returns None, so no entry is kept: each may be as large as etcd allows
+        nonlocal highest
+        generations = released_from_json(noted.value)
+        highest = max([highest, *(generations.get(name, 0) for name in instances)])
 
-    store.snapshot(prefixes.pop() if len(prefixes) == 1 else keys.RELEASED, keep=look)
-    return found
+    store.snapshot(prefixes.pop() if len(prefixes) == 1 else keys.RELEASED, keep=inspect)
+    return highest
 
 
 def released_to_json(generations: Mapping[str, int]) -> str:
-    """The generation that a claim had when it was released, so that the next claim of the same instance gets a higher
-    one.
+    """Encode the generations of released claims, {instance: generation}, as a note.
 
-    Placement counts a consumer's generation from 1 again once it holds nothing. Somebody who read it before that, and
-    releases by it late, could meet the same number at another claim. So whoever releases a claim notes its generation
-    first, and whoever claims for an instance that others may have claimed for goes on until it is above what is noted.
+    Placement counts a consumer's generation from 1 again once it holds nothing. So a process that read it before, and
+    releases late, could hit another claim with the same number. Therefore a generation is noted before its claim is
+    released, and a claim for an instance that others may have claimed for is repeated until its generation is higher.
 
-    Each note is a key of its own, on a lease of its own: nobody has to read or compare anything to write one. It has
-    {"version", "generations": {instance: number}}, of instances that begin with the key's 2 digits.
+    Each note is a key on a lease of its own, so writing one needs no read and no comparison. It holds {"version",
+    "generations"} for instances whose uuids begin with the key's 2 digits.
     """
     return dump({'version': 1, 'generations': dict(generations)})
 
 
 def released_from_json(value: bytes) -> dict[str, int]:
-    """What a key says: {instance: generation}; nothing where nobody of ours wrote it."""
-    found = load_if_object(value).get('generations')
-    entries = found.items() if isinstance(found, dict) else ()
+    """Decode a note as {instance: generation}; {} if ecomp did not write it."""
+    generations = load_if_object(value).get('generations')
+    entries = generations.items() if isinstance(generations, dict) else ()
     return {name: min(number, MAX_NOTED) for name, number in entries if type(number) is int and number > 0}
 
 
 class Index:
-    """The keys of many instances, as they were when they were listed.
+    """The keys of many instances at the time of the listing, see read_index().
 
-    Nothing in etcd says which compute an instance's keys lie below. The living ones are asked for first, 64 in one
-    transaction; only what none of them has costs a list of every key. Whoever asks for many instances makes that list
-    once, see index().
+    Nothing in etcd says below which compute an instance's keys are. A single lookup reads the keys of the living
+    computes, 64 computes a transaction, and lists all keys only if none of those has it. With an index many lookups
+    share one listing.
     """
 
     def __init__(
         self, requests: Mapping[str, Sequence[str]], records: Callable[[], Mapping[str, Sequence[str]]] = dict
     ) -> None:
-        """`requests` is {instance: its keys below /hosts/}, `records` lists those below /instances/ likewise.
-
-        That is called once, when somebody asks for an instance that is not in `requests`.
-        """
+        """Take {instance: keys below /hosts/} and a function that lists those below /instances/."""
         self.requests = requests
         self._list_records = records
 
@@ -399,68 +393,62 @@ class Index:
 
 
 def find_places(store: Store, instance: str) -> Places[Entry]:
-    """Find the instance's keys, wherever they are; empty if there are none.
+    """Find the instance's keys below any compute; empty if there are none.
 
-    Queues are not looked at: what waits in one meanwhile may have been there before.
+    Queues are not read: read them first, since an instance may leave its queue in between.
     """
     return near(store, instance) or listed(store, instance)
 
 
 def near(store: Store, instance: str, among: Index | None = None) -> Places[Entry] | None:
-    """Find the instance's keys where they were, or among the living computes'; None if none of these has it.
-
-    `among`: an index made before this, None for none.
-    """
+    """Find the instance's keys by an earlier index or at living computes; None if elsewhere."""
     if among is not None:
-        at = listed(store, instance, among)
-        # What went out of its queue is below no compute, and nowhere else ever.
-        if at.compute or at.record_key == keys.record('', instance):
-            return at
-    there = store.snapshot(keys.COMPUTES, keys_only=True).entries
-    alive = {keys.last(key) for key, each in there.items() if each.lease and keys.is_uuid(keys.last(key))}
-    both = [key for each in sorted(alive) for key in (keys.request(each, instance), keys.record(each, instance))]
-    found = _judged(store, instance, store.read([*both, keys.old_record(instance)]))
-    return found if found is not None and found.compute in alive else None
+        places = listed(store, instance, among)
+        # An instance that ended in its queue is below no compute, and never elsewhere.
+        if places.compute or places.record_key == keys.record('', instance):
+            return places
+    presences = store.snapshot(keys.COMPUTES, keys_only=True).entries
+    alive = {keys.last(key) for key, entry in presences.items() if entry.lease and keys.is_uuid(keys.last(key))}
+    possible = [key for host in sorted(alive) for key in (keys.request(host, instance), keys.record(host, instance))]
+    living_places = _judged(store, instance, store.read([*possible, keys.old_record(instance)]))
+    return living_places if living_places is not None and living_places.compute in alive else None
 
 
 def lives(store: Store, instance: str) -> bool:
-    """Whether any compute has a record of it that says so. ValueError for one that cannot be understood."""
-    among = index(store)
-    # All of them, wherever it is asked for; and where it is asked for also what was not there yet.
-    mine = {*_records_of(among, instance), *among.records.get(instance, ())}
-    at = by_instance(store.read(sorted(mine)).items()).get(instance) or Places()
-    records = [record_from_json(each.value) for each in at.records.values()]
-    return any(each.state not in (GONE, ERROR) for each in records)
+    """Return whether any record of the instance is unfinished; ValueError if one is malformed."""
+    key_index = index(store)
+    # All records, whichever computes have a request; with requests, also records written since the listing.
+    record_keys = {*_records_of(key_index, instance), *key_index.records.get(instance, ())}
+    places = by_instance(store.read(sorted(record_keys)).items()).get(instance) or Places()
+    records = [record_from_json(entry.value) for entry in places.records.values()]
+    return any(record.state not in (GONE, ERROR) for record in records)
 
 
 def index(store: Store) -> Index:
-    """List the names of all requests, and of all records once they are asked for.
-
-    10,000 names take a tenth of a second, most of it reading the answer.
-    """
-    # Requests before records: what ends meanwhile is then seen twice rather than not at all.
+    """List the keys of all requests (10,000 take 0.1 s), and of all records when needed."""
+    # Requests before records: an instance that ends in between is seen twice rather than missed.
     return Index(_names(store, keys.HOSTS), partial(_names, store, keys.INSTANCES))
 
 
 def _names(store: Store, family: str) -> Mapping[str, Sequence[str]]:
-    found: dict[str, list[str]] = {}
+    keys_by_instance: dict[str, list[str]] = {}
     for key in store.snapshot(family, keys_only=True).entries:
-        # What a compute puts elsewhere below its own uuid is of no instance, whatever its last part says.
-        if (parts := key.count('/')) == 3 or (parts == 2 and family == keys.INSTANCES):
-            found.setdefault(keys.last(key), []).append(key)
-    return found
+        # Other keys below a compute are of no instance, whatever their last part is.
+        if (slashes := key.count('/')) == 3 or (slashes == 2 and family == keys.INSTANCES):
+            keys_by_instance.setdefault(keys.last(key), []).append(key)
+    return keys_by_instance
 
 
 def listed(store: Store, instance: str, among: Index | None = None) -> Places[Entry]:
-    """Find the instance's keys by listing the names of all keys. Look at the queues before this.
+    """Find the instance's keys by listing all keys, or in an earlier index; read queues first.
 
-    `among`: an index made before this; where the instance was not in it, or has no such key any more, none is found.
+    Empty if there are none, or if the index lacks them.
     """
     among = index(store) if among is None else among
-    # A record may be written, and its request go, since the names were read. Where it is asked for no other one counts.
-    asked = among.requests.get(instance, ())
-    mine = [*asked, *_records_of(among, instance)] if asked else among.records.get(instance, ())
-    return _judged(store, instance, store.read(sorted(mine))) or Places() if mine else Places()
+    # Since the listing a record may have been written and its request deleted. With a request, no other record counts.
+    request_keys = among.requests.get(instance, ())
+    own_keys = [*request_keys, *_records_of(among, instance)] if request_keys else among.records.get(instance, ())
+    return _judged(store, instance, store.read(sorted(own_keys))) or Places() if own_keys else Places()
 
 
 def _judged(store: Store, instance: str, found: Mapping[str, Entry]) -> Places[Entry] | None:
@@ -468,19 +456,19 @@ def _judged(store: Store, instance: str, found: Mapping[str, Entry]) -> Places[E
 
 
 def everywhere(store: Store, found: Iterable[tuple[str, Entry]]) -> dict[str, Places[Entry]]:
-    """by_instance(); of what several computes are asked for, the one that holds its claim is believed.
+    """Group entries by instance; of several with a request, mark the computes without a claim.
 
-    Which one that is nobody is asked by a store without `claims`. Errors: those of placement.
+    Only a store with `claims` asks placement for that, and raises its errors.
     """
-    there = by_instance(found)
+    places_by_instance = by_instance(found)
     if store.claims is not None:
         claims = cache(store.claims)
-        for instance, at in there.items():
-            at.judge(instance, claims)
-    return there
+        for instance, places in places_by_instance.items():
+            places.judge(instance, claims)
+    return places_by_instance
 
 
 def _records_of(among: Index, instance: str) -> list[str]:
-    """The keys at which the computes that are asked for it have its record, or will."""
-    asked = among.requests.get(instance, ())
-    return [*(keys.record(key.split('/')[2], instance) for key in asked), keys.old_record(instance)]
+    """Return the keys at which the computes with a request have, or will have, their record."""
+    request_keys = among.requests.get(instance, ())
+    return [*(keys.record(key.split('/')[2], instance) for key in request_keys), keys.old_record(instance)]
