@@ -1,4 +1,4 @@
-"""The placement border: HTTP to OpenStack's placement, one microversion, errors by code.
+"""The placement client: HTTP to OpenStack's placement, one microversion, errors by code.
 
 https://docs.openstack.org/api-ref/placement/
 """

@@ -1,4 +1,4 @@
-"""HTTP to placement by http.client and ssl alone: any HTTP library takes a command more time to load than this takes.
+"""HTTP to placement with http.client and ssl alone: loading any HTTP library takes longer than a command.
 
 https://docs.python.org/3/library/http.client.html
 """
@@ -30,37 +30,35 @@ if TYPE_CHECKING:
 
 MICROVERSION = '.'.join(map(str, allocation.MICROVERSION))
 
+# Maximum idle connections to placement per process.
 POOL = 16
-"""Connections to placement that a process keeps for the next call."""
 
 HEADERS = {
     'openstack-api-version': f'placement {MICROVERSION}',
     'accept': 'application/json',
-    # What is packed may be a thousand times as long.
+    # A compressed answer could be a thousand times as long.
     'accept-encoding': 'identity',
 }
 
+# Characters of a path and its query that are sent unquoted, besides letters and digits; `%` begins a quoted one.
 SAFE = "!$&'()*+,;=:@/?~%-._"
-"""Characters of a path and its query that are sent as they are, as letters and digits are; `%` begins a quoted one."""
 
+# Bytes of one read.
 PIECE = 65536
-"""Bytes that are read at once."""
 
+# Seconds that idle connections are kept: more than a minute, in which each compute sends one request, and less than the
+# time after which a firewall on the path silently forgets them.
 KEPT = 90.0
-"""Seconds for which connections are kept: a firewall on the way forgets them at last, without a word.
 
-More than a minute, in which each compute asks once.
-"""
-
+# Seconds before a read is sent for the second and third time, give or take a fifth. A write is sent once.
 RETRY_PAUSES = (0.0, 0.5)
-"""Seconds before a read is sent for the second and third time, give or take a fifth. A write is sent once."""
 
+# Statuses of a proxy to which placement does not answer: reads are sent again.
 BUSY = (502, 503, 504)
-"""Statuses with which a proxy says that placement does not answer it: reads are sent again."""
 
 
 class Answer(NamedTuple):
-    """An answer. Of `headers` each is there by its name in small letters."""
+    """An answer; the names of its `headers` are in lower case."""
 
     status_code: int
     content: bytes
@@ -68,10 +66,10 @@ class Answer(NamedTuple):
 
 
 def _token_in(path: Path, placement: str) -> str:
-    """The token in a file. Unreachable for one that cannot be read, is empty or is none of a header's words.
+    """Return the token in a file; raise Unreachable unless the file holds one ASCII word.
 
-    Unreachable, because a file that is being exchanged is missing or empty for a moment, and the next call may do. Its
-    `backend` names the file too: who logs a backend's loss once must not take it for a loss of placement before.
+    Unreachable, because a file is missing or empty for a moment while it is exchanged. Its `backend` names the file:
+    else a caller that logs each backend's loss once would take it for an earlier loss of placement.
     """
     backend = f'{placement} (token_file {path})'
     try:
@@ -84,39 +82,38 @@ def _token_in(path: Path, placement: str) -> str:
     return token
 
 
-# A socket's time limit is between two bytes, and http.client has no limit of bytes: a server that sends a byte a
-# second, or never stops, would hold a thread, or fill the memory, for ever. So each read of an answer, its head
-# included, looks at both.
+# A socket's timeout is per read, and http.client has no limit of bytes: a server that sends a byte a second, or never
+# stops, would block a thread or fill the memory. So each read of an answer, headers included, checks both limits.
 
 
 class AnswerLimits(NamedTuple):
-    """Limits of one answer, over all the tries it takes."""
+    """Limits of one answer's bytes and seconds, retries included."""
 
     size: int
     seconds: float
 
 
+# Ten thousand candidates are 10 MB.
 LIMITS = AnswerLimits(64 * 1024**2, 60.0)
-"""Ten thousand candidates are 10 MB."""
 
 
 class Overlong(OSError):
-    """The answer has more bytes than are taken."""
+    """The answer has more bytes than are accepted."""
 
 
+# Maximum bytes of each answer to this thread's call, and its deadline on the monotonic clock.
 _LEFT: ContextVar[tuple[int, float]] = ContextVar('what is left of the call of this thread')
-"""Bytes of each answer, and until when on the monotonic clock."""
 
 
 def _begin(limits: AnswerLimits) -> float:
-    """Start these limits for the next call of this thread, retries included; return when its time is up."""
-    until = time.monotonic() + limits.seconds
-    _LEFT.set((limits.size, until))
-    return until
+    """Start the limits of this thread's next call, retries included; return its deadline."""
+    deadline = time.monotonic() + limits.seconds
+    _LEFT.set((limits.size, deadline))
+    return deadline
 
 
 class _Reader(io.RawIOBase):
-    """The bytes of one answer, from its head on."""
+    """The bytes of one answer from its headers on, within the limits of the call."""
 
     def __init__(self, raw: io.RawIOBase, sock: Any) -> None:
         self._raw, self._sock = raw, sock
@@ -124,16 +121,15 @@ class _Reader(io.RawIOBase):
         self._patience = sock.gettimeout() or self._until
 
     def readable(self) -> bool:
-        """It is there for nothing else."""
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        """See io.RawIOBase. TimeoutError, Overlong."""
-        left = self._until - time.monotonic()
-        if left <= 0:
+        """Read as io.RawIOBase does; raise TimeoutError or AnswerTooLong."""
+        seconds = self._until - time.monotonic()
+        if seconds <= 0:
             raise TimeoutError('no whole answer in time')
-        if left < self._patience:
-            self._sock.settimeout(left)
+        if seconds < self._patience:
+            self._sock.settimeout(seconds)
         count: int | None = self._raw.readinto(buffer)  # type: ignore[attr-defined]
         self._left -= count or 0
         if self._left < 0:
@@ -141,13 +137,13 @@ class _Reader(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        """The socket stays with its connection."""
+        """Close the reader; the socket stays with its connection."""
         self._raw.close()
         super().close()
 
 
 class _Response(http.client.HTTPResponse):
-    """http.client's, with limits. Call _begin() before each request."""
+    """http.client's response with limits; call _start_limits() before each request."""
 
     def __init__(self, sock: Any, *given: Any, **named: Any) -> None:
         super().__init__(sock, *given, **named)
@@ -159,11 +155,13 @@ class _Http(http.client.HTTPConnection):
 
 
 class Connections:
-    """The connections to placement. May be shared by threads."""
+    """The connections to placement; threads may share it."""
 
     def __init__(self, config: PlacementConfig, timeout: tuple[float, float], limits: AnswerLimits) -> None:
-        """`timeout` is how many seconds it may take to connect, and pass without a byte."""
-        self._config, self._timeout, self._limits = config, timeout, limits
+        """Set the endpoint; `timeout` is the seconds to connect and between two bytes."""
+        self._config = config
+        self._timeout = timeout
+        self._limits = limits
         self.endpoint = config.endpoint.rstrip('/')
         self.name = f'placement at {self.endpoint}'
         parts = urlsplit(self.endpoint)
@@ -174,31 +172,33 @@ class Connections:
         self._idle: list[tuple[float, http.client.HTTPConnection]] = []
 
     def close(self) -> None:
-        """Close all connections that are idle."""
+        """Close the idle connections."""
         with self._lock:
             while self._idle:
                 self._idle.pop()[1].close()
 
     def token(self) -> str:
-        """What the file has at each call, or `admin`, which placement takes without authentication. Unreachable."""
+        """Return the token file's content, or `admin` without a file; raise Unreachable.
+
+        It is read for each call. A placement without authentication accepts `admin`.
+        """
         return 'admin' if self._config.token_file is None else _token_in(self._config.token_file, self.name)
 
     def foreign(self, kind: type[Unreachable] = Unreachable) -> Unreachable:
-        """Make the error for an answer that placement does not give, so that something else is listening there."""
+        """Return the error for an answer that is not placement's: another server listens there."""
         return kind(f'{self.endpoint} answers, but not as placement does: is `placement:` right?', self.name)
 
     def lost(self, kind: type[Unreachable], why: str) -> Unreachable:
-        """Make the error for a call that got no answer, and why."""
+        """Return the error for a call without an answer."""
         return kind(f'{self.name} cannot be reached: {why}', self.name)
 
     def broken(self, kind: type[Unreachable]) -> Unreachable:
-        """Make the error for a call whose connection broke."""
-        # Whoever does not take our certificate often hangs up before its word about that arrives.
+        # A server that rejects our certificate often closes the connection before its alert arrives.
         question = ': does it take our certificate?' if self.endpoint.startswith('https:') else ''
         return self.lost(kind, f'the connection broke{question}')
 
     def late(self, kind: type[Unreachable], until: float) -> Unreachable:
-        """Make the error for an answer that did not come, or not whole; `until` is when its time is up."""
+        """Return the error for a late answer: by the timeout, or by the `deadline` of the call."""
         if time.monotonic() < until:
             return kind(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name)
         return kind(f'{self.name} gave no whole answer in {self._limits.seconds:g} s', self.name)
@@ -206,14 +206,10 @@ class Connections:
     def send(self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]) -> Answer:
         """Send a request and return the answer, whatever its status.
 
-        Args:
-            path: with its query.
-            body: sent as JSON; None for no body.
-
-        Raises:
-            Unreachable: nothing was sent. `unanswered`: the request may have been carried out.
+        `path` includes the query; `body` is sent as JSON unless None. Raises Unreachable if nothing was sent, and
+        `no_answer_error` if the request may have been carried out.
         """
-        until = _begin(self._limits)
+        deadline = _begin(self._limits)
         path, content = quote_path(self._path + path), None
         if body is not None:
             content = json.dumps(body, allow_nan=False).encode()
@@ -223,7 +219,7 @@ class Connections:
                 answer = self._exchange(method, path, content, unanswered)
             except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
                 if not pauses or not _may_pass(error):
-                    raise self._failure(error, unanswered, until) from error
+                    raise self._failure(error, unanswered, deadline) from error
             else:
                 if not pauses or answer.status_code not in BUSY:
                     return answer
@@ -239,12 +235,12 @@ class Connections:
             response = connection.getresponse()
             if response.headers.get('content-encoding', 'identity') != 'identity':
                 raise self.foreign(unanswered)
-            told = {name.lower(): value for name, value in response.headers.items()}
-            answer = Answer(response.status, _whole(response), told)
+            headers_by_name = {name.lower(): value for name, value in response.headers.items()}
+            answer = Answer(response.status, _whole(response), headers_by_name)
         except BaseException as error:
             connection.close()
             if isinstance(error, OSError):
-                self.close()  # the others are as old: each that was forgotten on the way would take as long again
+                self.close()  # the idle ones are as old: each one that a firewall forgot would take as long again
             raise
         if response.will_close:
             connection.close()
@@ -253,7 +249,7 @@ class Connections:
         return answer
 
     def _failure(self, error: Exception, unanswered: type[Unreachable], until: float) -> Unreachable:
-        """Make the error for a call without an answer, or without a whole one."""
+        """Return the error for a call without a complete answer."""
         if isinstance(error, TimeoutError):
             return self.late(unanswered, until)
         if isinstance(error, ssl.SSLError):
@@ -263,25 +259,25 @@ class Connections:
         return self.foreign(unanswered)
 
     def _connected(self) -> http.client.HTTPConnection:
-        """Return an idle connection, or a new one. Unreachable if there is none."""
+        """Return an idle connection or a new one; raise Unreachable."""
         with self._lock:
             while self._idle:
-                since, kept = self._idle.pop()
-                if time.monotonic() < since + KEPT and _is_open(kept):
-                    kept.sock.settimeout(self._timeout[1])
-                    return kept
-                kept.close()
+                since, idle = self._idle.pop()
+                if time.monotonic() < since + KEPT and _is_open(idle):
+                    idle.sock.settimeout(self._timeout[1])
+                    return idle
+                idle.close()
         context = self._context() if self._is_secure else None
-        # As bytes: of text Python would look whether it is written in another alphabet, and load what that takes.
-        where: Any = self._host.encode() if self._host.isascii() else self._host
+        # As bytes: for text Python would load its IDNA codec.
+        server_name: Any = self._host.encode() if self._host.isascii() else self._host
         try:
-            sock = connection_to(where, self._port, self._timeout[0], self._timeout[0])
+            sock = connection_to(server_name, self._port, self._timeout[0], self._timeout[0])
         except (OSError, ValueError) as error:
             raise self.lost(Unreachable, 'no connection') from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            made = _Http(self._host, self._port)
-            made.sock = sock if context is None else context.wrap_socket(sock, server_hostname=where)
+            connection = _Http(self._host, self._port)
+            connection.sock = sock if context is None else context.wrap_socket(sock, server_hostname=server_name)
         except (OSError, ValueError) as error:
             sock.close()
             if isinstance(error, ssl.SSLError):
@@ -289,8 +285,8 @@ class Connections:
             if isinstance(error, ConnectionError):
                 raise self.broken(Unreachable) from error
             raise self.lost(Unreachable, 'no connection') from error
-        made.sock.settimeout(self._timeout[1])
-        return made
+        connection.sock.settimeout(self._timeout[1])
+        return connection
 
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
@@ -300,14 +296,14 @@ class Connections:
         connection.close()
 
     def _context(self) -> ssl.SSLContext:
-        """Read the certificates, anew for each connection. Unreachable, for they may be there at the next call."""
+        """Read the certificates for a new connection; raise Unreachable, as a later call may work."""
         config = self._config
         try:
             for path in (config.ca_cert, config.cert_cert, config.cert_key):
                 if path is not None:
                     path.open('rb').close()  # ssl does not name the file that it cannot read
         except OSError as error:
-            # Its `backend` is another one, as that of a token is: see _token_in().
+            # Its `backend` is another one, as for a token: see _read_token().
             name, why = self.name, f'{error.filename}: {error.strerror}'
             raise Unreachable(f'{name} cannot be asked: {why}', f'{name} (its certificates)') from error
         try:
@@ -321,15 +317,15 @@ class Connections:
 
 
 def quote_path(path: str) -> str:
-    """Quote what HTTP does not allow in a path and its query. `%` and what is quoted already stay as they are."""
+    """Quote what HTTP forbids in a path and its query; keep what is quoted already."""
     return quote(path, SAFE, errors='backslashreplace')
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a read is sent again after this error.
+    """Return whether to send a read again after this error.
 
-    A server that gave no answer in time, or one without an end, would do so again. TLS fails for a reason that lasts,
-    unless the other side hung up.
+    A server that did not answer in time, or without end, would do so again. TLS fails for a lasting reason, unless the
+    server closed the connection.
     """
     if isinstance(error, ssl.SSLError):
         return tls_failure(error) is TlsFailure.HUNG_UP
@@ -337,7 +333,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _whole(response: http.client.HTTPResponse) -> bytes:
-    """The body, in pieces: one may be announced that is longer than all memory. HTTPException where it is cut off."""
+    """Read the body in pieces: its announced size may exceed memory. Raise IncompleteRead."""
     body = bytearray()
     while piece := response.read(PIECE):
         body += piece
@@ -347,7 +343,7 @@ def _whole(response: http.client.HTTPResponse) -> bytes:
 
 
 def _is_open(connection: http.client.HTTPConnection) -> bool:
-    """Whether nothing has come over an idle connection: else it was its end."""
+    """Return whether an idle connection has received nothing: otherwise it was closed."""
     waiting = select.poll()
     waiting.register(connection.sock, select.POLLIN)
     return not waiting.poll(0)

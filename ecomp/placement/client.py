@@ -1,8 +1,8 @@
-"""Calls to placement; every answer is a value or one error of ours.
+"""Calls to placement; the result is a value or one of ecomp's errors.
 
-Errors are told apart by HTTP status and placement's own stable codes (its errors.py: "Do not change the string
-values"), never by message text. A GET is tried again; a write never is: its caller reads back first. An answer's kind
-and bounds are looked at where it is taken, and not while it is parsed: that would cost as much again.
+Errors are distinguished by HTTP status and placement's stable codes (its errors.py: "Do not change the string values").
+A GET is retried; a write never is, its caller reads back first. Answers are checked where their parts are used: to
+check them while parsing would cost as much again.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from ecomp.errors import (
 from ecomp.model.json_object import is_text
 from ecomp.placement.by_http import LIMITS, MICROVERSION, Answer, AnswerLimits, Connections
 
+# More than placement can answer, which multiplies 2**31 by a single-precision ratio; a float holds its square.
 MOST = 10**50
-"""More than placement can say, which multiplies 2**31 by a ratio of single precision; any float holds it squared."""
 
+# Maximum commas and brackets of an answer that is parsed: each may become an object of up to 230 bytes. Ten thousand
+# candidates with 150 traits each have 1.8 million.
 PARTS = 2_000_000
-"""Commas and brackets of an answer; what has more is not parsed: each may become an object, of up to 230 bytes.
 
-Ten thousand candidates with 150 traits each have 1.8 million.
-"""
-
+# Errors from taking an answer of another shape apart: each means that the answer is not placement's.
 WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
-"""What taking things out of an answer of another shape raises: each is an answer that is none of placement's."""
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Parse an answer's body as a JSON object. ValueError for anything else."""
+    """Parse an answer's body as a JSON object; raise ValueError for anything else."""
     if sum(map(body.count, (b',', b'[', b'{'))) > PARTS:
         raise ValueError(f'it has more than {PARTS} parts')
     try:
@@ -57,21 +55,21 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def whole(value: object) -> int:
-    """Return the value if it is a whole number from -MOST to MOST; ValueError if not."""
+    """Return the value if it is an integer within MAX_NUMBER of 0; else raise ValueError."""
     if type(value) is not int or not -MOST <= value <= MOST:
         raise ValueError('not a whole number')
     return value
 
 
 def number(value: object) -> float:
-    """Return the value if it is a number from -MOST to MOST, whole or not; ValueError if not."""
+    """Return the value if it is a number within MAX_NUMBER of 0; else raise ValueError."""
     if type(value) is float and math.isfinite(value) and -MOST <= value <= MOST:
         return value
     return whole(value)
 
 
 def text(value: object) -> str:
-    """Return the value if it is text that may become part of a key or a path; ValueError if not."""
+    """Return the value if it is text that may be part of a key or path; else raise ValueError."""
     if not isinstance(value, str) or not is_text(value):
         raise ValueError('not a text')
     return value
@@ -84,43 +82,47 @@ def _no_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
+# Seconds to connect, and between two bytes of an answer.
 TIMEOUT = (3.05, 30.0)
-"""Seconds to connect, and between two bytes of an answer."""
 
+# Seconds that an answer may take, and a callback for a slower one: it gets placement's name and the seconds, in a
+# thread of its own.
 Slow = tuple[float, Callable[[str, float], None]]
-"""Seconds that an answer may take, and what is called, from a thread, if it takes longer: placement's name, seconds."""
 
 Taken = TypeVar('Taken')
 
+# Maximum characters of placement's error detail.
 DETAIL = 900
-"""Characters of what placement says is wrong, at most."""
 
 
+# The beginning of each 400's detail, and of its part for placement's developers.
 PREAMBLE = 'The server could not comply with the request since it is either malformed or otherwise incorrect.'
 SCHEMA = 'Failed validating'
-"""What placement begins each 400 with, and the beginning of what only its developers want to see."""
 
 
 def in_short(detail: str) -> str:
-    """What placement says of a request that it refuses, without what it says of all, and without its schema."""
-    said = detail.removeprefix(PREAMBLE).strip().partition(SCHEMA)[0].strip()
-    return f'placement refuses it: {said or detail}'
+    """Return the detail of a refusal without the common preamble and the schema."""
+    reason = detail.removeprefix(PREAMBLE).strip().partition(SCHEMA)[0].strip()
+    return f'placement refuses it: {reason or detail}'
 
 
 class About(NamedTuple):
-    """What placement says of itself: its newest microversion, and the time, None if it does not say that."""
+    """placement's newest microversion, and its time, or None if it sends no valid one."""
 
     version: str
     clock: datetime | None
 
 
 class Placement:
-    """Placement at one endpoint. May be shared by threads: each call is one request.
+    """Placement at one endpoint; threads may share it. Each call is one request.
 
-    Errors: PlacementRefusal (400, placement's own words), NotFound (404), GenerationConflict (409
-    placement.concurrent_update; ConsumerConflict where it is about a consumer), Conflict (409 duplicate name or in
-    use), NoCapacity (any other 409), Unreachable (nothing was changed), UnknownOutcome (a write without an answer),
-    EcompError (401, 403, 406).
+    Raises:
+        PlacementRefusal: 400, with placement's own text.
+        NotFound: 404.
+        GenerationConflict: 409 placement.concurrent_update; ConsumerConflict if it is about a consumer.
+        Conflict, NoCapacity: 409 for a duplicate name or something in use; any other 409.
+        Unreachable, UnknownOutcome: nothing was changed; a write had no answer, or not one of placement's.
+        EcompError: any other status, such as 401, 403 or 406.
     """
 
     def __init__(
@@ -133,10 +135,11 @@ class Placement:
         config = where if isinstance(where, PlacementConfig) else PlacementConfig(where)
         self._slow = slow
         self._connections = Connections(config, timeout, limits)
-        self.endpoint, self.name = self._connections.endpoint, self._connections.name
+        self.endpoint = self._connections.endpoint
+        self.name = self._connections.name
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at a path (with its query)."""
+        """Return the JSON object at a path (with its query)."""
         answer = self._send('GET', path, None, Unreachable)
         try:
             return parse(answer.content)
@@ -144,7 +147,7 @@ class Placement:
             raise self.foreign() from error
 
     def take(self, path: str, read: Callable[[dict[str, Any]], Taken]) -> Taken:
-        """What `read` takes out of the JSON object at a path (with its query); Unreachable where that is WRONG."""
+        """Return what `extract` takes from a path's object; raise Unreachable for PARSE_ERRORS."""
         data = self.get(path)
         try:
             return read(data)
@@ -152,13 +155,13 @@ class Placement:
             raise self.foreign() from error
 
     def about(self) -> About:
-        """The newest microversion it has, and its clock. Its own database is not asked for this."""
+        """Return placement's newest microversion and its clock; this does not use its database."""
         answer = self._send('GET', '/', None, Unreachable)
         try:
             version = text(parse(answer.content)['versions'][0]['max_version'])
         except (*WRONG, IndexError) as error:
             raise self.foreign() from error
-        from email.utils import parsedate_to_datetime  # the doctor alone asks
+        from email.utils import parsedate_to_datetime  # imported here: only the doctor uses it
 
         try:
             clock = parsedate_to_datetime(answer.headers.get('date', ''))
@@ -167,26 +170,25 @@ class Placement:
         return About(version, clock if clock.tzinfo is not None else clock.replace(tzinfo=UTC))
 
     def foreign(self) -> Unreachable:
-        """Make the error for an answer that placement does not give, so that something else is listening there."""
+        """Return the error for an answer that is not placement's: another server listens there."""
         return self._connections.foreign()
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
-        """Carry out a POST, PUT or DELETE. No answer: UnknownOutcome, unless nothing was ever sent."""
+        """Send a POST, PUT or DELETE; raise UnknownOutcome if it was sent and got no valid answer."""
         answer = self._send(method, path, body, UnknownOutcome)
-        # Where placement has something to say about what it wrote, the generation is in it; else it is a proxy's word.
+        # placement's answer to a write contains the generation; a 200 without it is from a proxy.
         if answer.status_code == 200 and b'generation' not in answer.content:
             raise self._connections.foreign(UnknownOutcome)
 
     def close(self) -> None:
-        """Let the connections go."""
         self._connections.close()
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]) -> Answer:
         with self._noticed():
             answer = self._connections.send(method, path, body, unanswered)
-        # A proxy's welcome page is a 200 as well, and no claim.
-        json = answer.headers.get('content-type', '').startswith('application/json')
-        if answer.status_code in (201, 204) or (answer.status_code == 200 and json):
+        # A proxy's welcome page is a 200 as well, and confirms no claim.
+        is_json = answer.headers.get('content-type', '').startswith('application/json')
+        if answer.status_code in (201, 204) or (answer.status_code == 200 and is_json):
             return answer
         raise self._error(answer, unanswered)
 
@@ -214,10 +216,10 @@ class Placement:
         except (*WRONG, IndexError):
             code, detail = '', ''
         if not detail:
-            # What stands before it says so of a certificate or a token that it does not take; nginx says 400.
-            secure = self.endpoint.startswith('https:') and status in (400, 401, 403)
-            wrong = 'token_file, cert_cert and `placement:`' if secure else '`placement:`'
-            why = f'answers HTTP {status}, but not as placement does: is {wrong} right?'
+            # A server in front of placement rejects a certificate or token in this way; nginx answers 400.
+            is_secured = self.endpoint.startswith('https:') and status in (400, 401, 403)
+            settings = 'token_file, cert_cert and `placement:`' if is_secured else '`placement:`'
+            why = f'answers HTTP {status}, but not as placement does: is {settings} right?'
             return Unreachable(f'{self.endpoint} {why}', self.name)
         if status == 400:
             return PlacementRefusal(in_short(detail))
@@ -225,7 +227,7 @@ class Placement:
             return NotFound(detail)
         if status == 409:
             if code == 'placement.concurrent_update':
-                # One code for providers and consumers; placement's handlers/util.py has the words.
+                # placement has one code for providers and consumers; the texts are in its handlers/util.py.
                 return (ConsumerConflict if 'consumer generation' in detail else GenerationConflict)(detail)
             if code in ('placement.duplicate_name', 'placement.inventory.inuse', 'placement.resource_provider.inuse'):
                 return Conflict(detail)
