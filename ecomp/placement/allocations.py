@@ -1,7 +1,7 @@
 """Candidates, claims and releases. A consumer is an instance, under the same uuid.
 
 claim() and release() know at each step what placement holds (rules 1, 3 and 11); claim_once() and release_once() are
-one call. https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocations
+single calls. https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocations
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONSUMER_TYPE = 'INSTANCE'
 
 
 class Consumer(NamedTuple):
-    """What placement says of one consumer. No allocations: placement does not know it (generation None)."""
+    """A consumer in placement; one that holds nothing is unknown there (generation None)."""
 
     allocations: Allocations = {}
     generation: int | None = None
@@ -41,37 +41,36 @@ class Consumer(NamedTuple):
 
 
 def candidates(placement: Placement, query: str) -> Offer:
-    """Who could give what the query asks for, and is not disabled.
+    """Return the candidates for a query, without disabled providers.
 
-    The query is handed on as it is, but for that. PlacementRefusal if it is malformed, with placement's words, or names
-    what placement does not know, with ours.
+    Raises PlacementRefusal if the query is malformed, or names a class or trait that placement does not know.
     """
     if any(character < ' ' or character == '\x7f' for character in query):
         raise PlacementRefusal('the query has a control character in it')
-    asked = time.monotonic()
-    # What follows a # is not sent: half of the query would be silently gone.
+    start = time.monotonic()
+    # The part after a # would not be sent: half of the query would be silently lost.
     try:
         data = placement.get('/allocation_candidates?' + enabled_only(query).replace('#', '%23'))
     except PlacementRefusal as error:
-        strange = '; '.join(filter(None, unknown_names(placement, named(query))))
-        raise PlacementRefusal(strange or str(error)) from error
+        unknown = '; '.join(filter(None, unknown_names(placement, named(query))))
+        raise PlacementRefusal(unknown or str(error)) from error
     try:
-        found = [parse_allocations(each['allocations']) for each in data['allocation_requests']]
+        offers = [parse_allocations(request['allocations']) for request in data['allocation_requests']]
         summaries = data['provider_summaries'].items()
-        return Offer(found, {provider: rooms(summary['resources']) for provider, summary in summaries}, asked)
+        return Offer(offers, {provider: rooms(summary['resources']) for provider, summary in summaries}, start)
     except WRONG as error:
         raise placement.foreign() from error
 
 
 def consumer(placement: Placement, instance: str) -> Consumer:
-    """What an instance holds. A consumer placement does not know answers 200 and holds nothing."""
+    """Return what an instance holds; placement answers 200 for an unknown consumer, too."""
     data = placement.get(f'/allocations/{instance}')
     try:
-        held = parse_allocations(data['allocations'])
-        if not held:
+        parsed = parse_allocations(data['allocations'])
+        if not parsed:
             return Consumer()
-        owner = (text(data.get(each, '')) for each in ('user_id', 'project_id'))
-        return Consumer(held, whole(data['consumer_generation']), *owner)
+        owner = (text(data.get(key, '')) for key in ('user_id', 'project_id'))
+        return Consumer(parsed, whole(data['consumer_generation']), *owner)
     except WRONG as error:
         raise placement.foreign() from error
 
@@ -84,10 +83,10 @@ def claim_once(
     project_id: str,
     generation: int | None = None,
 ) -> None:
-    """Claim for an instance: all of it or nothing. Generation None: it must hold nothing yet.
+    """Claim for an instance, all or nothing; with generation None it must hold nothing yet.
 
-    Errors: NoCapacity (somebody was faster), GenerationConflict (the instance holds something already, or
-    too many claim there at once), UnknownOutcome.
+    Raises NoCapacity (another claim was faster), GenerationConflict (the instance holds something else, or too many
+    claims compete for the provider) or UnknownOutcome.
     """
     body = _body(allocations, user_id, project_id, generation)
     placement.write('PUT', f'/allocations/{instance}', body)
@@ -100,21 +99,18 @@ def claim_set_once(
     project_id: str,
     generations: Mapping[str, int | None],
 ) -> None:
-    """Claim for each of these instances: all of it for all of them, or nothing. Errors as of claim(), of any of them.
-
-    Placement's POST costs a third of as many PUTs.
-    """
-    # By provider: placement locks their rows in this order, and two sets that lock them crosswise are a deadlock to
+    """Claim for several instances, all or nothing, at a third of the cost; see claim_once()."""
+    # By provider: placement locks their rows in this order. Two sets that lock them crosswise are a deadlock to
     # PostgreSQL, which ends one of them with an HTTP 500.
     ordered = sorted(wanted.items(), key=lambda each: sorted(each[1]))
-    bodies = {name: _body(each, user_id, project_id, generations.get(name)) for name, each in ordered}
+    bodies = {name: _body(held, user_id, project_id, generations.get(name)) for name, held in ordered}
     placement.write('POST', '/allocations', bodies)
 
 
 def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
-    """Release what an instance holds, if it is still as read; False if somebody changed it since.
+    """Release what an instance holds if it is still as read; return False if it was changed.
 
-    A PUT of {} with the generation, never a DELETE: that would also remove what somebody else just claimed.
+    This is a PUT of {} with the generation, never a DELETE, which would also remove a claim made since.
     """
     if not held.allocations:
         return True
@@ -126,7 +122,7 @@ def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
 
 
 def of_provider(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:
-    """What each consumer holds of one provider: {consumer: {class: amount}}."""
+    """Return what each consumer holds of one provider: {consumer: {class: amount}}."""
     path = f'/resource_providers/{provider}/allocations'
     return placement.take(path, lambda data: dict(parse_allocations(data['allocations'])))
 
@@ -143,19 +139,17 @@ def _body(allocations: Allocations, user_id: str, project_id: str, generation: i
 
 log = logging.getLogger(__name__)
 
+# nova's number for provider conflicts; placement itself tries ten times before it answers 409.
 TRIES = 4
-"""nova's number for provider conflicts; placement itself has tried ten times before it answers 409."""
+# Seconds that a consumer must have a generation and hold nothing to count as left behind. Placement creates a consumer
+# in a transaction of its own, before its allocations; if it is killed between the two, an invisible consumer of
+# generation 0 remains. Sooner, it may be that of a claim in flight: if that claim is refused, placement deletes the
+# consumer, with whatever it then holds.
 EMPTY_SECONDS = 3.0
-"""How long a consumer has to hold nothing, and have a generation all the same, to be taken for one that was left so.
-
-Placement makes a consumer in a transaction of its own, before its allocations; killed between the two it leaves one
-that nobody sees, and whose generation is 0. Sooner it may be the consumer of a claim that is being made this moment:
-that one, refused, would take the consumer away, whatever it holds by then.
-"""
+# Seconds between two reads of such a consumer.
 EMPTY_PAUSE = 0.25
-"""Seconds between two looks at such a consumer."""
+# Maximum consumers that are read, checked and released together, so that little time passes in between.
 TOGETHER = 20
-"""Consumers that are read, asked about and released together, at most: so little time passes between the two."""
 
 
 def claim(
@@ -167,74 +161,75 @@ def claim(
     above: Callable[[], int] = lambda: 0,
     movable: Container[str] = (),
 ) -> None:
-    """Claim until each instance holds exactly what is wanted for it, with a generation higher than `above` returns.
+    """Claim until each instance holds what is requested, with a new enough generation.
 
-    An earlier claim for an instance is replaced with the generation it has, so that a late release by its owner gets a
-    409. It is never released first: placement forgets a consumer with its last allocation and counts from 1 again, so
-    a late release could meet its own number once more. On another compute an earlier claim is replaced only if its
-    instance is in `movable`: the attempt made that claim itself. Whoever made any other claim may have built the guest
-    there, and that compute's silence does not prove that it did not (rule 13).
+    `check` raises Conflict once the instances no longer belong to this attempt. `read_min_generation` returns, after
+    each claim, the highest generation at which a claim of these instances was released (0 if no other attempt can have
+    claimed): the new generation must be above it.
 
-    Args:
-        check: raises Conflict once the instances do not belong to this attempt any more.
-        above: returns, after each claim, the highest generation at which anybody released a claim of these instances;
-            0 where nobody else can have claimed.
+    An earlier claim for an instance is replaced under its generation, so a late release by its owner gets a 409. It is
+    never released first: placement forgets a consumer with its last allocation and counts from 1 again, so a late
+    release could meet its own number once more. On another compute an earlier claim is replaced only if its instance is
+    in `movable_instances`: this attempt made that claim itself. The owner of any other claim may have built the guest
+    there, and a silent compute does not prove that it did not (rule 13).
 
     Raises:
         ClaimedElsewhere: another attempt's claim is on another compute; nothing is claimed.
-        NoCapacity, Unreachable, Conflict: as allocations.claim_once() and `check` raise them.
+        NoCapacity, Unreachable, Conflict: from claim_once() and `check`.
         GenerationConflict: after several tries. A ConsumerConflict of a set may be about one instance whose consumer
-            was left empty; claimed by itself, that instance can be claimed.
+            was left empty; alone, that instance can be claimed.
     """
     generations: dict[str, int | None] = dict.fromkeys(wanted)
-    empty_since, left = math.inf, TRIES
+    empty_since, remaining_tries = math.inf, TRIES
     while True:
         error: EcompError
         try:
             _write(placement, wanted, user_id, project_id, generations)
         except (UnknownOutcome, GenerationConflict) as caught:
-            error, left = caught, left - 1
+            error, remaining_tries = caught, remaining_tries - 1
         else:
-            moved = {instance: (now or 0) + 1 for instance, now in generations.items()}
-            if min(moved.values()) > above():
+            new_generations = {instance: (generation or 0) + 1 for instance, generation in generations.items()}
+            if min(new_generations.values()) > above():
                 return
-            generations = dict(moved)
+            generations = dict(new_generations)
             continue
-        if not left and isinstance(error, GenerationConflict):
+        if not remaining_tries and isinstance(error, GenerationConflict):
             raise error
         log.debug('claim for %s: %s', in_short(wanted), error)
         try:
-            held = {instance: consumer(placement, instance) for instance in wanted}
-        except Unreachable as unread:
+            consumers = {instance: consumer(placement, instance) for instance in wanted}
+        except Unreachable as failure:
             if isinstance(error, GenerationConflict):
                 raise
-            raise UnknownOutcome(f'{unread}; whether {in_short(wanted)} holds its claim is not known') from unread
-        # Asked after the generation was read: whoever takes our place after this look claims after it, too,
-        # and one of the two claims finds that the generation has moved.
+            raise UnknownOutcome(f'{failure}; whether {in_short(wanted)} holds its claim is not known') from failure
+        # Checked after the generation was read: an attempt that takes our place after this check also claims after it,
+        # and one of the two claims finds that the generation has changed.
         check()
-        on = {instance: compute_of(each.allocations) for instance, each in held.items() if instance not in movable}
-        if elsewhere := {each: on[each] for each in on if on[each] not in ('', compute_of(wanted[each]))}:
+        places = {
+            instance: compute_of(held.allocations) for instance, held in consumers.items() if instance not in movable
+        }
+        if elsewhere := {name: places[name] for name in places if places[name] not in ('', compute_of(wanted[name]))}:
             raise ClaimedElsewhere(elsewhere)
-        found = {instance: each.generation for instance, each in held.items()}
+        current = {instance: held.generation for instance, held in consumers.items()}
         if isinstance(error, UnknownOutcome):
-            ours = all(_is_ours(held[each], wanted[each], sent) for each, sent in generations.items())
-            if ours and min(each.generation or 0 for each in held.values()) > above():
+            are_ours = all(_is_ours(consumers[name], wanted[name], sent) for name, sent in generations.items())
+            if are_ours and min(held.generation or 0 for held in consumers.values()) > above():
                 return
-            if not left:
+            if not remaining_tries:
                 raise error
-        if isinstance(error, ConsumerConflict) and found == generations and None in found.values():
-            # Nobody changed it, and yet it is not as it looks: one of them was left empty.
+        if isinstance(error, ConsumerConflict) and current == generations and None in current.values():
+            # The consumers are unchanged, and still one of them is not as it looks: it was left empty.
             if len(wanted) > 1:
                 raise error
             empty_since = min(empty_since, time.monotonic())
             if time.monotonic() - empty_since < EMPTY_SECONDS:
-                left += 1
+                remaining_tries += 1
                 time.sleep(EMPTY_PAUSE)
             else:
                 generations = dict.fromkeys(wanted, 0)
             continue
-        generations = found
-        time.sleep(random.uniform(0, 0.1 * left))
+        generations = current
+        time.sleep(random.uniform(0, 0.1 * remaining_tries))
 
 
 def release(
@@ -243,40 +238,41 @@ def release(
     wanted: Callable[[Mapping[str, Consumer]], Collection[str]],
     note: Callable[[Mapping[str, int]], None] = lambda _: None,
 ) -> dict[str, bool | None]:
-    """Release what these consumers hold: True for each that holds nothing now, None for those that are wanted.
+    """Release what consumers hold; return True for each that holds nothing now.
 
-    False for one that somebody changed meanwhile. This is the order of reading before anything is given away (rule 11):
-    the generations first, then `wanted` asks etcd who stands behind these consumers, then they are released with the
-    generations read. Whoever comes to stand behind one after that look claims after it, too, and moves its generation.
-    `note` writes down the generations of those that are released next (ecomp.store.sharing), so that nobody else's
-    claim ever gets these numbers again; it is left out where nobody claims again.
+    None stands for one that is wanted, False for one that was changed concurrently. The order closes the race with new
+    claims (rule 11): the generations are read first; then `find_wanted` reads from etcd which consumers are wanted;
+    then the others are released under the generations read. A process that wants one after that check also claims after
+    it, which changes its generation. `note_generations` records the generations to be released (see
+    ecomp.store.sharing), so that no other claim gets these numbers again; omit it if nobody claims again.
     """
-    named, done = list(consumers), dict[str, bool | None]()
-    for first in range(0, len(named), TOGETHER):
-        held = {each: consumer(placement, each) for each in named[first : first + TOGETHER]}
-        holding = {each: found for each, found in held.items() if found.allocations}
-        kept = wanted(holding) if holding else ()
-        going = {each: found for each, found in holding.items() if each not in kept}
-        note({each: found.generation for each, found in going.items() if found.generation is not None})
-        for each, found in held.items():
-            done[each] = None if each in kept else release_once(placement, each, found)
-    return done
+    names = list(consumers)
+    results = dict[str, bool | None]()
+    for start in range(0, len(names), TOGETHER):
+        batch = {name: consumer(placement, name) for name in names[start : start + TOGETHER]}
+        holding = {name: held for name, held in batch.items() if held.allocations}
+        excluded = wanted(holding) if holding else ()
+        released = {name: held for name, held in holding.items() if name not in excluded}
+        note({name: held.generation for name, held in released.items() if held.generation is not None})
+        for name, held in batch.items():
+            results[name] = None if name in excluded else release_once(placement, name, held)
+    return results
 
 
 def in_short(wanted: Mapping[str, object]) -> str:
-    """The instances of a claim in one line: the first, and how many there are in all."""
+    """Summarize the instances of a claim: the first, and their number."""
     first = next(iter(wanted))
     return first if len(wanted) == 1 else f'{first} (of {len(wanted)})'
 
 
 def _is_ours(held: Consumer, wanted: Allocations, sent: int | None) -> bool:
-    """Whether what is held is what we claimed with the generation `sent`, though no answer came.
+    """Return whether a consumer holds what we claimed with `sent_generation`, unanswered.
 
-    Not known where that was None: somebody may have claimed the same, and until the generation has moved once more
-    their late release takes it away.
+    False if that was None: another attempt may have claimed the same, and its late release would delete the claim until
+    the generation has changed once more.
     """
-    moved = sent is not None and held.generation == sent + 1
-    return moved and difference(wanted, held.allocations) is None
+    is_next = sent is not None and held.generation == sent + 1
+    return is_next and difference(wanted, held.allocations) is None
 
 
 def _write(
@@ -288,5 +284,5 @@ def _write(
 ) -> None:
     if len(wanted) > 1:
         return claim_set_once(placement, wanted, user_id, project_id, generations)
-    ((instance, each),) = wanted.items()
-    return claim_once(placement, instance, each, user_id, project_id, generations[instance])
+    ((instance, allocations),) = wanted.items()
+    return claim_once(placement, instance, allocations, user_id, project_id, generations[instance])

@@ -1,8 +1,7 @@
-"""Resource providers: names, inventories and usages; their traits and aggregates; which traits and classes there are.
+"""Resource providers: inventories, usages, traits and aggregates; which traits and classes exist.
 
 A provider is a compute, under the compute's uuid, or something that is part of one or shared by several.
-https://docs.openstack.org/api-ref/placement/#resource-providers, #resource-provider-traits,
-#resource-provider-aggregates, #resource-classes and #traits
+https://docs.openstack.org/api-ref/placement/#resource-providers, #resource-classes and #traits
 """
 
 from __future__ import annotations
@@ -26,33 +25,33 @@ from ecomp.placement.client import WRONG, Placement, number, text, whole
 if TYPE_CHECKING:
     from ecomp.model.explain import Provider
 
+# A claim on a provider changes its generation, too: of 30 races with 30 claims a second the longest took 15 tries, and
+# more than 20 on a machine so busy that an answer takes longer than the time between two claims.
 TRIES = 60
-"""A claim on the provider moves its generation too: of 30 races with 30 claims a second on it, the longest took 15,
-and more than 20 on a machine so busy that an answer takes longer than the time between two claims."""
+# Maximum seconds between two tries. Of two writers without a pause one may lose every time.
 PAUSE = 0.05
-"""Seconds at most between two of them. Two that write without a pause can meet each time, and one always loses."""
 
 Each = TypeVar('Each')
 
 
 def rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
-    """What a provider's summary says of each class. One of WRONG if it is none."""
-    return {name: Room(whole(each['capacity']), whole(each['used'])) for name, each in resources.items()}
+    """Parse a provider's summary as {class: Room}; raise one of PARSE_ERRORS."""
+    return {name: Room(whole(amounts['capacity']), whole(amounts['used'])) for name, amounts in resources.items()}
 
 
 def ensure(placement: Placement, provider: str) -> bool:
-    """See that the provider, which mostly is not, is there; True if it had to be made."""
+    """Create the provider; return False if it exists, raise NotFound if its name is another's."""
     try:
         placement.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
     except Conflict:
-        # It is there, by a lost answer of an earlier try, or it is somebody else's provider of that name: look.
+        # Either a lost answer of an earlier try created it, or another provider has the name: read it.
         placement.get(f'/resource_providers/{provider}')
         return False
     return True
 
 
 def generation(placement: Placement, provider: str) -> int:
-    """What counts the changes of the provider: of its inventory, its traits and aggregates, and claims on it.
+    """Return the counter of changes to a provider's inventory, traits, aggregates and claims.
 
     A DELETE of a claim is not counted (openstack-placement 16); `PUT {}` is.
     """
@@ -60,16 +59,15 @@ def generation(placement: Placement, provider: str) -> int:
 
 
 def listed(placement: Placement, part: Callable[[Mapping[str, Any]], Each], query: str = '') -> dict[str, Each]:
-    """What `part` takes of each provider's answer, by uuid, of those for which all of the query holds.
+    """Return {uuid: what `parse` makes of the answer} of the providers that match the query.
 
-    One call, which takes as long as there are many. PlacementRefusal: placement does not know a trait of the query.
+    One call, whose time grows with their number. Raises PlacementRefusal for an unknown trait in the query.
     """
     path = '/resource_providers' + (query and f'?{query}')
-    return placement.take(path, lambda data: {text(each['uuid']): part(each) for each in data['resource_providers']})
+    return placement.take(path, lambda data: {text(row['uuid']): part(row) for row in data['resource_providers']})
 
 
 def generations(placement: Placement) -> dict[str, int]:
-    """The generation of every provider, by its uuid."""
     return listed(placement, lambda each: whole(each['generation']))
 
 
@@ -80,30 +78,29 @@ def set_inventory(
     known: int | None = None,
     unless: Callable[[], bool] = lambda: False,
 ) -> int | None:
-    """Set the whole inventory: {class: {'total', 'reserved', 'allocation_ratio'}}, whatever it was before.
+    """Replace a provider's inventory, {class: {'total', 'reserved', 'allocation_ratio'}}.
 
-    The provider's generation then; `known` is what it is before, None: not known. None, and nothing is done, if
-    `unless` says so once that is read: whoever has it say so writes after that, and this is refused.
-    Errors: GenerationConflict after several lost races, Conflict if a class in use would vanish.
+    `known_generation` is the provider's, or None to read it. `is_cancelled` is called after that: a process that
+    cancels later also writes later, so this write is refused and `is_cancelled` is called again.
+
+    Returns the new generation, or None if it was cancelled. Raises GenerationConflict after MAX_TRIES lost races, and
+    Conflict if a class in use would be removed.
     """
 
     def write() -> int | None:
         nonlocal known
-        found, known = known if known is not None else generation(placement, provider), None
+        current, known = known if known is not None else generation(placement, provider), None
         if unless():
             return None
-        body = {'resource_provider_generation': found, 'inventories': {k: dict(v) for k, v in inventory.items()}}
+        body = {'resource_provider_generation': current, 'inventories': {k: dict(v) for k, v in inventory.items()}}
         placement.write('PUT', f'/resource_providers/{provider}/inventories', body)
-        return found + 1
+        return current + 1
 
     return raced(write)
 
 
 def raced(write: Callable[[], Each]) -> Each:
-    """What `write` returns, which reads and writes once and is called again, after a random moment, if it lost a race.
-
-    GenerationConflict after several.
-    """
+    """Call `write` until it loses no race; raise GenerationConflict after MAX_TRIES."""
     for _ in range(TRIES - 1):
         try:
             return write()
@@ -113,74 +110,74 @@ def raced(write: Callable[[], Each]) -> Each:
 
 
 def inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
-    """The inventory as placement has it: {class: {'total', 'reserved', 'allocation_ratio', …}}, all of them numbers."""
+    """Return the inventory as in placement: {class: {'total', 'reserved', …}}, all numbers."""
     path = f'/resource_providers/{provider}/inventories'
     return placement.take(path, lambda data: {text(k): _checked(v) for k, v in data['inventories'].items()})
 
 
 def inventories(placement: Placement, provider: str, used: Mapping[str, int] | None = None) -> dict[str, Inventory]:
-    """What the provider has of each class, and how much of it is `used`: None, if that is not known, is asked."""
-    have = inventory(placement, provider)
+    """Return the provider's Inventory of each class; its usages are read if `used` is None."""
+    amounts_by_class = inventory(placement, provider)
     used = usages(placement, provider) if used is None else used
-    parts = [each for each in Inventory._fields if each != 'used']
+    field_names = [field for field in Inventory._fields if field != 'used']
     try:
         return {
-            name: Inventory(**{part: each[part] for part in parts}, used=used.get(name, 0))
-            for name, each in have.items()
+            name: Inventory(**{part: fields[part] for part in field_names}, used=used.get(name, 0))
+            for name, fields in amounts_by_class.items()
         }
     except KeyError as error:
         raise placement.foreign() from error
 
 
 def is_as(placement: Placement, provider: str, wanted: Mapping[str, Mapping[str, float]]) -> bool | None:
-    """Whether placement has exactly this inventory of the provider; None if it has no such provider."""
+    """Return whether the provider has exactly this inventory; None if it does not exist."""
     try:
-        there = inventory(placement, provider)
+        current = inventory(placement, provider)
     except NotFound:
         return None
-    if there.keys() != wanted.keys():
+    if current.keys() != wanted.keys():
         return False
     # Not every database keeps all digits of a ratio.
-    pairs = ((there[name].get(part), value) for name, each in wanted.items() for part, value in each.items())
-    return all(have is not None and math.isclose(have, value, rel_tol=1e-6) for have, value in pairs)
+    pairs = ((current[name].get(part), value) for name, fields in wanted.items() for part, value in fields.items())
+    return all(held is not None and math.isclose(held, value, rel_tol=1e-6) for held, value in pairs)
 
 
 def usages(placement: Placement, provider: str) -> dict[str, int]:
-    """How much of each class is used."""
+    """Return the used amount of each class."""
     path = f'/resource_providers/{provider}/usages'
     return placement.take(path, lambda data: {text(k): whole(v) for k, v in data['usages'].items()})
 
 
 def project_usages(placement: Placement, project: str) -> tuple[int, dict[str, int]]:
-    """How many instances a project has, and how much of each class they hold.
+    """Return how many instances a project has, and the amount of each class that they hold.
 
     https://docs.openstack.org/api-ref/placement/#list-usages
     """
     data = placement.get(f'/usages?project_id={quote(project, safe="")}')
     count, used = 0, Counter[str]()
     try:
-        # An eschedule of 2019 told no type.
+        # An eschedule of 2019 set no consumer type.
         for amounts in (data['usages'].get(kind, {}) for kind in ('INSTANCE', 'unknown')):
-            each = {text(name): whole(amount) for name, amount in amounts.items()}
-            count += each.pop('consumer_count', 0)
-            used.update(each)
+            of_type = {text(name): whole(amount) for name, amount in amounts.items()}
+            count += of_type.pop('consumer_count', 0)
+            used.update(of_type)
     except WRONG as error:
         raise placement.foreign() from error
     return count, {name: amount for name, amount in used.items() if amount}
 
 
 def matching(placement: Placement, query: str) -> frozenset[str]:
-    """The providers for which all of the query holds. PlacementRefusal: placement does not know a trait of it."""
+    """Return the providers that match a query; raise PlacementRefusal for an unknown trait."""
     return frozenset(listed(placement, lambda _: None, query))
 
 
 def names(placement: Placement) -> dict[str, str]:
-    """Every provider's name, by its uuid: also of those that are nobody's compute."""
+    """Return every provider's name by uuid, also of those that are not computes."""
     return listed(placement, lambda each: text(each['name']))
 
 
 def name(placement: Placement, provider: str) -> str | None:
-    """A provider's name, None if there is no such provider."""
+    """Return a provider's name, or None if it does not exist."""
     try:
         return placement.take(f'/resource_providers/{provider}', lambda data: text(data['name']))
     except NotFound:
@@ -188,23 +185,26 @@ def name(placement: Placement, provider: str) -> str | None:
 
 
 def shares(placement: Placement, wanted: Collection[str]) -> dict[str, dict[str, Room]]:
-    """What each wanted provider can give and has given, by class; those that are not there (any more) are left out.
+    """Return the room of providers, by class; leave out those that do not exist.
 
-    Most come with one request, which names every provider with a VCPU free; each of the others takes two.
+    One call reads all providers with a free VCPU; each of the others takes two.
     """
     roomy = placement.take(
         '/allocation_candidates?resources=VCPU:1',
-        lambda data: {each: rooms(summary['resources']) for each, summary in data['provider_summaries'].items()},
+        lambda data: {uuid: rooms(summary['resources']) for uuid, summary in data['provider_summaries'].items()},
     )
-    found = {}
+    results = {}
     for provider in wanted:
         with suppress(NotFound):
-            found[provider] = roomy[provider] if provider in roomy else _shares(placement, provider)
-    return found
+            results[provider] = roomy[provider] if provider in roomy else _shares(placement, provider)
+    return results
 
 
 def delete(placement: Placement, provider: str) -> bool:
-    """Remove a provider that nobody holds anything of; False if it was not there. Conflict if it is in use."""
+    """Delete an unused provider; return False if it does not exist.
+
+    Raises Conflict if it is in use or has children, UnknownOutcome if two tries had no answer.
+    """
     path = f'/resource_providers/{provider}'
     for _ in range(2):
         try:
@@ -221,15 +221,15 @@ def delete(placement: Placement, provider: str) -> bool:
 
 
 def _shares(placement: Placement, provider: str) -> dict[str, Room]:
-    # Only VCPU is reserved whole to say something: that its ecompute stopped in good order.
+    # Only VCPU is reserved completely as a sign: its ecompute was stopped in order.
     return {
-        name: Room(each.capacity, each.used, name == 'VCPU' and each.is_shut)
-        for name, each in inventories(placement, provider).items()
+        name: Room(held.capacity, held.used, name == 'VCPU' and held.is_shut)
+        for name, held in inventories(placement, provider).items()
     }
 
 
 def _checked(each: Mapping[str, Any]) -> dict[str, Any]:
-    """One class of an inventory, with whole numbers and a ratio. One of WRONG if it is none."""
+    """Check one class of an inventory: integers and a ratio; raise one of PARSE_ERRORS."""
     for name, value in each.items():
         number(value) if name == 'allocation_ratio' else whole(value)
     if each.get('step_size', 1) < 1:
@@ -237,29 +237,30 @@ def _checked(each: Mapping[str, Any]) -> dict[str, Any]:
     return dict(each)
 
 
-TRAITS, AGGREGATES = 'traits', 'aggregates'
+TRAITS = 'traits'
+AGGREGATES = 'aggregates'
 
 Names = frozenset[str]
 
 
 def names_of(placement: Placement, provider: str, kind: str) -> Names:
-    """The provider's TRAITS or AGGREGATES. NotFound if there is no such provider."""
+    """Return the provider's TRAITS or AGGREGATES; raise NotFound if it does not exist."""
     return _read(placement, provider, kind)[0]
 
 
 def change_names(placement: Placement, provider: str, kind: str, to: Callable[[Names], Names]) -> bool:
-    """Make the provider's TRAITS or AGGREGATES what `to` makes of them; False if they are so already.
+    """Replace a provider's TRAITS or AGGREGATES with `update(current)`; return False if equal.
 
-    `to` is asked again whenever somebody else changed the provider meanwhile; nothing is written that it has not seen.
-    Errors: NotFound, PlacementRefusal (a trait placement does not know), GenerationConflict after many lost races.
+    `update` is called again after each lost race, so it sees every state that is replaced. Raises NotFound,
+    PlacementRefusal (an unknown trait) or GenerationConflict after MAX_TRIES.
     """
 
     def write() -> bool:
-        there, generation = _read(placement, provider, kind)
-        wanted = to(there)
-        if wanted == there:
+        current, generation = _read(placement, provider, kind)
+        updated = to(current)
+        if updated == current:
             return False
-        body = {'resource_provider_generation': generation, kind: sorted(wanted)}
+        body = {'resource_provider_generation': generation, kind: sorted(updated)}
         placement.write('PUT', f'/resource_providers/{provider}/{kind}', body)
         return True
 
@@ -267,23 +268,23 @@ def change_names(placement: Placement, provider: str, kind: str, to: Callable[[N
 
 
 def make_known(placement: Placement, wanted: Collection[str]) -> Names:
-    """Create the CUSTOM_ traits among these that placement lacks; return those it still does not know."""
+    """Create the CUSTOM_ traits that placement lacks; return the other unknown ones."""
     if not wanted:
         return frozenset()
     missing = frozenset(wanted) - _known(placement, wanted)
     for name in sorted(missing):
         if name.startswith(CUSTOM):
-            placement.write('PUT', f'/traits/{name}', None)  # made by somebody else meanwhile: as good
+            placement.write('PUT', f'/traits/{name}', None)  # no error if it was created concurrently
     return _not_to_be_made(missing)
 
 
 def unknown(placement: Placement, wanted: Collection[str]) -> Names:
-    """Those among these traits, of which there must be one, that placement neither knows nor would create."""
+    """Return those traits, of one or more, that placement neither knows nor could create."""
     return _not_to_be_made(frozenset(wanted) - _known(placement, wanted))
 
 
 def having(placement: Placement, trait: str) -> Names:
-    """The providers that have a trait; none if placement does not even know it."""
+    """Return the providers with a trait; none if placement does not know the trait."""
     try:
         return matching(placement, f'required={trait}')
     except PlacementRefusal:
@@ -304,16 +305,16 @@ def _read(placement: Placement, provider: str, kind: str) -> tuple[Names, int]:
 
 
 def _names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
-    found = data.get(kind)
-    if not isinstance(found, list) or not all(map(is_text, found)):
+    values = data.get(kind)
+    if not isinstance(values, list) or not all(map(is_text, values)):
         raise placement.foreign()
-    return frozenset(found)
+    return frozenset(values)
 
 
 class Unknown(NamedTuple):
-    """What placement does not know, a sentence of each kind, '' for nothing.
+    """A sentence about each kind of unknown name, '' for none.
 
-    `never` are names it will not know either; `yet` are CUSTOM_… ones, which come with a compute that has them.
+    `never` is about names that placement will not know; `yet` about CUSTOM_ ones, which a compute may bring.
     """
 
     never: str
@@ -321,29 +322,29 @@ class Unknown(NamedTuple):
 
 
 def unknown_names(placement: Placement, wanted: Named, more: Collection[str] = ()) -> Unknown:
-    """What placement does not know of these names, with what was probably meant by each: `more` may have been, too."""
+    """Describe names that placement does not know; suggest names, also of `more_suggestions`."""
     classes = _classes(placement) if wanted.classes else frozenset()
     traits = _names(placement, placement.get('/traits'), TRAITS) if wanted.traits else frozenset()
     kinds = ('resource class', wanted.classes, classes), ('trait', wanted.traits, traits)
     parts: list[list[str]] = [[], []]
-    for what, names_of, known in kinds:
-        strange = names_of - known
-        custom = frozenset(each for each in strange if each.startswith(CUSTOM))
-        for part, each in zip(parts, (strange - custom, custom), strict=True):
-            part += [unknown_words(what, each, known.union(more))] if each else []
+    for label, used_names, valid in kinds:
+        strange = used_names - valid
+        custom = frozenset(word for word in strange if word.startswith(CUSTOM))
+        for part, group in zip(parts, (strange - custom, custom), strict=True):
+            part += [unknown_words(label, group, valid.union(more))] if group else []
     return Unknown(*map('; '.join, parts))
 
 
 def _classes(placement: Placement) -> frozenset[str]:
-    found = 'resource_classes'
-    return placement.take(f'/{found}', lambda data: frozenset(text(each['name']) for each in data[found]))
+    key = 'resource_classes'
+    return placement.take(f'/{key}', lambda data: frozenset(text(row['name']) for row in data[key]))
 
 
 SHARES = 'MISC_SHARES_VIA_AGGREGATE'
 
 
 class ProviderListing(NamedTuple):
-    """A provider as a list names it. `alone`: it has no parent and no children."""
+    """A provider in a list; `is_alone` means that it has no parent and no children."""
 
     uuid: str
     name: str
@@ -351,27 +352,27 @@ class ProviderListing(NamedTuple):
 
 
 def everyone(placement: Placement) -> dict[str, ProviderListing]:
-    """List every provider: {uuid: ProviderListing}."""
-    found = listed(placement, lambda each: (text(each['name']), text(each['root_provider_uuid'])))
-    trees = Counter(root for _, root in found.values())
-    return {uuid: ProviderListing(uuid, name, trees[root] == 1) for uuid, (name, root) in found.items()}
+    """Return every provider as {uuid: ProviderListing}."""
+    roots_by_uuid = listed(placement, lambda each: (text(each['name']), text(each['root_provider_uuid'])))
+    trees = Counter(root for _, root in roots_by_uuid.values())
+    return {uuid: ProviderListing(uuid, name, trees[root] == 1) for uuid, (name, root) in roots_by_uuid.items()}
 
 
 def with_free(placement: Placement, name: str) -> dict[str, Provider]:
-    """Every provider that has any of a class free, and what else is in its tree: one call, however many there are.
+    """Return the providers with a free unit of a class, and the rest of their trees.
 
-    Of each class an inventory has what can be given and what is given, and no limits of one amount; `aggregates` and
-    `alone` are not known.
+    One call at any number of providers. Their inventories have capacities and usages but no limits of an amount;
+    `aggregates` and `is_alone` are unknown.
     """
     data = placement.get(f'/allocation_candidates?resources={name}:1')
     try:
-        return {text(uuid): _summed_up(uuid, each) for uuid, each in data['provider_summaries'].items()}
+        return {text(uuid): _summed_up(uuid, summary) for uuid, summary in data['provider_summaries'].items()}
     except WRONG as error:
         raise placement.foreign() from error
 
 
 def holding(placement: Placement, constraint: Constraint) -> frozenset[str]:
-    """The providers on which one constraint of a query holds, by itself."""
+    """Return the providers that satisfy one constraint of a query, taken alone."""
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
         constraint = constraint._replace(key='required')
     if isinstance(constraint, Has) and constraint.key == 'in_tree':
@@ -388,17 +389,14 @@ def look(
     aggregates: bool,
     used: Mapping[str, int] | None = None,
 ) -> Provider | None:
-    """One provider, with its traits and aggregates if they matter; None if it is not there (any more).
-
-    `used` is how much of it is used, if that is known.
-    """
-    from ecomp.model.explain import Provider  # a claim does without
+    """Read a provider, with what is requested; None if it does not exist. Read `used` if None."""
+    from ecomp.model.explain import Provider  # imported here: a claim does not need it
 
     try:
-        have = inventories(placement, uuid, used)
-        there = names_of(placement, uuid, TRAITS) if traits else frozenset()
-        near = names_of(placement, uuid, AGGREGATES) if aggregates else frozenset()
-        return Provider(uuid, have, there, near, alone)
+        inventory_by_class = inventories(placement, uuid, used)
+        trait_names = names_of(placement, uuid, TRAITS) if traits else frozenset()
+        aggregate_uuids = names_of(placement, uuid, AGGREGATES) if aggregates else frozenset()
+        return Provider(uuid, inventory_by_class, trait_names, aggregate_uuids, alone)
     except NotFound:
         return None
 
@@ -406,7 +404,7 @@ def look(
 def _summed_up(uuid: str, summary: Mapping[str, Any]) -> Provider:
     from ecomp.model.explain import Provider  # as above
 
-    have = {name: Inventory(each.capacity, used=each.used) for name, each in rooms(summary['resources']).items()}
+    stock = {name: Inventory(room.capacity, used=room.used) for name, room in rooms(summary['resources']).items()}
     if not isinstance(summary['traits'], list):
         raise ValueError('not a list of traits')
-    return Provider(uuid, have, frozenset(map(text, summary['traits'])))
+    return Provider(uuid, stock, frozenset(map(text, summary['traits'])))
