@@ -1,1 +1,1 @@
-"""The command line of eschedule: what may be typed, what is printed, and which use case does it."""
+"""The command line of eschedule: parsing, printing, and the use case of each command."""

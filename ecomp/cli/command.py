@@ -1,4 +1,4 @@
-"""What a command is, a row beside its function; what the function is given; and what comes of each of its words."""
+"""The types of a command: its row, its context at run time, and the outcome for each word."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 Found = TypeVar('Found')
 
-CREATE, QUERY = 'create', 'query'
-"""The two forms of 2019, which are told by what is typed and not by a name: a placement query, and an instance."""
+# The two forms of 2019 have no command name on the command line: a placement query, and an instance.
+CREATE = 'create'
+QUERY = 'query'
 
 EXITS = {
     0: 'done',
@@ -37,28 +38,26 @@ EXITS = {
     7: 'etcd or placement cannot be reached',
     8: 'the audit, or the doctor, found something',
 }
-"""What each exit code means."""
 
+# Seconds that etcd has for an answer at least, even if --timeout is shorter.
 SHORTEST = 0.5
-"""Seconds that etcd is given for an answer at least, however short a --timeout is."""
 
+# Seconds without an answer of placement after which a message is printed, if stderr is a terminal.
 SLOW_SECONDS = 3.0
-"""Seconds without an answer of placement after which that is reported on a terminal."""
+# The same elsewhere, so that a script on a busy machine does not fill its log.
 SLOW_SECONDS_IN_A_SCRIPT = 10.0
-"""The same elsewhere: a script on a busy machine is not to fill its log."""
 
+# The fields of an instance that a wait reports, before its record is read.
 REACHED: Mapping[str, object] = dict.fromkeys(('instance', 'name', 'state', 'address'))
-"""What is known of an instance that is waited for, before it is looked at."""
 
 QUOTED = 5
-"""How many words a sentence names at most."""
 
 
 class Context:
-    """One command at work: what was typed, where words go, and connections, each made when it is first asked for.
+    """One running command: its arguments, its output, and connections made on first use.
 
-    Late on purpose: what etcd and placement need is most of a command's time, and many need one of them alone. What is
-    said (data is not) calls instances as they were called, and computes by their hosts' names: `called`, by uuid.
+    Connections take most of a command's time, and many commands need only one. Messages (not data) replace each uuid in
+    `display_names` by the word that the user typed for the instance, or by the compute's host name.
     """
 
     def __init__(self, out: Terminal, config: ScheduleConfig, invocation: Invocation) -> None:
@@ -71,13 +70,12 @@ class Context:
 
     @cached_property
     def look(self) -> Look:
-        """How what is printed is to look."""
         return look(self.options)
 
     def show(self, listing: Listing, unreadable: Sequence[EcompError] = (), one: bool = False) -> int:
-        """Print a listing in the form that was asked for, and say what could not be read for it; the exit code.
+        """Print a listing, as JSON an array or if `is_single` the row; then print `errors`.
 
-        With -f json it is an array; of `one` row that was asked for by name it is that row's object.
+        Returns the exit code, 1 if there are errors. Raises UsageError for an unknown column.
         """
         from ecomp.cli.tables import rendered
 
@@ -89,7 +87,7 @@ class Context:
         return EcompError.exit_code if unreadable else 0
 
     def show_document(self, values: Sequence[object], text: str = '', several: bool = False) -> None:
-        """Print what was found: a text or, with -f json, one document, which is an array for `several` words."""
+        """Print `text` or, with -f json/yaml, the first value, or all as an array; no-op for none."""
         from ecomp.cli.tables import document
 
         if values and self.form == TABLE:
@@ -99,26 +97,25 @@ class Context:
             self.draw(document(list(values) if several else values[0], self.form))
 
     def put_lines(self, lines: Sequence[str]) -> None:
-        """Print lines as they are; on a terminal that is narrower than they are, broken at spaces."""
         self.out.put(broken('\n'.join(lines), width()))
 
     def draw(self, text: str) -> None:
-        """Print what is rendered already; nothing at all for ''."""
+        """Print rendered text; no-op for ''."""
         if text:
             self.out.draw(text)
 
     @cached_property
     def typed(self) -> str:
-        """`eschedule` as the next command has to be typed: with --config FILE, quoted for a shell, if this one was."""
+        """The start of another command line: `eschedule`, with --config quoted if it was given."""
         if self.options.config is None:
             return 'eschedule'
-        import shlex  # for those who have to type one
+        import shlex  # imported here: seldom needed
 
         return f'eschedule --config {shlex.quote(self.options.config)}'
 
     @property
     def etcd(self) -> EtcdConfig:
-        """How etcd is asked. Who only waits, and not for long, does not wait longer for one answer."""
+        """The configuration of etcd; `wait --timeout` also limits each request to etcd."""
         etcd = self.config.etcd
         if self.name != 'wait' or self.options.timeout is None:
             return etcd
@@ -126,7 +123,6 @@ class Context:
 
     @cached_property
     def store(self) -> Store:
-        """The connection to etcd."""
         from ecomp.store.client import Store
 
         store = Store(self.etcd)
@@ -134,7 +130,7 @@ class Context:
         return store
 
     def claims(self, compute: str) -> Mapping[str, object]:
-        """What has a claim on a compute: {consumer: …}."""
+        """Return a compute's claims by consumer, {} for an unknown one; errors of placement pass."""
         from ecomp.placement.allocations import of_provider
 
         try:
@@ -143,26 +139,25 @@ class Context:
             return {}
 
     def claimed_on(self, instance: str) -> str:
-        """Ask placement which compute holds an instance's claim; '' for none."""
+        """Return the compute with the instance's claim, '' for none; errors of placement pass."""
         from ecomp.model.allocation import compute_of
         from ecomp.placement.allocations import consumer
 
         return compute_of(consumer(self.placement, instance).allocations)
 
     def connect(self) -> None:
-        """Begin the connection to etcd: it is made while what else a command needs is loaded."""
+        """Start the connection to etcd, which is then established while other modules load."""
         self.store  # noqa: B018
 
     @cached_property
     def placement(self) -> Placement:
-        """The connection to placement."""
         from ecomp.placement.client import Placement
 
         return Placement(self.config.placement, slow=self.slow)
 
     @property
     def slow(self) -> Slow:
-        """Have it said once of placement that it has not answered for so long: sooner on a terminal."""
+        """The seconds after which placement counts as slow, and the callback that reports it once."""
         import sys
 
         def tell(backend: str, seconds: float) -> None:
@@ -173,11 +168,13 @@ class Context:
         return SLOW_SECONDS if sys.stderr.isatty() else SLOW_SECONDS_IN_A_SCRIPT, tell
 
     def calling(self, text: str) -> str:
-        """The text, with instances and computes as they are called so far."""
         return renamed(text, self.called)
 
     def instance(self, word: str, among: Index | None = None) -> str:
-        """The uuid of the instance that a word means, which is called so from now on. See resolve()."""
+        """Return the uuid of the instance that a word means; messages use this word from now on.
+
+        Raises NotFound, UsageError if several uuids begin with the word, Conflict if the instance has another name.
+        """
         from ecomp.scheduler.looking.find import resolve
 
         instance = resolve(self.store, word, among)
@@ -185,17 +182,18 @@ class Context:
         return instance
 
     def compute(self, word: str) -> str:
-        """The uuid of the compute that a word means. See compute_of()."""
+        """Return the uuid of the compute that a word means; a whole uuid is not checked.
+
+        Raises NotFound, Conflict if several computes have the host name, UsageError if several uuids begin with the
+        word.
+        """
         from ecomp.scheduler.looking.hosts import compute_of
 
         return compute_of(self.store, lambda: self.placement, word)
 
     @cached_property
     def among(self) -> Index | None:
-        """Where all instances are, for a command whose words are instances: read once, if there are several of them.
-
-        None for one alone, and where etcd does not answer: then each is looked for.
-        """
+        """Where all instances are, read once; None for a single word, or if etcd is unreachable."""
         if len(self.words) < 2:
             return None
         from ecomp.store.sharing import index
@@ -203,19 +201,19 @@ class Context:
         try:
             return index(self.store)
         except Unreachable:
-            return None  # whoever looks for the first of them says it, and what has come of that one
+            return None  # the look-up of the first word reports this
 
     @cached_property
     def computes(self) -> Computes:
-        """What etcd tells of the computes now, which are called by their hosts' names from now on."""
+        """The computes in etcd, read once; messages use their host names from now on."""
         from ecomp.scheduler.looking.hosts import computes
 
-        found = computes(self.store)
-        self.called |= found.names
-        return found
+        known_computes = computes(self.store)
+        self.called |= known_computes.names
+        return known_computes
 
     def name_computes(self) -> Naming:
-        """Names for computes in an answer already given; uuids if etcd cannot be read. Never raises an EcompError."""
+        """Return the names of computes, or only uuids if etcd is unreadable: never an EcompError."""
         from ecomp.model.host import NOBODY
 
         try:
@@ -224,28 +222,25 @@ class Context:
             return NOBODY
 
     def find_each(self, find: Callable[[str], Found], words: Sequence[str] | None = None) -> tuple[list[Found], int]:
-        """Find what each word means, of the command's if None; and the first failure's exit code, 0 if there is none.
-
-        An EcompError is said, and is that word's alone.
-        """
-        words, found = self.words if words is None else words, list[Found]()
+        """Call `find` for each word, print EcompErrors, return the results and the first exit code."""
+        words, results = self.words if words is None else words, list[Found]()
         outcomes = Outcomes(self, words)
-        outcomes.in_turn(list(words), lambda word: found.append(find(word)))
-        return found, outcomes.code
+        outcomes.in_turn(list(words), lambda word: results.append(find(word)))
+        return results, outcomes.code
 
     def close(self) -> None:
-        """Let go of etcd; what placement has ends with the process."""
+        """Close the connection to etcd, if any; placement's ends with the process."""
         if 'store' in vars(self):
             vars(self).pop('store').close()
 
 
 class Command(NamedTuple):
-    """One command: how it is written and what it does, in a line and at length; which words and options it takes.
+    """The row of one command: its usage, its help, and the functions behind it.
 
-    `options` are fields of Options, and what each of them does here ('': what its own row says). `exits` are the exit
-    codes beside 0, 1, 2 and 7, which every command may have. `example` is a whole command line. Without `needs_config`
-    no configuration is read for it, so that a wrong one is no hindrance. `check` is given the command's name, its words
-    and options, and raises UsageError for what of them does not go together here.
+    `parse_words` gets name and words and returns the words in canonical form; it and `check`, which gets the options
+    too, raise UsageError. `options` are fields of Options, each with its help here or '' for the general one.
+    `exit_codes` are those beside 0, 1, 2 and 7, which every command may have. Without `needs_config` no configuration
+    is read, so an invalid one does not matter. `example` is a whole command line.
     """
 
     name: str
@@ -261,18 +256,18 @@ class Command(NamedTuple):
     check: Callable[[str, Sequence[str], Options], None] = lambda *_: None
 
     def takes(self) -> list[Option]:
-        """The options it takes, as its help shows them. Where --wait does something of its own it has no value."""
-        given = {**self.options, 'config': ''}
+        """List the options for the help; a --wait with its own help is shown without =STAGE."""
+        help_by_field = {**self.options, 'config': ''}
         return [
-            each._replace(metavar='' if each.metavar.startswith('[') else each.metavar, help=here) if here else each
+            row._replace(metavar='' if row.metavar.startswith('[') else row.metavar, help=text) if text else row
             for field, rows in OPTIONS.items()
-            if (here := given.get(field)) is not None
-            for each in rows
+            if (text := help_by_field.get(field)) is not None
+            for row in rows
         ]
 
 
 class Invocation(NamedTuple):
-    """A command line that was understood: the command's name, its words and options. Whole uuids are canonical."""
+    """A parsed command line; uuids among the words are canonical."""
 
     name: str
     words: tuple[str, ...]
@@ -280,27 +275,25 @@ class Invocation(NamedTuple):
 
 
 def plain(fields: str) -> dict[str, str]:
-    """Options that do for a command what they do for all: fields of Options, with spaces between them."""
+    """Return these options, space-separated fields of Options, with their general help."""
     return dict.fromkeys(fields.split(), '')
 
 
 DOCUMENT = plain('format')
-"""The option of what says something, and prints what it says as one document with -f json."""
 
 LISTED = plain('format columns no_header sort wide')
-"""The options of what prints a listing or details."""
 
 
 def until(done: str) -> dict[str, str]:
-    """--wait without a stage, and --timeout. `done` is what is waited for, as the end of a sentence."""
+    """Return the options --wait, whose help is "return once `condition`", and --timeout."""
     return {'wait': f'return once {done}. Without: as soon as it is accepted', 'timeout': ''}
 
 
 class Outcomes:
-    """What came of each word of a command, whatever became of the others.
+    """The outcome for each word of a command; a failure for one word does not stop the others.
 
-    `found` has for each word {"word", what else is known, "said": [sentences], "error": {"code", "said"} or null}, and
-    `code` is the first failure's exit code, 0 while there is none.
+    `results` has by word {"word", facts, "said": [sentences], "error": {"code", "said"} or None}; `exit_code` is that
+    of the first failure, or 0.
     """
 
     def __init__(self, do: Context, words: Sequence[str], **known: object) -> None:
@@ -314,26 +307,27 @@ class Outcomes:
     def run(
         self, ask: Callable[[str], object], wait: Callable[[str, Deadline], None] | None = None, again: str = ''
     ) -> int:
-        """Ask for each word and, with --wait, wait for those for which `ask` returned something; the exit code.
+        """Submit each word, with --wait wait where `submit` was truthy, and return the exit code.
 
-        `again` is the command that waits for the same words once more. Ctrl-C while it asks is an EcompError: what was
-        just asked for may be done all the same, and of the words behind it nothing is.
+        Prints the document of -f. If Ctrl-C stops a wait, the hint is `retry_command`. Ctrl-C while submitting raises
+        EcompError: the current word may have been accepted, and later words were not sent.
         """
-        left, accepted = list(self.found), list[str]()
+        pending = list(self.found)
+        accepted = list[str]()
         try:
-            self.in_turn(left, lambda word: accepted.extend([word] if ask(word) else []))
+            self.in_turn(pending, lambda word: accepted.extend([word] if ask(word) else []))
         except KeyboardInterrupt:
             kind, space, _ = self._do.name.partition(' ')
-            show = f'{kind} show' if space else 'show'
-            rest = f', and of {len(left) - 1} more nothing was asked' if len(left) > 1 else ''
-            may = f'{left[0]}: it may have been accepted: {self._do.typed} {show} {left[0]} says{rest}'
-            raise EcompError(f'interrupted; {may}') from None
+            show_command = f'{kind} show' if space else 'show'
+            rest = f', and of {len(pending) - 1} more nothing was asked' if len(pending) > 1 else ''
+            hint = f'{pending[0]}: it may have been accepted: {self._do.typed} {show_command} {pending[0]} says{rest}'
+            raise EcompError(f'interrupted; {hint}') from None
         if wait is not None and self._do.options.wait is not None:
             self.wait(accepted, wait, again)
         return self.end()
 
     def in_turn(self, left: list[str], work: Callable[[str], object]) -> None:
-        """Do it for each word that is `left`, and take it out. An EcompError is said, and is that word's alone."""
+        """Call `work` for each word and remove it from `pending`; print and record an EcompError."""
         while left:
             try:
                 work(left[0])
@@ -343,31 +337,32 @@ class Outcomes:
             del left[0]
 
     def wait(self, words: Sequence[str], work: Callable[[str, Deadline], None], again: str, more: str = '') -> None:
-        """Do it for each word, for --timeout seconds in all; Ctrl-C ends it for all of them, and is exit 6.
+        """Call `work` for each word, with one deadline of --timeout seconds for all.
 
-        What was begun goes on: the command `again`, with the words and `more` behind it, waits for them once more.
+        Ctrl-C stops waiting, not the operations: it prints a command that waits again, `retry_command` with the words
+        and `suffix`, and records exit code 6 for the remaining words.
         """
         from ecomp.scheduler.changing.wait import Deadline
 
-        left, deadline = list(words), Deadline(self._do.options.patience)
+        pending, deadline = list(words), Deadline(self._do.options.patience)
         try:
-            self.in_turn(left, lambda word: work(word, deadline))
+            self.in_turn(pending, lambda word: work(word, deadline))
         except KeyboardInterrupt:
-            command = f'{self._do.typed} {again} {some(left, QUOTED, between=" ")}{more}'
+            command = f'{self._do.typed} {again} {some(pending, QUOTED, between=" ")}{more}'
             interrupted = StillGoing(f'interrupted, and it goes on: {command}')
             self._do.out.say(str(interrupted))
-            for word in left:
+            for word in pending:
                 self._fail(word, interrupted)
 
     def tell(self, word: str, said: str = '', **known: object) -> None:
-        """Say what came of a word, and what is known of it besides."""
+        """Print and store a sentence about a word, and store further facts about it."""
         if said:
             self._do.out.say(said)
             self.found[word]['said'].append(self._do.calling(said))
         self.found[word].update(known)
 
     def end(self) -> int:
-        """Print the document, if one was asked for; the exit code."""
+        """Print the document, if -f asks for one, and return the exit code."""
         self._do.show_document(list(self.found.values()), several=self._several)
         return self.code
 
@@ -377,5 +372,5 @@ class Outcomes:
 
 
 def known_of(record: Record) -> Mapping[str, object]:
-    """What a record tells of it, however the wait ends."""
+    """Return the fields that a wait reports of a record."""
     return {field: getattr(record, field) for field in REACHED}

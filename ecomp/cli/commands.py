@@ -1,4 +1,4 @@
-"""Every command of eschedule, from its words to its row; and what --help says of all and of each."""
+"""Every command of eschedule, the parsing of a command line, and the text of --help."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ecomp.model.command_names import BY_MODULE
 from ecomp.model.record import STAGES
 from ecomp.model.text import PREFIX, printable
 
+# The modules with rows of commands, by headings of the help, in the order of the help.
 FAMILIES: Mapping[str, Sequence[str]] = {
     'New instances': ('create',),
     'Looking': ('inspect', 'history'),
@@ -22,18 +23,17 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     'Computes and the cluster': ('operators', 'doctor'),
     'Help': ('commands',),
 }
-"""The modules that have rows, by what their commands are for, in the order of the help."""
 
+# First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED = frozenset({
     *('again', 'apply', 'copy', 'evacuate', 'exec', 'image', 'logs', 'metrics', 'migrate', 'move', 'protect'),
     *('rebuild', 'rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'top', 'ui', 'unprotect'),
     *('version', 'what-if'),
 })  # fmt: skip
-"""First words of commands that are planned: an instance of that name would be hidden by the command later."""
 
 
 def load_rows(module: str) -> Sequence[Command]:
-    """Return the rows of one of the modules of FAMILIES. Only that one is loaded: a short command needs no other."""
+    """Return the rows of a module of FAMILIES; loading only that one keeps commands fast."""
     match module:
         case 'create':
             from ecomp.cli.create import COMMANDS as rows
@@ -63,7 +63,7 @@ class _Commands(Mapping[str, Command]):
 
     def __getitem__(self, name: str) -> Command:
         rows = load_rows(self._modules[name])
-        return next(each for each in rows if each.name == name)
+        return next(row for row in rows if row.name == name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
@@ -72,12 +72,11 @@ class _Commands(Mapping[str, Command]):
         return len(self._modules)
 
 
+# Every command by its name, in the order of the help. A name has one word or two, and no = in it.
 COMMANDS: Mapping[str, Command] = _Commands()
-"""Every command by its name, in the order of the help. A name may have two words, and has no = in it."""
 
 
 def families() -> dict[str, list[Command]]:
-    """All commands by what they are for."""
     return {family: [row for module in modules for row in load_rows(module)] for family, modules in FAMILIES.items()}
 
 
@@ -86,17 +85,16 @@ MEANS = {
     '<host>': f'<host> is a compute: its host name, its uuid, or {PREFIX} digits or more of that.',
 }
 WIDTH = 80
-"""Characters of a line of the help: the least that terminals have."""
+# Columns before an option's help text; after a longer option the text begins on the next line.
 WIDEST_COLUMN = 26
-"""Characters before what an option does: the text of one that is written longer begins in the next line."""
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """Return the command in the arguments, HELP for --help, or VERSION, which has no row. UsageError."""
+    """Parse a command line; the name may also be VERSION, which has no row; raise UsageError."""
     try:
         return _parse(argv)
     except UsageError as error:
-        raise UsageError(printable(str(error))) from error  # whatever was typed, it is quoted in one line
+        raise UsageError(printable(str(error))) from error  # it may quote control characters
 
 
 def _parse(argv: Sequence[str]) -> Invocation:
@@ -115,7 +113,7 @@ def _parse(argv: Sequence[str]) -> Invocation:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """--wait and a stage behind it as one word. Where no instance is made, that word is an instance's name."""
+    """Join --wait and a following stage, which with other commands than create is an instance."""
     joined: list[str] = []
     for word in argv:
         if joined[-1:] == ['--wait'] and word in STAGES:
@@ -126,7 +124,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]]:
-    """The command's name and its words. The two forms of 2019 do without a name: they are told by their words."""
+    """Find the command and parse its words; without a name the words tell create from query."""
     if flavored and (not words or is_image(words[0])):
         return CREATE, COMMANDS[CREATE].words(CREATE, words)
     if not words:
@@ -145,17 +143,17 @@ def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]
 
 
 def _half(first: str, second: str | None = None, *_: str) -> UsageError:
-    """What to say of the first word of several commands, with a second that is of none of them."""
+    """Return the error for the first word of several commands without a valid second word."""
     seconds = FAMILY_WORDS[first]
-    known = f'{first} has {", ".join(seconds[:-1])} and {seconds[-1]}'
+    choices = f'{first} has {", ".join(seconds[:-1])} and {seconds[-1]}'
     if second is None:
-        return UsageError(f'{first!r} alone is not a command: {known}; eschedule help {first} says what each does')
+        return UsageError(f'{first!r} alone is not a command: {choices}; eschedule help {first} says what each does')
     also = f' ({suggestion})' if (suggestion := suggest((first, second))) else ''
-    return UsageError(f'{f"{first} {second}"!r} is not a command{also}: {known}')
+    return UsageError(f'{f"{first} {second}"!r} is not a command{also}: {choices}')
 
 
 def _named(words: Sequence[str]) -> str:
-    """The command that these words begin with; '' if they begin with none."""
+    """Return the name of the command at the start of the words, or ''."""
     names = (' '.join(words[:count]) for count in (2, 1))
     return next((name for name in names if name in NAMES), '')
 
@@ -164,18 +162,18 @@ def _named(words: Sequence[str]) -> str:
 
 
 def _command_to_explain(argv: Sequence[str]) -> str:
-    """The name of the command that is typed beside --help, or the first word of several; '' for neither."""
+    """Return the command beside --help, or the first word of several commands, or ''."""
     words = [word for word in argv if not word.startswith('-')]
-    named = (_named(words[first:]) for first in range(len(words)))
-    created = CREATE if any('=' in word for word in words) else ''
-    half = next((word for word in words if word in FAMILY_WORDS), '')
-    return next(filter(None, named), created or half)
+    matches = (_named(words[first:]) for first in range(len(words)))
+    create_name = CREATE if any('=' in word for word in words) else ''
+    family_word = next((word for word in words if word in FAMILY_WORDS), '')
+    return next(filter(None, matches), create_name or family_word)
 
 
 def help_of(name: str) -> str:
-    """The help of a command, by its name in COMMANDS; of several by their first word; of all of them for ''."""
+    """Return the help of a command, of several by their common first word, or of all for ''."""
     if name in FAMILY_WORDS:
-        lines = [_line(COMMANDS[f'{name} {each}']) for each in FAMILY_WORDS[name]]
+        lines = [_line(COMMANDS[f'{name} {second}']) for second in FAMILY_WORDS[name]]
         more = f'`eschedule {name} … --help` says all about one of them.'
         return '\n'.join([f'usage: eschedule {name} …', '', *lines, '', more]) + '\n'
     return _help_of_one(COMMANDS[name]) if name else _help_of_all()
@@ -197,7 +195,7 @@ def _line(command: Command) -> str:
 
 
 def _help_of_one(command: Command) -> str:
-    means = ''.join(f' {said}' for word, said in MEANS.items() if word in command.usage)
+    means = ''.join(f' {meaning}' for word, meaning in MEANS.items() if word in command.usage)
     exits = sorted({0, 1, 2, 7, *command.exits})
     lines = [f'usage: eschedule {command.usage} [OPTION]…', '', *_filled(command.description + means), '']
     lines += ['options:', *_option_lines(command.takes()), '', f'example: {command.example}', '']
@@ -205,15 +203,14 @@ def _help_of_one(command: Command) -> str:
 
 
 def _option_lines(options: Sequence[Option]) -> Iterator[str]:
-    """Each option as it is written and, in a second column, what it does."""
-    heads = [', '.join(f'{flag} {each.metavar}'.rstrip() for flag in each.flags) for each in options]
+    heads = [', '.join(f'{flag} {option.metavar}'.rstrip() for flag in option.flags) for option in options]
     column = min(max(map(len, heads)) + 4, WIDEST_COLUMN)
-    for head, each in zip(heads, options, strict=True):
+    for head, option in zip(heads, options, strict=True):
         fits = len(head) <= column - 4
         if not fits:
             yield f'  {head}'
         first = f'  {head}' if fits else ''
-        yield textwrap.fill(each.help, WIDTH, initial_indent=f'{first:<{column}}', subsequent_indent=' ' * column)
+        yield textwrap.fill(option.help, WIDTH, initial_indent=f'{first:<{column}}', subsequent_indent=' ' * column)
 
 
 def _exits(codes: Mapping[int, str]) -> list[str]:
@@ -224,7 +221,7 @@ def _filled(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')
 
 
-# The commands that help a hand: what eschedule can be told, and completion in a shell
+# The commands help and completion
 
 
 def _help(do: Context) -> int:
@@ -240,17 +237,16 @@ def _completion(do: Context) -> int:
 
 
 def _shell(name: str, words: Sequence[str]) -> Words:
-    """The name of a shell."""
     if len(words) != 1 or words[0] not in SHELLS:
         raise UsageError(f'{name}: for which shell? Give one of {", ".join(SHELLS)}')
     return tuple(words)
 
 
 def _command_or_nothing(name: str, words: Sequence[str]) -> Words:
-    """A command's name, which may have two words; or nothing."""
-    said = ' '.join(words)
-    if said and said not in COMMANDS and said not in FAMILY_WORDS:
-        raise UsageError(f'{name}: {said!r} is not a command{hint(words)}')
+    """Check that the words are a command, the first word of several commands, or nothing."""
+    command = ' '.join(words)
+    if command and command not in COMMANDS and command not in FAMILY_WORDS:
+        raise UsageError(f'{name}: {command!r} is not a command{hint(words)}')
     return tuple(words)
 
 
