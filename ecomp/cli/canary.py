@@ -1,4 +1,4 @@
-"""`eschedule doctor --canary`: a small guest on every host is booted, entered and destroyed, on all of them at once."""
+"""Boot, enter and destroy a small guest on every host for `eschedule doctor --canary`."""
 
 from __future__ import annotations
 
@@ -36,22 +36,21 @@ from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.explain import lacking
 from ecomp.scheduler.placing.place import check_complete
 
+# Canaries in flight at a time. Each further host waits until an earlier canary is destroyed.
 AT_ONCE = 64
-"""How many canaries there are at a time; of more hosts the others wait for one that is gone."""
 TICK = 1.0
-"""Seconds between two updates of the line on the terminal."""
+# Seconds after an interrupt in which another one is ignored: timeout(1) sends two. By then the destroy of every canary
+# is requested.
 GRACE = 3.0
-"""Seconds after an interrupt in which another one changes nothing: timeout(1) sends two, and by then each canary's
-compute is asked to destroy it."""
 INTERRUPTED = 'interrupted'
+# A canary's user-data: the default one might report the guest to the outside world.
 NO_DATA = b'#cloud-config\n{}\n'
-"""A canary's user-data: what other guests are given may tell the world that they are there."""
 
 
 class Plan(NamedTuple):
-    """What each canary is: what it asks for, its image and keys, the stage that it is to reach.
+    """The query, image, ssh keys and stage that all canaries of a command share.
 
-    `not_asked` says why nobody is to enter it, '' where somebody is.
+    `keys` None means those of mdserver.conf. `not_entered_reason` says why no canary is logged in to, '' if each is.
     """
 
     query: str
@@ -62,7 +61,7 @@ class Plan(NamedTuple):
 
 
 def plan(do: Context) -> Plan:
-    """What was typed, before anybody is asked. UsageError."""
+    """Read the plan without asking a server; UsageError if an argument or key file is invalid."""
     query, *image = do.words
     plan = Plan(
         query or ('' if do.options.flavor else SMALL),
@@ -76,36 +75,37 @@ def plan(do: Context) -> Plan:
         check_query(plan.query, needs_resources=do.options.flavor is None)
         check_names_no_host(plan.query)
     if not plan.keys and not do.options.identity:
-        without = 'there is no ssh key: name one with --ssh-key'
-        plan = plan._replace(stage=do.options.stage or BOOTED, not_asked=without)
+        reason = 'there is no ssh key: name one with --ssh-key'
+        plan = plan._replace(stage=do.options.stage or BOOTED, not_asked=reason)
     return plan
 
 
 class Interrupted(EcompError):
-    """Whoever waited does not any more. Raised by the function that is told how a wait goes on."""
+    """The user has interrupted the command; raised by the callback of each wait."""
 
 
 def fly(do: Context, plan: Plan, canary: Canary, go_on: Callable[[], None]) -> Canary:
-    """What came of a canary that has its uuid and its name; it is gone then, or Canary.left says why not.
+    """Place, boot, enter and destroy a canary that has a uuid and a name; return the result.
 
-    `go_on` is called about once a second, and raises Interrupted where it is to be ended.
+    Every Exception becomes part of the result. `check_interrupted` is called about once a second, and may raise
+    Interrupted.
     """
-    instance, query, unknown = canary.instance or '', on_one(plan.query, canary.compute), False
+    instance, query, is_outcome_unknown = canary.instance or '', on_one(plan.query, canary.compute), False
     try:
         go_on()
         _place(do, plan, canary, query)
         canary = _boot(do, plan, canary, instance, go_on)
     except NoCapacity as error:
-        why = _lacks(do, query, canary.compute, error)
-        return canary._replace(instance=None, name=None, reached=None, why=why)
+        reason = _lacks(do, query, canary.compute, error)
+        return canary._replace(instance=None, name=None, reached=None, why=reason)
     except Exception as error:
-        unknown = isinstance(error, UnknownOutcome)
+        is_outcome_unknown = isinstance(error, UnknownOutcome)
         canary = _broken(do, canary, instance, error)
-    return canary._replace(left=_destroyed(do, instance, canary.why if unknown else ''))
+    return canary._replace(left=_destroyed(do, instance, canary.why if is_outcome_unknown else ''))
 
 
 def _place(do: Context, plan: Plan, canary: Canary, query: str) -> None:
-    wanted = SetOrder(
+    order = SetOrder(
         canary.instance or '',
         image=plan.image,
         user_id=do.config.user_id,
@@ -118,47 +118,47 @@ def _place(do: Context, plan: Plan, canary: Canary, query: str) -> None:
     )
     backend: Future[tuple[Placement, Offer]] = Future()
     backend.set_result((do.placement, candidates(do.placement, query)))
-    create(do.store, backend, wanted, who(wanted), False, random.Random(), now)
+    create(do.store, backend, order, who(order), False, random.Random(), now)
 
 
 def _boot(do: Context, plan: Plan, canary: Canary, instance: str, go_on: Callable[[], None]) -> Canary:
-    """Wait for it, and enter it where somebody is to and can; how far it came."""
-    began = time.monotonic()
+    """Wait for the stage and log in if planned; raise the wait's EcompError if it fails."""
+    started = time.monotonic()
     wait = Wait(do.config.etcd, instance, Deadline(do.options.patience), lambda _: go_on(), claims=do.claims)
     record = wait_for_stage(wait, plan.stage)
-    go_on()  # the wait asks once a second, and may have ended before it did
-    canary = canary._replace(reached=plan.stage, seconds=time.monotonic() - began, why=plan.not_asked)
+    go_on()  # the wait calls this once a second and may have returned before the first call
+    canary = canary._replace(reached=plan.stage, seconds=time.monotonic() - started, why=plan.not_asked)
     if not plan.not_asked and not record.host_keys:
         return canary._replace(why='its guest has not said which host keys it has')
     if not plan.not_asked:
-        failed = why_not_entered(do, instance, go_on)
-        if failed:
-            return canary._replace(seconds=None, why=failed, broken=ENTERED)
-        canary = canary._replace(reached=ENTERED, seconds=time.monotonic() - began)
+        failure = why_not_entered(do, instance, go_on)
+        if failure:
+            return canary._replace(seconds=None, why=failure, broken=ENTERED)
+        canary = canary._replace(reached=ENTERED, seconds=time.monotonic() - started)
     return canary
 
 
 def _broken(do: Context, canary: Canary, instance: str, error: Exception) -> Canary:
-    """The same with how far it came, and why no further."""
-    found = None
+    """Return the canary with its last stage and why it failed; at a timeout print its console."""
+    entries = None
     with suppress(EcompError):
-        found = find(do.store, instance)
-    record = found.record if found else None
+        entries = find(do.store, instance)
+    record = entries.record if entries else None
     reached, stage = how_far(record)
-    why = str(error).removeprefix(f'{instance}: ') or type(error).__name__
-    canary = canary._replace(reached=reached, seconds=None, why=why)
+    reason = str(error).removeprefix(f'{instance}: ') or type(error).__name__
+    canary = canary._replace(reached=reached, seconds=None, why=reason)
     if isinstance(error, Interrupted):
         return canary
     if isinstance(error, StillGoing):
         waits = WAITS_FOR[SCHEDULED] if stage == SCHEDULED else waits_for(record)
         canary = canary._replace(why=f'{do.options.patience:g} s are up, still waiting for: {waits}')
-        for line in last_lines(do, record) if record else ():
-            do.out.say(f"{canary.name}'s console: {line}")
+        for console_line in last_lines(do, record) if record else ():
+            do.out.say(f"{canary.name}'s console: {console_line}")
     return canary._replace(broken=stage)
 
 
 def _lacks(do: Context, query: str, compute: str, error: NoCapacity) -> str:
-    """Why there is no room for it there."""
+    """Return what the compute lacks for the query, or the error's text if that is unknown."""
     if not isinstance(error, OverQuota):
         with suppress(EcompError, ValueError):
             return lacking(do.placement, query, do.computes, [compute]).get(compute) or str(error)
@@ -166,9 +166,10 @@ def _lacks(do: Context, query: str, compute: str, error: NoCapacity) -> str:
 
 
 def _destroyed(do: Context, instance: str, otherwise: str) -> str:
-    """Destroy it, and wait until it is gone; why something of it may be left, '' if nothing is.
+    """Destroy a canary, wait until it is gone, and return '' or why something may be left.
 
-    `otherwise` is said where it is not there, for whether it was placed is not known.
+    Never raises an Exception. It returns `reason_if_absent` if etcd has no such instance: '' unless the outcome of the
+    placement is unknown.
     """
     try:
         destroy(do.store, instance)
@@ -183,10 +184,9 @@ def _destroyed(do: Context, instance: str, otherwise: str) -> str:
 
 
 class Canaries:
-    """The canaries of one command."""
-
     def __init__(self, do: Context, plan: Plan) -> None:
-        self._do, self._plan = do, plan
+        self._do = do
+        self._plan = plan
         self._todo: list[Canary] = []
         self._placed: dict[str, Canary] = {}
         self._found: dict[str, Canary] = {}
@@ -195,61 +195,67 @@ class Canaries:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C has ended them early."""
         return bool(self._interrupts)
 
     def fly(self, hosts: Sequence[Host]) -> list[Canary]:
-        """One on each host that is up, or on that of --on alone; what came of each.
+        """Run a canary on each host that is up, or only on that of --on, and return all results.
 
-        Errors, before the first is placed: those of etcd and placement, of the query, the flavor and --on.
+        Before the first canary it raises NotFound for an unknown flavor or --on, UsageError for an incomplete or
+        invalid query, and the errors of etcd and placement.
         """
-        do, options = self._do, self._do.options
+        ctx, options = self._do, self._do.options
         if options.flavor is not None:
-            query = with_flavor(do.config, lambda: do.store, options.flavor, self._plan.query)
+            query = with_flavor(ctx.config, lambda: ctx.store, options.flavor, self._plan.query)
             self._plan = self._plan._replace(query=query)
-        # What is wrong with the query is no fault of a host.
-        for asked in candidates(do.placement, self._plan.query).candidates:
-            check_complete(asked)
-        only = options.on and do.compute(options.on)
-        there = [each for each in hosts if not only or each.compute == only]
-        if options.on and not there:
-            raise no_such(options.on, do.computes)
-        for each in reversed(there):
-            canary = Canary(each.compute, each.hostname, do.computes.called(each.compute))
-            if each.state == UP:
+        # Check the query first: an error in it is no finding about a host.
+        for candidate in candidates(ctx.placement, self._plan.query).candidates:
+            check_complete(candidate)
+        only_compute = options.on and ctx.compute(options.on)
+        selected_hosts = [host for host in hosts if not only_compute or host.compute == only_compute]
+        if options.on and not selected_hosts:
+            raise no_such(options.on, ctx.computes)
+        for host in reversed(selected_hosts):
+            canary = Canary(host.compute, host.hostname, ctx.computes.called(host.compute))
+            if host.state == UP:
                 self._todo.append(canary)
             else:
-                self._found[each.compute] = canary._replace(why=f'it is {each.state}')
-        self._begin([each.compute for each in there])
-        left = {compute: each._replace(why=INTERRUPTED, left=INTERRUPTED) for compute, each in self._placed.items()}
-        found = {**left, **self._found}
-        return [found[each.compute] for each in there if each.compute in found]
+                self._found[host.compute] = canary._replace(why=f'it is {host.state}')
+        self._begin([host.compute for host in selected_hosts])
+        unfinished = {
+            compute: entry._replace(why=INTERRUPTED, left=INTERRUPTED) for compute, entry in self._placed.items()
+        }
+        results = {**unfinished, **self._found}
+        return [results[host.compute] for host in selected_hosts if host.compute in results]
 
     def _begin(self, computes: Sequence[str]) -> None:
         threads = [threading.Thread(target=self._work, name='canary', daemon=True) for _ in self._todo[:AT_ONCE]]
-        with _heard(lambda: self._interrupts.append(time.monotonic())), Live() as tell:
+        with _heard(lambda: self._interrupts.append(time.monotonic())), Live() as show_status:
             for thread in threads:
                 thread.start()
-            self._wait(computes, tell)
+            self._wait(computes, show_status)
 
     def _wait(self, computes: Sequence[str], tell: Callable[[str], None]) -> None:
-        """Say what came of each as it comes, until it is known of all, or nobody waits for them any more."""
-        said, began, told = set[str](), time.monotonic(), False
+        """Print each result when it arrives, until all are there or a second interrupt comes."""
+        reported = set[str]()
+        started = time.monotonic()
+        is_interrupt_reported = False
         while True:
             self._news.clear()
-            if self.interrupted and not told:
-                told = True
+            if self.interrupted and not is_interrupt_reported:
+                is_interrupt_reported = True
                 self._do.out.say(f'interrupted: the canaries are being destroyed; again, in {GRACE:g} s, leaves them')
-            for compute in [each for each in computes if each in self._found and each not in said]:
+            for compute in [key for key in computes if key in self._found and key not in reported]:
                 self._do.out.say(line(self._found[compute]))
-                said.add(compute)
-            if len(said) == len(computes) or (self.interrupted and self._interrupts[-1] > self._interrupts[0] + GRACE):
+                reported.add(compute)
+            if len(reported) == len(computes) or (
+                self.interrupted and self._interrupts[-1] > self._interrupts[0] + GRACE
+            ):
                 return
-            tell(f'{len(computes) - len(said)} canaries under way, {time.monotonic() - began:.0f} s')
+            tell(f'{len(computes) - len(reported)} canaries under way, {time.monotonic() - started:.0f} s')
             self._news.wait(TICK)
 
     def _work(self) -> None:
-        with suppress(IndexError):  # another thread took the last one
+        with suppress(IndexError):  # another thread popped the last canary
             while self._todo:
                 canary = self._todo.pop()
                 if self.interrupted:
@@ -263,23 +269,20 @@ class Canaries:
                 self._news.set()
 
     def _go_on(self) -> None:
-        """How the threads hear of an interrupt, in their waits."""
+        """Raise Interrupted after an interrupt; the threads call this while they wait."""
         if self.interrupted:
             raise Interrupted(INTERRUPTED)
 
 
 @contextmanager
 def _heard(hear: Callable[[], None]) -> Iterator[None]:
-    """Call `hear` for Ctrl-C, a kill and a terminal that is closed: none of them ends anything by itself.
-
-    What is ignored stays so, by nohup for one.
-    """
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    taken = {each: handler for each, handler in before.items() if handler != signal.SIG_IGN}
-    for each in taken:
-        signal.signal(each, lambda *_: hear())
+    """Call `on_signal` for SIGINT, SIGTERM and SIGHUP; ignored ones (nohup) stay ignored."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    replaced = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, lambda *_: hear())
     try:
         yield
     finally:
-        for each, handler in taken.items():
-            signal.signal(each, handler)
+        for number, handler in replaced.items():
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The commands that change instances: each is accepted here, and carried out by the instance's compute."""
+"""Commands that change instances: the compute of an instance carries out what they request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ecomp.store.sharing import Index
 
 ADDRESSED = 'addressed'
-"""The stage that is waited for if none is named."""
 
 
 def _destroy(do: Context) -> int:
@@ -35,17 +34,17 @@ def _destroy(do: Context) -> int:
     def ask(word: str) -> bool:
         instance = do.instance(word, do.among)
         outcomes.tell(word, instance=instance)
-        done = destroy(do.store, instance, do.among, do.claimed_on)
+        sentence = destroy(do.store, instance, do.among, do.claimed_on)
         do.name_computes()
-        outcomes.tell(word, done)
+        outcomes.tell(word, sentence)
         return True
 
     def wait(word: str, deadline: Deadline) -> None:
         instance = outcomes.found[word]['instance']
         if not is_known(do.store, instance, do.among):
-            return  # it was in error, and its record was removed
-        with Live() as tell:
-            wait_until_gone(Wait(do.config.etcd, instance, deadline, tell, do.among, claims=do.claims))
+            return  # it was in error, so the destroy removed its record
+        with Live() as show_status:
+            wait_until_gone(Wait(do.config.etcd, instance, deadline, show_status, do.among, claims=do.claims))
         outcomes.tell(word, f'{instance}: gone', state=GONE)
 
     return outcomes.run(ask, wait, 'destroy --wait')
@@ -56,28 +55,28 @@ def _power(do: Context) -> int:
     from ecomp.scheduler.changing.wait import Wait, wait_for_power
 
     outcomes = Outcomes(do, do.words, instance=None, state=None)
-    accepted: dict[str, Acceptance] = {}
-    word_of: dict[str, str] = {}
+    acceptances: dict[str, Acceptance] = {}
+    word_by_instance: dict[str, str] = {}
 
     def ask(word: str) -> bool:
         instance = do.instance(word, do.among)
         outcomes.tell(word, instance=instance)
-        if word_of.setdefault(instance, word) != word:
-            return False  # named twice, by its name and its uuid
-        answer = power(do.store, instance, Power(do.name, new_uuid(os.urandom(16))), do.among)
+        if word_by_instance.setdefault(instance, word) != word:
+            return False  # the instance is given twice, by its name and by its uuid
+        acceptance = power(do.store, instance, Power(do.name, new_uuid(os.urandom(16))), do.among)
         do.name_computes()
-        outcomes.tell(word, answer.said)
-        accepted[word] = answer
-        return answer.power is not None
+        outcomes.tell(word, acceptance.said)
+        acceptances[word] = acceptance
+        return acceptance.power is not None
 
     def wait(word: str, deadline: Deadline) -> None:
         instance = outcomes.found[word]['instance']
-        with Live() as tell:
-            waited = Wait(do.config.etcd, instance, deadline, tell, do.among, claims=do.claims)
-            record = wait_for_power(waited, accepted[word])
+        with Live() as show_status:
+            wait_state = Wait(do.config.etcd, instance, deadline, show_status, do.among, claims=do.claims)
+            record = wait_for_power(wait_state, acceptances[word])
         outcomes.tell(word, f'{instance}: {record.state}', state=record.state)
 
-    # Asked for once more a reboot may be one more.
+    # A repeated reboot command could reboot the guest again, so the hint for it is `show`.
     return outcomes.run(ask, wait, 'show' if do.name == REBOOT else f'{do.name} --wait')
 
 
@@ -85,12 +84,12 @@ def _clear(do: Context) -> int:
     from ecomp.scheduler.changing.change import clear
 
     removed, errors = clear(do.store)
-    gone = sum(state == GONE for state in removed.values())
-    number = f'{len(removed) or "no"} record{"" if len(removed) == 1 else "s"}'
-    do.out.say(f'{number} removed: {gone} gone, {len(removed) - gone} in error')
+    gone_count = sum(state == GONE for state in removed.values())
+    count_text = f'{len(removed) or "no"} record{"" if len(removed) == 1 else "s"}'
+    do.out.say(f'{count_text} removed: {gone_count} gone, {len(removed) - gone_count} in error')
     for error in errors:
         do.out.say(str(error))
-    do.show_document([{'removed': [{'instance': each, 'state': state} for each, state in removed.items()]}])
+    do.show_document([{'removed': [{'instance': instance, 'state': state} for instance, state in removed.items()]}])
     return EcompError.exit_code if errors else 0
 
 
@@ -101,10 +100,11 @@ def reach(
     among: Index | None,
     asked: Mapping[str, Power | None] = MappingProxyType({}),
 ) -> None:
-    """Wait for the stage of each that was asked for; once there has to be an address, it is printed.
+    """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
 
-    `among`: see find(). `asked` is what is asked of an instance's power, known by when `instance_of` has said which it
-    is.
+    Prints the address once a stage implies one; an EcompError is printed and recorded for its word. `instance_index`
+    says where instances were a moment ago. `power_by_instance` has pending power changes; `resolve_instance` may add
+    one.
     """
     from ecomp.scheduler.changing.wait import Wait, wait_for_stage
 
@@ -121,9 +121,9 @@ def reach(
             outcomes.tell(word, '', **known_of(record))
 
         instance = instance_of(word)
-        with Live() as tell:
-            waited = Wait(do.etcd, instance, deadline, tell, among, seen, late, do.claims)
-            record = wait_for_stage(waited, stage, asked.get(instance))
+        with Live() as show_status:
+            wait_state = Wait(do.etcd, instance, deadline, show_status, among, seen, late, do.claims)
+            record = wait_for_stage(wait_state, stage, asked.get(instance))
         if do.form == TABLE and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
             do.out.put(printable(record.address))
 

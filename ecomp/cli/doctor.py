@@ -1,4 +1,4 @@
-"""`eschedule doctor`: what is wrong with the cluster, and what mends it."""
+"""`eschedule doctor`: find problems of the cluster and print their fixes."""
 
 from __future__ import annotations
 
@@ -22,40 +22,42 @@ def _doctor(do: Context) -> int:
     from ecomp import backends
     from ecomp.model.health import ComputeFacts, exit_code, lines, of_backends, of_computes, summary
 
-    flight = None
+    canary_run = None
     if do.options.canary:
-        from ecomp.cli.canary import Canaries, plan  # nearly all that eschedule has: for those who ask for it
+        from ecomp.cli.canary import Canaries, plan  # imports most of eschedule, so only for --canary
 
-        flight = Canaries(do, plan(do))
-    there = backends.look(do.config.etcd, do.config.placement, do.config.path, 'schedule.yaml')
-    found = of_backends(there)
+        canary_run = Canaries(do, plan(do))
+    backend_report = backends.look(do.config.etcd, do.config.placement, do.config.path, 'schedule.yaml')
+    findings = of_backends(backend_report)
     computes, canaries = ComputeFacts(ours=__version__), list[Canary]()
-    if not there.away:
+    if not backend_report.away:
         from ecomp.scheduler.looking.find import all_records
         from ecomp.scheduler.looking.hosts import all_hosts
 
         hosts, _ = all_hosts(do.store, do.placement)
-        runs = {each.compute: each.said.version for each in hosts if each.said.version is not None}
-        waiting = [each.name or each.instance for each in all_records(do.store, False)[0] if each.state == QUEUED]
-        computes = ComputeFacts(tuple(hosts), runs, __version__, do.computes.unserved(waiting))
-        found += of_computes(computes)
-        if flight is not None:
-            canaries = flight.fly(hosts)
-            found += of_canaries(canaries, flight.interrupted)
-    about = {
-        'findings': [each._asdict() for each in found],
-        'configuration': there.told,
-        'etcd': {'name': there.etcd, 'version': there.etcd_version or None},
-        'placement': {'name': there.placement, 'microversion': there.placement_version or None},
-        'certificates': {each.path: each.until and each.until.isoformat() for each in there.certificates},
+        versions = {host.compute: host.said.version for host in hosts if host.said.version is not None}
+        waiting = [
+            record.name or record.instance for record in all_records(do.store, False)[0] if record.state == QUEUED
+        ]
+        computes = ComputeFacts(tuple(hosts), versions, __version__, do.computes.unserved(waiting))
+        findings += of_computes(computes)
+        if canary_run is not None:
+            canaries = canary_run.fly(hosts)
+            findings += of_canaries(canaries, canary_run.interrupted)
+    document = {
+        'findings': [finding._asdict() for finding in findings],
+        'configuration': backend_report.told,
+        'etcd': {'name': backend_report.etcd, 'version': backend_report.etcd_version or None},
+        'placement': {'name': backend_report.placement, 'microversion': backend_report.placement_version or None},
+        'certificates': {file.path: file.until and file.until.isoformat() for file in backend_report.certificates},
         'computes': dict(computes.versions),
     }
-    if flight is not None:
-        about['canaries'] = [each.to_dict() for each in canaries]
-    do.show_document([about], '\n'.join(map(printable, lines(found))))
-    do.out.say(summary(there, found))
-    ended = exit_code(there, found)
-    return EcompError.exit_code if flight is not None and flight.interrupted and not ended else ended
+    if canary_run is not None:
+        document['canaries'] = [canary.to_dict() for canary in canaries]
+    do.show_document([document], '\n'.join(map(printable, lines(findings))))
+    do.out.say(summary(backend_report, findings))
+    code = exit_code(backend_report, findings)
+    return EcompError.exit_code if canary_run is not None and canary_run.interrupted and not code else code
 
 
 # fmt: off
