@@ -1,8 +1,7 @@
-"""Completion of eschedule's command lines in bash, zsh and fish: scripts, made from the commands' rows. Pure.
+"""Make completion scripts for bash, zsh and fish from the rows of the commands. Pure.
 
-What may stand at a place is either written in the script (commands, options, stages), or asked for at each TAB:
-instances, hosts, flavors, groups and projects, by `eschedule … -f value`. Those names come from etcd, so nothing is
-offered that a shell would read as more than a word.
+Commands, options and stages are written into a script; instances, hosts, flavors, groups and projects are queried at
+each TAB. Those names come from etcd, so a script offers only names that a shell reads as one word.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from ecomp.cli.near import FAMILY_WORDS, NAMES
 from ecomp.cli.options import OPTIONS, SHELLS, Option
 from ecomp.model.record import QUEUED, STAGES, STATES
 
+# The command that lists the words of each kind. With two columns, a word of either is offered.
 LIVE: Mapping[str, str] = {
     'instances': 'list -f value -c NAME,INSTANCE',
     'hosts': 'hosts -f value -c HOST,COMPUTE',
@@ -23,44 +23,46 @@ LIVE: Mapping[str, str] = {
     'groups': 'group list -f value -c GROUP',
     'projects': 'quota list -f value -c PROJECT',
 }
-"""What is asked for each kind of words. Of two columns both may be typed."""
 
 FIRST_WORDS = tuple(dict.fromkeys(name.partition(' ')[0] for name in NAMES))
-"""What commands begin with, in the order of the help."""
 
-FILES, FREE = 'files', 'free'
-"""Kinds of values of options: a file; nothing that is known."""
+# Kinds of option values: a file, and text that cannot be completed.
+FILES = 'files'
+FREE = 'free'
 
+# Kinds, by placeholder in a command's usage, and by the metavar of an option.
 WORDS = {'<id>': 'instances', '<host>': 'hosts', '<uuid>': 'computes', 'GROUP': 'groups', 'PROJECT': 'projects'}
 VALUES = {'FILE': FILES, 'COMPUTE': 'hosts', 'GROUP': 'groups', 'ID': 'projects'}
-"""Kinds, by what stands in a command's usage, and by the name of an option's value."""
 
+# Names from etcd are offered only if they consist of these characters.
 SAFE = '[A-Za-z0-9._-]'
-"""Of these characters alone is what is offered of what etcd holds."""
 
 
 def script(shell: str, commands: Mapping[str, Command]) -> str:
-    """Return the script for one of SHELLS, to be read by it."""
+    """Return the completion script for one of SHELLS."""
     return _fish(commands) if shell == 'fish' else _posix(shell, commands)
 
 
 def words_of(command: Command) -> str:
-    """The kind of the words of a command, '' where none is known."""
+    """Return the kind of the words of a command, or '' if it has none to offer."""
     if command.name.startswith('flavor ') and 'NAME…' in command.usage:
         return 'flavors'
     return next((kind for written, kind in WORDS.items() if written in command.usage), '')
 
 
 def values_of(field: str, row: Option) -> str:
-    """The kind of an option's value: the words themselves after a =, where there are few; '' where it has none."""
-    known = {'STATE': sorted({QUEUED, *STATES}), 'COLUMN': [each.name.lower() for each in (*COLUMNS, REASON, *MORE)]}
-    choices = STAGES if 'STAGE' in row.metavar else known.get(row.metavar, row.choices)
+    """Return the kind of an option's value: '=' and the choices, a kind, or '' for no value."""
+    choices_by_metavar = {
+        'STATE': sorted({QUEUED, *STATES}),
+        'COLUMN': [column.name.lower() for column in (*COLUMNS, REASON, *MORE)],
+    }
+    choices = STAGES if 'STAGE' in row.metavar else choices_by_metavar.get(row.metavar, row.choices)
     if choices:
         return '=' + ' '.join(choices)
     return 'flavors' if field == 'flavor' else VALUES.get(row.metavar, FREE if row.metavar else '')
 
 
-# bash and zsh: the same functions tell what may come, in what both understand; only what becomes of it differs
+# bash and zsh share the functions that find candidates, in syntax that both accept; only the output differs
 
 
 POSIX = """\
@@ -189,25 +191,25 @@ if [ "${funcstack[1]}" = _eschedule ]; then _eschedule "$@"; else compdef _esche
 
 
 def _posix(shell: str, commands: Mapping[str, Command]) -> str:
-    flags = {name: ' '.join(flag for each in row.takes() for flag in each.flags) for name, row in commands.items()}
-    made = POSIX.format(
+    flags = {name: ' '.join(flag for option in row.takes() for flag in option.flags) for name, row in commands.items()}
+    functions = POSIX.format(
         name=shell,
         safe=SAFE,
-        flags=_cases({f"'{name}'": f'echo {listed} --help' for name, listed in flags.items()}),
+        flags=_cases({f"'{name}'": f'echo {names} --help' for name, names in flags.items()}),
         words=_cases({f"'{name}'": f'echo {kind}' for name, row in commands.items() if (kind := _kind(row))}),
         values=_cases({
             ' | '.join(row.flags): f"echo '{kind}'"
             for field, rows in OPTIONS.items() for row in rows if (kind := values_of(field, row))
         }),
-        live=_cases({kind: f'_eschedule_asked "$@" {asked}' for kind, asked in LIVE.items()}),
+        live=_cases({kind: f'_eschedule_asked "$@" {command}' for kind, command in LIVE.items()}),
         first=' '.join(FIRST_WORDS),
         families=' | '.join(FAMILY_WORDS),
         seconds=_cases({
-            f'{first}// | help/{first}/': f"echo '{' '.join(each)}' | tr ' ' '\\n'"
-            for first, each in FAMILY_WORDS.items()
+            f'{first}// | help/{first}/': f"echo '{' '.join(seconds)}' | tr ' ' '\\n'"
+            for first, seconds in FAMILY_WORDS.items()
         }, 16),
     )  # fmt: skip
-    return f'#compdef eschedule\n{made}{ZSH}' if shell == 'zsh' else made + BASH
+    return f'#compdef eschedule\n{functions}{ZSH}' if shell == 'zsh' else functions + BASH
 
 
 def _kind(command: Command) -> str:
@@ -215,10 +217,10 @@ def _kind(command: Command) -> str:
 
 
 def _cases(each: Mapping[str, str], indent: int = 8) -> str:
-    return '\n'.join(f'{" " * indent}{pattern}) {does} ;;' for pattern, does in each.items())
+    return '\n'.join(f'{" " * indent}{pattern}) {command} ;;' for pattern, command in each.items())
 
 
-# fish, which asks of each line whether it is to be offered here
+# fish, which evaluates a condition for each line before it offers it
 
 
 FISH = """\
@@ -289,19 +291,19 @@ def _fish(commands: Mapping[str, Command]) -> str:
     rows.append(_row('__eschedule_is help', f'-a "{" ".join(FIRST_WORDS)}"'))
     rows.append(_row('__eschedule_is completion', f'-a "{" ".join(SHELLS)}"'))
     for field, options in OPTIONS.items():
-        takers = [f'"{name}"' for name, row in commands.items() if field in {*row.options, 'config'}]
+        command_names = [f'"{name}"' for name, row in commands.items() if field in {*row.options, 'config'}]
         for option in options:
-            rows.append(_row(f'__eschedule_is {" ".join(takers)}', *_option(field, option), option.help))
-    valued = ' '.join(flag for field, each in OPTIONS.items() for row in each if values_of(field, row)
+            rows.append(_row(f'__eschedule_is {" ".join(command_names)}', *_option(field, option), option.help))
+    valued_flags = ' '.join(flag for field, field_rows in OPTIONS.items() for row in field_rows if values_of(field, row)
                       for flag in row.flags if flag != '--wait')  # fmt: skip
-    return FISH.format(valued=valued, families=' '.join(FAMILY_WORDS), safe=SAFE, rows='\n'.join(rows))
+    return FISH.format(valued=valued_flags, families=' '.join(FAMILY_WORDS), safe=SAFE, rows='\n'.join(rows))
 
 
 def _option(field: str, row: Option) -> list[str]:
     names = [f'-l {flag[2:]}' if flag.startswith('--') else f'-s {flag[1:]}' for flag in row.flags]
     kind = values_of(field, row)
     if kind.startswith('='):
-        # The value of --wait alone may be left out, and stands behind a =.
+        # The value of --wait is optional, and is given after a =.
         return [*names, f'-a "{kind[1:]}"', *([] if row.metavar.startswith('[') else ['-x'])]
     if kind in LIVE:
         return [*names, '-x', _asked(kind)]
@@ -315,8 +317,8 @@ def _asked(kind: str) -> str:
 def _row(where: str, *parts: str) -> str:
     *rest, last = parts
     if rest and not last.startswith('-'):
-        said = last.partition('. ')[0].replace('\\', '').replace("'", "\\'")
-        rest.append(f"-d '{said[:60]}'")
+        summary = last.partition('. ')[0].replace('\\', '').replace("'", "\\'")
+        rest.append(f"-d '{summary[:60]}'")
     else:
         rest = list(parts)
     return ' '.join(['complete', '-c', 'eschedule', '-n', f"'{where}'", *filter(None, rest)])

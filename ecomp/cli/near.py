@@ -1,4 +1,4 @@
-"""Which command was probably meant by words that are none: the words of other tools, and typing errors. Pure."""
+"""Suggest a command for a typing error or for a word of another tool. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ecomp.cli.command import QUERY
 from ecomp.model.command_names import BY_MODULE
 from ecomp.model.text import near
 
+# What a command line may begin with, besides a query and an instance.
 NAMES = tuple(name for names in BY_MODULE.values() for name in names if name != QUERY)
-"""What a command line may begin with, beside a query and an instance."""
+# The second words of two-word commands, by the first word, which alone is no command.
 FAMILY_WORDS: Mapping[str, Sequence[str]] = {
     first: [name.partition(' ')[2] for name in NAMES if name.startswith(f'{first} ')]
     for first in dict.fromkeys(name.partition(' ')[0] for name in NAMES if ' ' in name)
 }
-"""The second words of commands by their first, which says nothing alone."""
 
 CREATE_FORM = "create 'resources=…' [IMAGE_URL]"
 DESTROY = 'destroy'
@@ -26,6 +26,7 @@ def _index_by_word(meanings: Mapping[str, str]) -> dict[str, str]:
 
 
 # fmt: off
+# Our commands for words of docker, virsh, incus, nomad, openstack and kubectl with the same meaning.
 ELSEWHERE: Mapping[str, str] = _index_by_word({
     CREATE_FORM: 'create launch new boot make add deploy run init spawn define', "'resources=…'": 'query',
     DESTROY: 'delete del rm remove undefine purge terminate erase destory', 'clear': 'prune gc',
@@ -39,15 +40,15 @@ ELSEWHERE: Mapping[str, str] = _index_by_word({
     'hosts': 'members top stats usage nodeinfo cluster-info hots', 'host forget': 'forget decommission',
     'host enable': 'enable uncordon undrain untaint undisable', 'host disable': 'disable cordon taint',
 })
-"""The commands of ours for the words of docker, virsh, incus, nomad, openstack and kubectl that mean the same."""
 
+# The first word of our commands, '' for none, for singular nouns in the commands of other tools.
 NOUNS: Mapping[str, str] = _index_by_word({
     '': 'server instance vm domain guest container pod alloc allocation job workload',
     'host': 'host node hypervisor compute computer agent cluster', 'flavor': 'flavor flavour profile',
     'quota': 'quota limit project', 'group': 'group',
 })
-"""The first word of our commands, if any, for the nouns that other tools' commands have, in the singular."""
 
+# By the first word of a two-word command: our command for a verb with another meaning there.
 IN_FAMILIES: Mapping[str, Mapping[str, str]] = {
     'host': {'stop': 'host disable', 'start': 'host enable', **dict.fromkeys((DESTROY, 'clear'), 'host forget')},
     'flavor': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'flavor set'),
@@ -55,28 +56,27 @@ IN_FAMILIES: Mapping[str, Mapping[str, str]] = {
     'quota': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'quota set'),
               **dict.fromkeys((DESTROY, 'unset', 'clear', 'reset'), NO_LIMIT)},
 }
-"""What commands of another meaning are called, by their first words."""
 
+# Why there is no command for something that other tools have a command for.
 NONE = dict.fromkeys(('image', 'images', 'img'), 'an image is a URL behind the query, and nobody keeps a list of them')
-"""What others have a command for, and we have not: why there is none."""
 
+# What to add when suggesting a command that removes something for good. No typing error suggests one.
 LOSSES = {DESTROY: ', which deletes the disk', 'host forget': ', for a machine that is off for good',
           'clear': ', which removes the records of what has ended', 'flavor delete': ', which deletes it for all users'}
-"""What is said of a command that removes something for good. A typing error hints at none of them."""
 # fmt: on
 
+# The similarity, from 0 to 1, that a typing error has to have: `state` is no typing error of `start`.
 LIKE = 0.82
-"""How much of a word has to be the same as of a command, from 0 to 1: state is no typing error for start."""
 
 
 def hint(words: Sequence[str]) -> str:
-    """Write the end of a sentence that says that `words` are no command."""
+    """Return the end of a message that says that the words are no command."""
     suggestion = suggest(words)
     return f': {suggestion}' if suggestion else '; --help shows all'
 
 
 def suggest(words: Sequence[str]) -> str:
-    """Say what was meant by words that are no command; '' where that is not known."""
+    """Return what was probably meant by words that are no command, or '' if there is no guess."""
     first, second, *_ = [*(word.lower() for word in words), '', '']
     if first in NONE:
         return NONE[first]
@@ -85,23 +85,23 @@ def suggest(words: Sequence[str]) -> str:
 
 
 def _find_command(first: str, second: str) -> str:
-    if _get_family(first) is None and _get_family(second) is not None:  # kubectl has the verb before the noun
+    if _get_family(first) is None and _get_family(second) is not None:  # kubectl puts the verb before the noun
         first, second = second, first
     family = _get_family(first)
     if family:
         return _find_in_family(family, second) or ('' if first == family else f'{family} list')
     if family is not None:
         return _find_command(second, '') or 'list'
-    known = [name.partition(' ')[0] for name in NAMES if name not in LOSSES]
-    command = ELSEWHERE.get(first) or (first if first in NAMES else near(first, known, LIKE)) or ''
+    candidates = [name.partition(' ')[0] for name in NAMES if name not in LOSSES]
+    command = ELSEWHERE.get(first) or (first if first in NAMES else near(first, candidates, LIKE)) or ''
     return _find_in_family(command, second) or f'{command} list' if command in NOUNS else command
 
 
 def _find_in_family(family: str, verb: str) -> str:
-    known = {name.removeprefix(f'{family} '): name for name in NAMES if name.startswith(f'{family} ')}
-    known |= {**{name: name for name in known.values()}, **IN_FAMILIES.get(family, {})}
-    typo = near(verb, [each for each, name in known.items() if name not in LOSSES], LIKE)
-    return known.get(verb) or known.get(ELSEWHERE.get(verb, '')) or (known[typo] if typo else '')
+    commands = {name.removeprefix(f'{family} '): name for name in NAMES if name.startswith(f'{family} ')}
+    commands |= {**{name: name for name in commands.values()}, **IN_FAMILIES.get(family, {})}
+    typo = near(verb, [word for word, name in commands.items() if name not in LOSSES], LIKE)
+    return commands.get(verb) or commands.get(ELSEWHERE.get(verb, '')) or (commands[typo] if typo else '')
 
 
 def _get_family(noun: str) -> str | None:
