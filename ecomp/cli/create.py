@@ -1,4 +1,4 @@
-"""New instances: `eschedule 'resources=…'`, what would become of it (`plan`), and --queue."""
+"""Commands for new instances: `eschedule 'resources=…'`, its --queue, and `plan`."""
 
 from __future__ import annotations
 
@@ -45,20 +45,19 @@ if TYPE_CHECKING:
     from ecomp.scheduler.looking.find import Backend
     from ecomp.scheduler.placing.claim import DeliveryOutcome
 
+# MiB below which no cloud image boots; an order of less gets a warning.
 LEAST_MEMORY_MB = 64
-"""MiB without which no cloud image boots; who asks for less is told so."""
+# Printed for each placed instance; the text of 2019.
 NOTIFIED = 'NOTIFIED TARGET, {compute}, OF INSTANCE {instance}'
-"""What is said of each that is placed, as in 2019."""
 QUEUED = 'QUEUED INSTANCE {instance}'
-"""What is said of each that waits in a queue."""
 STDIN = '-'
 CLOUD_CONFIG = b'#cloud-config'
+# Above this number of computes a create asks about a sample first. Below it sampling does not pay: placement answers
+# about a hundred nearly as fast as about one, and hints of so few are soon stale: with eight requesters a create took
+# 1.4 queries, and balanced worse.
 LARGE = 256
-"""Computes: of more a few are asked about first. About a hundred placement answers nearly as fast as about one,
-and what so few hint is soon stale: with eight requesters a create took 1.4 questions, and they were spread worse."""
 
 Begun = dict[str, str | None]
-"""What is known of an instance that is placed or queued."""
 
 
 def _create(do: Context) -> int:
@@ -81,56 +80,58 @@ def _create(do: Context) -> int:
 
 
 def _place(do: Context, order: Order) -> int:
-    # Imported late on purpose, here and below: http.client and h2 are most of a claim's time, so one is loaded, and
-    # placement asked, while the other is on its way.
+    # Imported late, here and below: loading http.client and h2 takes most of a claim's time, so one is loaded and
+    # placement queried while the other loads.
     from ecomp.scheduler.looking.find import ask_placement
 
     query, resume = _query(do), do.options.uuid is not None
-    large = LARGE if is_large(do.config.etcd) and not resume and not do.options.size else None
-    backend = ask_placement(do.config.placement, query if large is None else None, do.slow)
+    sample_above = LARGE if is_large(do.config.etcd) and not resume and not do.options.size else None
+    backend = ask_placement(do.config.placement, query if sample_above is None else None, do.slow)
     do.connect()
 
     from ecomp.scheduler.placing.create import create
 
-    sized = partial(remember, do.config.etcd)
-    instance, wanted = order.instance, _wanted(do, order, query)
-    again = f'the same command with --uuid {instance} goes on, or says what became of it'
+    remember_count = partial(remember, do.config.etcd)
+    instance, set_order = order.instance, _wanted(do, order, query)
+    advice = f'the same command with --uuid {instance} goes on, or says what became of it'
     try:
-        delivered = create(do.store, backend, wanted, who(order), resume, random.Random(), now, large, sized)
+        outcomes = create(
+            do.store, backend, set_order, who(order), resume, random.Random(), now, sample_above, remember_count
+        )
     except NoCapacity as error:
         from ecomp.scheduler.placing.place import VAIN
 
-        return _no_capacity(do, error, backend, query, spent=0 if large is None else VAIN)
+        return _no_capacity(do, error, backend, query, spent=0 if sample_above is None else VAIN)
     except KeyboardInterrupt:
-        says = f'instance {instance}: {do.typed} {instance} says whether it was placed all the same'
-        do.out.say(f'interrupted; {says if wanted.count == 1 else again}')
+        hint = f'instance {instance}: {do.typed} {instance} says whether it was placed all the same'
+        do.out.say(f'interrupted; {hint if set_order.count == 1 else advice}')
         return EcompError.exit_code
     except UnknownOutcome as error:
-        do.out.say(f'{error}; {again}')
+        do.out.say(f'{error}; {advice}')
         return UnknownOutcome.exit_code
-    begun: list[Begun] = [
-        {'instance': name, 'compute': each.compute, 'host': None, 'name': wanted.instances[name]}
-        for name, each in delivered.items()
+    rows: list[Begun] = [
+        {'instance': uuid, 'compute': outcome.compute, 'host': None, 'name': set_order.instances[uuid]}
+        for uuid, outcome in outcomes.items()
     ]
-    places = [f'instance {name} was placed on {each.compute}' for name, each in delivered.items()]
-    several = f'{len(places)} instances were placed: --uuid {instance} says where'
-    return _tell(do, begun, lambda: _remarks(do, wanted, delivered), places[0] if wanted.count == 1 else several)
+    texts = [f'instance {uuid} was placed on {outcome.compute}' for uuid, outcome in outcomes.items()]
+    summary = f'{len(texts)} instances were placed: --uuid {instance} says where'
+    return _tell(do, rows, lambda: _remarks(do, set_order, outcomes), texts[0] if set_order.count == 1 else summary)
 
 
 def _tell(do: Context, begun: Sequence[Begun], remarks: Callable[[], Iterable[str]], unwritten: str = '') -> int:
-    """Print what is begun, say what else there is to say, and wait for it if that was asked; the exit code.
+    """Print the placed or queued instances and the remarks, then wait if --wait asks for it.
 
-    Ctrl-C ends no more than this command. `unwritten` is what an error says first where stdout cannot be written.
+    Returns the exit code: 6 at Ctrl-C, after the instances are printed. If stdout cannot be written, the EcompError
+    begins with `output_error_prefix`; without that text the OSError passes.
     """
     is_put = False
 
     def put() -> None:
-        """Print lines for people, the document for programs."""
         nonlocal is_put
         is_put = True
         try:
             if do.form == TABLE:
-                do.put_lines([(NOTIFIED if each.get('compute') else QUEUED).format(**each) for each in begun])
+                do.put_lines([(NOTIFIED if row.get('compute') else QUEUED).format(**row) for row in begun])
             else:
                 do.out.put(_as_document(do, begun))
         except OSError as error:
@@ -139,42 +140,42 @@ def _tell(do: Context, begun: Sequence[Begun], remarks: Callable[[], Iterable[st
             raise EcompError(f'{unwritten}, but stdout cannot be written: {error.strerror}') from error
 
     try:
-        placed = [each for each in begun if each.get('compute')]
-        if do.form != TABLE and placed:  # else only once it is notified
-            known = do.name_computes()
-            for each in placed:
-                each['host'] = known.host(each['compute'] or '')
+        placed = [row for row in begun if row.get('compute')]
+        if do.form != TABLE and placed:  # for a table host names are read after the line is printed
+            naming = do.name_computes()
+            for row in placed:
+                row['host'] = naming.host(row['compute'] or '')
         if do.form == TABLE or do.options.wait is None:
             put()
         for line in remarks():
             do.out.say(line)
-        do.called |= {each['instance'] or '': each['name'] for each in begun if each['name']}
+        do.called |= {row['instance'] or '': row['name'] for row in begun if row['name']}
         do.close()
         return 0 if do.options.wait is None else _waited(do, begun)
     except KeyboardInterrupt:
         if not is_put:
-            put()  # whoever reads this has its uuid from nowhere else
-        do.out.say(f'interrupted, and it goes on: {do.typed} wait {" ".join(each["instance"] or "" for each in begun)}')
+            put()  # the reader learns the uuid from nothing else
+        do.out.say(f'interrupted, and it goes on: {do.typed} wait {" ".join(row["instance"] or "" for row in begun)}')
         return StillGoing.exit_code
 
 
 def _waited(do: Context, begun: Sequence[Begun]) -> int:
-    """Wait for what was asked for, and tell programs of it now, when all is known; the exit code."""
-    from ecomp.cli.change import reach  # for those who wait
+    """Wait for the stage, print the document of -f with the final state, return the exit code."""
+    from ecomp.cli.change import reach  # needed only with --wait
     from ecomp.store.sharing import Index
 
-    placed = [(each['instance'] or '', each.get('compute')) for each in begun]
+    placed = [(row['instance'] or '', row.get('compute')) for row in begun]
     outcomes = Outcomes(do, [instance for instance, _ in placed], **REACHED)
-    among = Index({instance: [keys.request(compute, instance)] for instance, compute in placed if compute})
-    reach(do, outcomes, lambda instance: instance, among)
+    instance_index = Index({instance: [keys.request(compute, instance)] for instance, compute in placed if compute})
+    reach(do, outcomes, lambda instance: instance, instance_index)
     if do.form != TABLE:
-        ends = ({field: found[field] for field in ('state', 'address', 'error')} for found in outcomes.found.values())
-        do.out.put(_as_document(do, [{**each, **end} for each, end in zip(begun, ends, strict=True)]))
+        ends = ({field: result[field] for field in ('state', 'address', 'error')} for result in outcomes.found.values())
+        do.out.put(_as_document(do, [{**start, **end} for start, end in zip(begun, ends, strict=True)]))
     return outcomes.code
 
 
 def _enqueue(do: Context, order: Order) -> int:
-    """Put it into its flavor's queue: placement is neither asked nor loaded."""
+    """Queue the order for its flavor; placement is neither asked nor loaded."""
     from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry
     from ecomp.scheduler.looking.find import find
@@ -184,14 +185,14 @@ def _enqueue(do: Context, order: Order) -> int:
     hashed = {'user_data': None, 'user_data_sha256': shared.sha256 if shared else None}
     try:
         flavor, revision = flavor_of_etcd(do.config, do.store, do.options.flavor or '')
-        waiting = QueueEntry(flavor=flavor, **order.parts(**hashed))
-        is_new = enqueue(do.store, waiting, revision, shared, who(order), do.options.uuid is not None)
+        entry = QueueEntry(flavor=flavor, **order.parts(**hashed))
+        is_new = enqueue(do.store, entry, revision, shared, who(order), do.options.uuid is not None)
         no_taker = None
         if is_new:
-            with suppress(EcompError):  # it is queued, whatever is known of who takes it
+            with suppress(EcompError):  # the request is queued even if the computes are unknown
                 no_taker = None if has_taker(do.store) else do.computes.no_taker
-        # One that was asked for before may have been taken long since.
-        there = None if is_new else find(do.store, instance)
+        # A compute may have taken an instance that was requested before.
+        found_entries = None if is_new else find(do.store, instance)
     except NoCapacity as error:
         return _refused(do, error)
     except KeyboardInterrupt:
@@ -199,12 +200,12 @@ def _enqueue(do: Context, order: Order) -> int:
         return EcompError.exit_code
     finally:
         do.close()
-    compute = there.record.compute if there is not None else ''
+    compute = found_entries.record.compute if found_entries is not None else ''
     place = {'compute': compute, 'host': None} if compute else {'flavor': flavor.name}
 
     def remarks() -> Iterator[str]:
         if compute:
-            do.name_computes()  # for what is said of the wait
+            do.name_computes()  # messages of the wait then use host names
         if not is_new:
             yield f'{instance} was requested before: nothing is changed'
         elif no_taker is not None:
@@ -221,26 +222,26 @@ def _plan(do: Context) -> int:
     query = _query(do)
     backend = ask_placement(do.config.placement, query, do.slow)
     project = do.options.project or do.config.project_id
-    wanted = _wanted(do, Order(new_uuid(os.urandom(16)), project_id=project, group=do.options.membership), query)
+    order = _wanted(do, Order(new_uuid(os.urandom(16)), project_id=project, group=do.options.membership), query)
     try:
-        ranked = plan(do.store, backend, wanted, random.Random())
+        ranked = plan(do.store, backend, order, random.Random())
     except NoCapacity as error:
         return _no_capacity(do, error, backend, query)
     do.show(as_plan(ranked))
-    placed = sum(each.instances for each in ranked)
-    if placed < wanted.count:
-        do.out.say(f'{placed} of {wanted.count} would be placed: there is no room, or no quota, for more')
+    placed = sum(compute.instances for compute in ranked)
+    if placed < order.count:
+        do.out.say(f'{placed} of {order.count} would be placed: there is no room, or no quota, for more')
     return 0
 
 
 def _wanted(do: Context, order: Order, query: str) -> SetOrder:
     count = do.options.size or 1
-    how = {'weigh': do.options.weigh or SPREAD, 'minimum': do.options.min or count}
-    return SetOrder(**order.parts(query=query, count=count, **how))
+    options = {'weigh': do.options.weigh or SPREAD, 'minimum': do.options.min or count}
+    return SetOrder(**order.parts(query=query, count=count, **options))
 
 
 def _query(do: Context) -> str:
-    """The query, with a flavor below it and for one compute alone, if those are named."""
+    """Combine the query, --flavor and --on; raise UsageError, NotFound or Conflict if invalid."""
     from ecomp.model.query import check_query
 
     query, flavor, on = do.words[0], do.options.flavor, do.options.on
@@ -259,21 +260,21 @@ def _query(do: Context) -> str:
 
 
 def _check_whole(flavor: str, query: str) -> None:
-    """UsageError where a flavor and what is on top of it are not enough for a guest: no room would be."""
+    """Raise UsageError, not "no capacity", if flavor and query lack what every guest needs."""
     from ecomp.model.query import Amount, Unexplained, parse
 
     try:
-        asked = {each.name: each.amount for each in parse(query) if isinstance(each, Amount)}
+        amounts = {part.name: part.amount for part in parse(query) if isinstance(part, Amount)}
     except Unexplained:
-        return  # what placement answers is looked at
-    lacking = missing(asked)
+        return  # placement's own answer is checked later
+    lacking = missing(amounts)
     if lacking:
-        cure = f"add 'resources={','.join(f'{name}:…' for name in lacking)}'"
-        raise UsageError(f'flavor {flavor} asks for no {", ".join(lacking)}, which a guest needs: {cure}')
+        advice = f"add 'resources={','.join(f'{name}:…' for name in lacking)}'"
+        raise UsageError(f'flavor {flavor} asks for no {", ".join(lacking)}, which a guest needs: {advice}')
 
 
 def who(order: Order) -> dict[str, object]:
-    """What etcd is told of who is at a request."""
+    """Return the owner of an attempt, as etcd stores it: host, pid and the time of the request."""
     return {'host': socket.gethostname(), 'pid': os.getpid(), 'since': order.stages['requested']}
 
 
@@ -284,36 +285,34 @@ def _as_document(do: Context, value: object) -> str:
 
 
 def _remarks(do: Context, wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome]) -> Iterator[str]:
-    """What else there is to say of what is placed, a line each."""
-    again = [name for name, each in delivered.items() if each.again]
-    yield from (f'{name} was requested before: nothing is changed' for name in again)
-    if not again and len(delivered) < wanted.count:
+    repeated = [instance for instance, outcome in delivered.items() if outcome.again]
+    yield from (f'{name} was requested before: nothing is changed' for name in repeated)
+    if not repeated and len(delivered) < wanted.count:
         yield f'{len(delivered)} of {wanted.count} are placed: there is no room, or no quota, for more'
     memory = re.search(r'\bMEMORY_MB:(\d+)', wanted.query or '')
     if memory and int(memory[1]) < LEAST_MEMORY_MB:
         yield f'{memory[0]}: a cloud image does not boot in less than {LEAST_MEMORY_MB} MiB'
-    if sys.stderr.isatty() and do.form == TABLE:  # for people: scripts have the uuids
+    if sys.stderr.isatty() and do.form == TABLE:  # for people; scripts use uuids
         yield from _hosts_of(wanted, delivered, do.name_computes())
 
 
 def _hosts_of(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome], known: Naming) -> list[str]:
-    """Which of them are on which host, a line each."""
-    there: dict[str, list[str]] = {}
-    for instance, each in delivered.items():
-        if known.host(each.compute) is not None:
-            there.setdefault(known.called(each.compute), []).append(wanted.instances[instance] or instance)
+    names_by_host: dict[str, list[str]] = {}
+    for instance, outcome in delivered.items():
+        if known.host(outcome.compute) is not None:
+            names_by_host.setdefault(known.called(outcome.compute), []).append(wanted.instances[instance] or instance)
     lines = []
-    for host, names in there.items():
-        who = ', '.join(names) if wanted.name is not None or len(names) == 1 else f'{len(names)} of them'
-        lines.append(f'{who} {"is" if len(names) == 1 else "are"} on {host}')
+    for host, names in names_by_host.items():
+        subject = ', '.join(names) if wanted.name is not None or len(names) == 1 else f'{len(names)} of them'
+        lines.append(f'{subject} {"is" if len(names) == 1 else "are"} on {host}')
     return lines
 
 
 def _no_capacity(do: Context, error: NoCapacity, backend: Backend, query: str, spent: int = 0) -> int:
-    """Say that there is none, and then why, and what each compute lacks; the exit code.
+    """Report that there is no capacity and what each compute lacks, and return the exit code.
 
-    `spent`: so many calls to placement may have been made for a few computes. NotFound: --on names none by its uuid,
-    which is looked at only here, so that who is placed does not wait for it.
+    `used_calls` is how many calls to placement a sample may have cost. Raises NotFound if --on is a uuid of no compute:
+    that is checked only here, so that a successful create does not wait for it.
     """
     on = do.options.on
     if on is not None:
@@ -325,15 +324,15 @@ def _no_capacity(do: Context, error: NoCapacity, backend: Backend, query: str, s
     def reasons(say: Callable[[str], None]) -> None:
         from ecomp.scheduler.placing.explain import CALLS, tell
 
-        taken = error.taken if isinstance(error, TooFew) else ()
-        tell(do.store, backend, query, do.options.membership, taken, on, say, CALLS - spent)
+        candidates = error.taken if isinstance(error, TooFew) else ()
+        tell(do.store, backend, query, do.options.membership, candidates, on, say, CALLS - spent)
 
     return _refused(do, error, None if isinstance(error, OverQuota) else reasons)
 
 
 def _refused(do: Context, error: NoCapacity, reasons: Callable[[Callable[[str], None]], None] | None = None) -> int:
-    """Say that there is none, then why, and then the reasons, which may take a while; the exit code."""
-    with suppress(OSError):  # run() flushes once more, and makes it count
+    """Print the refusal, then the reasons, which may take a while; return the exit code."""
+    with suppress(OSError):  # run() flushes again and reports the error
         if do.form == TABLE:
             do.out.put('NO ALLOCATIONS LEFT')
     do.out.say(str(error))
@@ -350,14 +349,11 @@ def _refused(do: Context, error: NoCapacity, reasons: Callable[[Callable[[str], 
     return error.exit_code
 
 
-# What a new guest is given, read from the files that the user names: nothing in them is ever quoted
+# Files for a new guest, named by the user; no message quotes their content
 
 
 def _read_guest_files(do: Context) -> tuple[tuple[str, ...] | None, bytes | None]:
-    """The ssh keys and the user-data for a new guest; None: those of its compute's mdserver.conf.
-
-    They are in the files that the command line names, or else schedule.yaml. UsageError, see below.
-    """
+    """Read ssh keys and user-data, None for mdserver.conf's; UsageError for an invalid file."""
     typed_keys, typed_data = do.options.ssh_key, do.options.user_data
     key_files: Sequence[str | Path] = do.config.ssh_keys if typed_keys is None else typed_keys
     data_file = do.config.user_data if typed_data is None else typed_data
@@ -368,71 +364,69 @@ def _read_guest_files(do: Context) -> tuple[tuple[str, ...] | None, bytes | None
 
 
 def read_user_data(path: str | Path, tell: Callable[[str], None]) -> bytes:
-    """The user-data in a file; `-` is standard input. UsageError names the file.
+    """Read user-data from a file, or from standard input for `-`; UsageError names the file.
 
-    `tell` gets a line if it is nothing that cloud-init takes: other programs in guests read user-data, too.
+    `warn` gets a line if cloud-init would ignore the data, which other programs in guests may use.
     """
-    what = f'user-data {printable(str(path), 200)}'
-    data = _read_file(what, path, USER_DATA_LIMIT, 'have the guest fetch the rest, or compress it with gzip')
-    with refuse_as_usage(what):
+    label = f'user-data {printable(str(path), 200)}'
+    data = _read_file(label, path, USER_DATA_LIMIT, 'have the guest fetch the rest, or compress it with gzip')
+    with refuse_as_usage(label):
         check_user_data(data)
-    inside = unpacked(data)
-    if inside is None:
-        tell(f'{what}: is gzip, and broken, so cloud-init passes over it')
-    elif looks_unknown(inside):
-        tell(f'{what}: does not begin with #cloud-config, #! or a MIME header, so cloud-init passes over it')
-    elif inside.lstrip().split(b'\n', 1)[0].rstrip().lower() == CLOUD_CONFIG:
-        from ecomp.yaml_file import why_no_mapping  # for those who give some
+    unpacked_data = unpacked(data)
+    if unpacked_data is None:
+        tell(f'{label}: is gzip, and broken, so cloud-init passes over it')
+    elif looks_unknown(unpacked_data):
+        tell(f'{label}: does not begin with #cloud-config, #! or a MIME header, so cloud-init passes over it')
+    elif unpacked_data.lstrip().split(b'\n', 1)[0].rstrip().lower() == CLOUD_CONFIG:
+        from ecomp.yaml_file import why_no_mapping  # needed only with cloud-config
 
-        if why := why_no_mapping(inside.decode(errors='replace')):
-            tell(f'{what}: begins with #cloud-config, but {why}, so cloud-init passes over it')
+        if problem := why_no_mapping(unpacked_data.decode(errors='replace')):
+            tell(f'{label}: begins with #cloud-config, but {problem}, so cloud-init passes over it')
     return data
 
 
 def read_ssh_keys(paths: Sequence[str | Path]) -> tuple[str, ...]:
-    """The public keys in all the files, each once. UsageError names the file and the line."""
-    found: dict[str, None] = {}
+    """Read the public keys of all files without duplicates; UsageError names file and line."""
+    unique_keys: dict[str, None] = {}
     for path in paths:
-        what = f'ssh keys {printable(str(path), 200)}'
-        data = _read_file(what, path, KEYS_LIMIT, 'name files of a few public keys')
-        with refuse_as_usage(what):
-            found.update(dict.fromkeys(public_keys(data)))
-    size = len(dump(list(found)))
+        label = f'ssh keys {printable(str(path), 200)}'
+        data = _read_file(label, path, KEYS_LIMIT, 'name files of a few public keys')
+        with refuse_as_usage(label):
+            unique_keys.update(dict.fromkeys(public_keys(data)))
+    size = len(dump(list(unique_keys)))
     if size > KEYS_LIMIT:
         raise UsageError(f'ssh keys: have {size} bytes together, and {KEYS_LIMIT} is the limit: name fewer')
-    return tuple(found)
+    return tuple(unique_keys)
 
 
 def _read_file(what: str, path: str | Path, limit: int, cure: str) -> bytes:
     try:
         with open(0 if path == STDIN else path, 'rb', closefd=path != STDIN) as file:
             data = file.read(limit + 1)
-            about = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f'{what}: cannot be read: {reason}') from error
     if len(data) > limit:
-        size = about.st_size if stat.S_ISREG(about.st_mode) else f'more than {limit}'
+        size = status.st_size if stat.S_ISREG(status.st_mode) else f'more than {limit}'
         raise UsageError(f'{what}: has {size} bytes, and {limit} ({limit // 1024} KiB) is the limit: {cure}')
     return data
 
 
-# Whether the cluster was large when it was seen last: then a create asks about a few computes, and else about all.
-# ~/.cache/ecomp/large-<etcd's endpoints> is there or not. Either question has the same answer: what is remembered
-# wrongly costs time once, and what cannot be remembered is no error. To learn it from etcd instead, etcd has to answer
-# before placement is asked, which then no longer works while h2 is loaded here: among 10 computes that made a claim of
-# 164 ms 17 to 23 ms longer.
+# ~/.cache/ecomp/large-<etcd's endpoints> exists if the cluster was large when it was last seen: then a create asks
+# about a sample of computes, else about all. Both give correct results: a wrong memory costs time once, and a failure
+# to read or write it is ignored. Asking etcd instead would delay the query to placement, which would no longer overlap
+# with loading h2: with 10 computes a claim of 164 ms took 17 to 23 ms longer.
 
 
 def is_large(etcd: EtcdConfig) -> bool:
-    """Whether there were more than LARGE computes when that was seen last."""
+    """Return True if the cluster had more than LARGE_CLUSTER_SIZE computes when last seen."""
     with suppress(OSError, RuntimeError):
         return _path(etcd).exists()
     return False
 
 
 def remember(etcd: EtcdConfig, computes: int) -> None:
-    """Remember that there are so many computes."""
     with suppress(OSError, RuntimeError):
         path, large = _path(etcd), computes > LARGE
         if path.exists() == large:
@@ -453,10 +447,10 @@ def _check(name: str, words: Sequence[str], options: Options) -> None:
     if not words[0] and options.flavor is None:
         raise UsageError(f'{name}: give a placement query, in quotes, or a --flavor; --help shows all')
     count = 1 if options.size is None else options.size
-    most = LARGEST_SET if options.name is None else LARGEST_NAMED_SET
-    if not 1 <= count <= most:
-        named = '' if options.name is None else ' with names'
-        raise UsageError(f'--count: 1 to {most}{named}, which one transaction of etcd takes')
+    limit = LARGEST_SET if options.name is None else LARGEST_NAMED_SET
+    if not 1 <= count <= limit:
+        suffix = '' if options.name is None else ' with names'
+        raise UsageError(f'--count: 1 to {limit}{suffix}, which one transaction of etcd takes')
     if options.min is not None and options.size is None:
         raise UsageError('--min goes with --count, of which it is the least')
     if options.min is not None and not 1 <= options.min <= count:
@@ -483,11 +477,11 @@ _TIMEOUT = (
     'how long to wait in all once it is placed, or queued; then the exit code is 6, and what was begun goes on. '
     f'Without: {PATIENCE:.0f}'
 )
+# Options of create that `plan` accepts and ignores, so that the same command line works.
 _IDLE = {
     **dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'timeout'), 'decides nothing here'),
     'wait': 'with =STAGE or without: decides nothing here',
 }
-"""Options of a new instance that its plan takes, so that the same command line will do."""
 
 # fmt: off
 COMMANDS: Sequence[Command] = (

@@ -1,6 +1,6 @@
-"""The commands that lead into a guest: ssh with its own host keys and no others, and its console.
+"""Commands that enter a guest: ssh, which trusts only reported host keys, and the console.
 
-Each finds the way, and then is the system's own ssh, or the user's `reach` of schedule.yaml.
+Each runs the system's ssh, or the command `reach` of schedule.yaml.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from ecomp.model.text import printable, some
 if TYPE_CHECKING:
     from ecomp.scheduler.looking.hosts import WayIn
 
+# Bytes of a console line; a longer line is printed in several parts.
 LINE_LIMIT = 8192
-"""Bytes of a line of a console; a longer one is printed in several."""
 LAST_LINES = 5
-"""Lines of a console that are said when a time-out ends a wait."""
+# Seconds after which a login to a guest is given up; under emulation it takes ten or twenty.
 LOGIN = 120.0
-"""Seconds that a login to a guest may take, which is then given up: under emulation it takes ten or twenty."""
+# Seconds after its start in which a guest's cloud-init reports. Without a report by then, none is expected.
 REPORT_SECONDS = 600
-"""Seconds after its start in which a guest's cloud-init reports; a guest that has not done so by then has none."""
+# Seconds that a host has to send the last console lines; after that they are omitted.
 AT_ONCE = 3.0
-"""Seconds that a host may take for those; beyond that they are left out."""
 
 
 def _ssh(do: Context) -> int:
     from ecomp.scheduler.looking.hosts import way_in
 
     user, word = user_and_instance(do.words[0])
-    way = way_in(do.store, do.instance(word))
-    told = _options(do, way, do.options.accept_new)
-    _become(do, _ssh_command(do, way, told, user, do.words[1:]))
+    access = way_in(do.store, do.instance(word))
+    ssh_options = _options(do, access, do.options.accept_new)
+    _become(do, _ssh_command(do, access, ssh_options, user, do.words[1:]))
 
 
 def _ssh_command(do: Context, way: WayIn, told: Mapping[str, str], user: str, command: Sequence[str]) -> list[str]:
-    """The ssh that runs a command in a guest; `user` '' is that of schedule.yaml."""
-    named = [('-i', do.options.identity)] if do.options.identity else []
-    pairs = [*(('-o', f'{name}={value}') for name, value in told.items()), *named, ('-l', user or do.config.ssh_user)]
-    options = [each for pair in pairs for each in pair]
+    """Return the ssh command line for a guest; `user` '' means that of schedule.yaml."""
+    key = [('-i', do.options.identity)] if do.options.identity else []
+    pairs = [*(('-o', f'{name}={value}') for name, value in told.items()), *key, ('-l', user or do.config.ssh_user)]
+    options = [word for pair in pairs for word in pair]
     return ['ssh', *options, '--', way.address, *reach.remote_line(command)]
 
 
 def why_not_entered(do: Context, instance: str, tell: Callable[[], None]) -> str:
-    """Log in to a guest that has said its host keys, and out again; what ssh says of it if that fails, else ''.
+    """Log in to a guest with known host keys and out again; return '' or why that failed.
 
-    `tell` is called about once a second, and may end it. That the guest was entered leaves nothing here.
+    `on_tick` is called about once a second; what it raises ends the login. Its known_hosts file is removed. Raises
+    EcompError if ssh is not installed, the guest has no reachable address, or its host keys are unknown.
     """
     from ecomp.scheduler.looking.hosts import way_in
 
-    way = way_in(do.store, instance)
-    told = {**_options(do, way, accept_new=False), 'BatchMode': 'yes', 'ConnectTimeout': f'{LOGIN:.0f}'}
-    command = _ssh_command(do, way, told, '', ['true'])
+    access = way_in(do.store, instance)
+    ssh_options = {**_options(do, access, accept_new=False), 'BatchMode': 'yes', 'ConnectTimeout': f'{LOGIN:.0f}'}
+    command = _ssh_command(do, access, ssh_options, '', ['true'])
     try:
-        code, said = _ran(command, LOGIN, tell, with_errors=True)
+        code, output = _ran(command, LOGIN, tell, with_errors=True)
     except FileNotFoundError as error:
         raise _not_there(command[0]) from error
     finally:
         (_known_hosts() / instance).unlink(missing_ok=True)
     if code < 0:
         return f'ssh has not come in within {LOGIN:.0f} s'
-    last = ' '.join([_line(line) for line in said.splitlines() if line][-1:])
+    last = ' '.join([_line(line) for line in output.splitlines() if line][-1:])
     return '' if code == 0 else f'ssh ended with {code}: {printable(last, 200)}'
 
 
@@ -80,27 +80,30 @@ def _ssh_config(do: Context) -> int:
     from ecomp.scheduler.looking.find import all_records
     from ecomp.scheduler.looking.hosts import computes, names, way_in
 
-    named, hosts = names(do.store), computes(do.store)
-    own = socket.gethostname().partition('.')[0].lower()
+    instance_by_name, cluster = names(do.store), computes(do.store)
+    own_name = socket.gethostname().partition('.')[0].lower()
 
     def put(word: str) -> None:
-        way = way_in(do.store, do.instance(word))
-        instance = way.record.instance
-        # Whoever has a compute writes any name into its records, and ssh would go by it. A host's name has to lead to
-        # that host: guests are reached by it, and one of that name would be reached by itself, for ever. So our own.
-        is_host = way.called in (way.host, own, 'localhost', 'ip6-localhost') or bool(hosts.named(way.called))
-        host = way.called if named.get(way.called) == instance and not is_host else instance
-        lines = {'HostName': way.address, 'User': do.config.ssh_user, **_options(do, way, accept_new=False)}
+        access = way_in(do.store, do.instance(word))
+        instance = access.record.instance
+        # A compromised compute can write any name into its records, and ssh would use it. A name that belongs to a host
+        # must lead to that host: guests are reached through hosts, so a guest with its host's name would be reached
+        # through itself, forever. The same holds for this machine's own name.
+        is_host = access.called in (access.host, own_name, 'localhost', 'ip6-localhost') or bool(
+            cluster.named(access.called)
+        )
+        host = access.called if instance_by_name.get(access.called) == instance and not is_host else instance
+        lines = {'HostName': access.address, 'User': do.config.ssh_user, **_options(do, access, accept_new=False)}
         do.out.put('\n'.join([f'Host {host}', *(f'    {name} {value}' for name, value in lines.items()), '']))
 
     if do.words:
         return do.find_each(put)[1]
-    there = [each for each in all_records(do.store, with_gone=False)[0] if each.state == ACTIVE and each.address]
-    unverified = [each.name or each.instance for each in there if not each.host_keys]
+    records = [item for item in all_records(do.store, with_gone=False)[0] if item.state == ACTIVE and item.address]
+    unverified = [record.name or record.instance for record in records if not record.host_keys]
     if unverified:
-        unknown = printable(some(unverified, QUOTED))
-        do.out.say(f'left out, for what host keys they have is not known: {unknown}')
-    return do.find_each(put, [each.instance for each in there if each.host_keys])[1]
+        instance_names = printable(some(unverified, QUOTED))
+        do.out.say(f'left out, for what host keys they have is not known: {instance_names}')
+    return do.find_each(put, [record.instance for record in records if record.host_keys])[1]
 
 
 def _console(do: Context) -> int:
@@ -114,7 +117,7 @@ def _console(do: Context) -> int:
 
 
 def _log(do: Context) -> int:
-    import subprocess  # here and below: what takes its time to import is for those who need it
+    import subprocess  # imported late, here and below: it is slow to load
 
     from ecomp.scheduler.looking.hosts import console
 
@@ -124,10 +127,10 @@ def _log(do: Context) -> int:
     command = do.config.reach.run(host, reach.tail(file, do.options.lines, do.options.follow))
     try:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None  # it was made with a pipe
-            read = partial(child.stdout.readline, LINE_LIMIT)
+            assert child.stdout is not None  # because of stdout=PIPE
+            read_line = partial(child.stdout.readline, LINE_LIMIT)
             try:
-                for line in iter(read, b''):
+                for line in iter(read_line, b''):
                     do.out.put(_line(line))
             except BaseException:
                 child.terminate()
@@ -136,7 +139,7 @@ def _log(do: Context) -> int:
     except KeyboardInterrupt:
         if not do.options.follow:
             raise
-        return 0  # it is how following ends
+        return 0  # Ctrl-C is the normal end of --follow
     except FileNotFoundError as error:
         raise _not_there(command[0]) from error
     if code == reach.NO_FILE:
@@ -147,93 +150,98 @@ def _log(do: Context) -> int:
 
 
 def last_lines(do: Context, record: Record) -> list[str]:
-    """The last lines of an instance's console, if its host gives them at once; else none. Never an error."""
+    """Read the last console lines, or [] if the host does not answer promptly; never an error."""
     from ecomp.scheduler.looking.hosts import host_of
 
     if record.console is None:
         return []
     with suppress(EcompError, ValueError, OSError):
         file = reach.console_file(record.instance, record.console)
-        at_once = ['-o', 'BatchMode=yes', '-o', f'ConnectTimeout={AT_ONCE:.0f}']
-        command = do.config.reach.run(host_of(do.store, record), reach.tail(file, LAST_LINES, False), at_once)
-        _, found = _ran(command, AT_ONCE)
-        return [_line(line) for line in found.rstrip(b'\n').split(b'\n') if line]
+        options = ['-o', 'BatchMode=yes', '-o', f'ConnectTimeout={AT_ONCE:.0f}']
+        command = do.config.reach.run(host_of(do.store, record), reach.tail(file, LAST_LINES, False), options)
+        _, output = _ran(command, AT_ONCE)
+        return [_line(line) for line in output.rstrip(b'\n').split(b'\n') if line]
     return []
 
 
 def _ran(
     command: Sequence[str], seconds: float, tell: Callable[[], None] = lambda: None, with_errors: bool = False
 ) -> tuple[int, bytes]:
-    """A command's exit code, negative where its time was up, and the first of what it printed. FileNotFoundError.
+    """Run a command; return its exit code, negative after a timeout, and its output.
 
-    `tell` is called about once a second, and may end it. `with_errors`: what it says on stderr is read, too.
+    The output is cut to MAX_LAST_LINES * LINE_LIMIT_BYTES, and includes stderr if `with_stderr`. `on_tick` is called
+    about once a second; what it raises kills the command and passes. Raises FileNotFoundError.
     """
     import signal
     import subprocess
     import tempfile
     import time
 
-    until = time.monotonic() + seconds
-    with tempfile.TemporaryFile() as said:  # a pipe would be waited for as long as anybody holds it
-        errors = said if with_errors else subprocess.DEVNULL
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=errors, start_new_session=True)
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryFile() as file:  # not a pipe, which stays open while any descendant holds it
+        errors = file if with_errors else subprocess.DEVNULL
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=errors, start_new_session=True)
         try:
-            while child.poll() is None and (left := until - time.monotonic()) > 0:
+            while child.poll() is None and (remaining := deadline - time.monotonic()) > 0:
                 tell()
                 with suppress(subprocess.TimeoutExpired):
-                    child.wait(min(1.0, left))
+                    child.wait(min(1.0, remaining))
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        said.seek(0)
-        return child.returncode, said.read(LAST_LINES * LINE_LIMIT)
+        file.seek(0)
+        return child.returncode, file.read(LAST_LINES * LINE_LIMIT)
 
 
 def _options(do: Context, way: WayIn, accept_new: bool) -> Mapping[str, str]:
-    """What ssh is told of a guest. EcompError: its host keys are not known."""
+    """Return the ssh options for a guest; if it reported host keys, write them to a file first.
+
+    Otherwise a key that was accepted before is used, or with `accept_new` the first key that the guest shows. Raises
+    StillGoing if a report may still come, else EcompError if no key was accepted.
+    """
     from ecomp.scheduler.looking.hosts import make_not_ready
 
     instance, keys = way.record.instance, way.record.host_keys
-    known = _known_hosts() / instance
-    accepted = known.with_suffix('.accepted')
+    known_hosts = _known_hosts() / instance
+    accepted = known_hosts.with_suffix('.accepted')
     proxy = None if way.host is None else do.config.reach.proxy(way.host, way.address)
     if not keys:
         if accept_new:
-            known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         elif not accepted.exists():
             if not _is_without_keys(way.record):
                 raise make_not_ready(way.record)
             why = 'its guest has not reported its host keys, so it is unverified'
             raise EcompError(f'{way.called}: {why}. Fix: --accept-new accepts the key that it shows first')
         return reach.ssh_options(instance, str(accepted), proxy, 'accept-new' if accept_new else 'yes')
-    known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _put(known, ''.join(f'{instance} {key}\n' for key in keys))
-    return reach.ssh_options(instance, str(known), proxy)
+    known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _put(known_hosts, ''.join(f'{instance} {key}\n' for key in keys))
+    return reach.ssh_options(instance, str(known_hosts), proxy)
 
 
 def _is_without_keys(record: Record) -> bool:
-    """Whether no report of host keys is to be expected: it came without, failed, or has not come for a long time."""
+    """Return True if no report of host keys will come: it came without, failed, or is overdue."""
     started = record.reached.get('started', '')
-    since = timestamp(datetime.now(UTC) - timedelta(seconds=REPORT_SECONDS))
-    return 'ready' in record.reached or record.cloud_init is not None or started < since
+    latest_start = timestamp(datetime.now(UTC) - timedelta(seconds=REPORT_SECONDS))
+    return 'ready' in record.reached or record.cloud_init is not None or started < latest_start
 
 
 def _put(path: Path, text: str) -> None:
-    """Write a file whole, unless it is there: several commands do so at once, and ssh may be reading it."""
+    """Write a file atomically, as ssh may read it concurrently; no-op if it has this text."""
     with suppress(OSError):
         if path.read_text() == text:
             return
-    mine = path.with_name(f'{path.name}.{os.getpid()}')
+    temporary = path.with_name(f'{path.name}.{os.getpid()}')
     try:
-        mine.write_text(text)
-        mine.replace(path)
+        temporary.write_text(text)
+        temporary.replace(path)
     finally:
-        mine.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _known_hosts() -> Path:
-    """Where the keys of guests are for ssh to read, a file each."""
+    """Return the directory of guests' host keys; EcompError without a home directory."""
     try:
         return Path.home() / '.cache/ecomp/known_hosts'
     except RuntimeError as error:
@@ -241,11 +249,11 @@ def _known_hosts() -> Path:
 
 
 def _become(do: Context, command: list[str]) -> NoReturn:
-    """Be this command from now on; its exit code is the answer."""
+    """Close etcd and replace this process by a command; EcompError if it is not installed."""
     import signal
 
     do.close()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and so would the command
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the command would inherit that
     try:
         os.execvp(command[0], command)
     except FileNotFoundError as error:
@@ -257,7 +265,6 @@ def _not_there(program: str) -> EcompError:
 
 
 def _line(line: bytes) -> str:
-    """A line of a console."""
     return reach.plain(line.decode(errors='replace').rstrip('\n')).expandtabs()
 
 
