@@ -1,4 +1,4 @@
-"""The commands that look at instances, and those that wait for them: nothing is changed by any of these."""
+"""Commands that show instances and commands that wait for them; none changes an instance."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ FILTERS = {
     'group': 'only the members of this group',
     'project': 'only those of this project',
 }
-"""What list takes besides what every listing takes."""
 
 
 def _query(do: Context) -> int:
@@ -59,17 +58,17 @@ def _query(do: Context) -> int:
             raise NotFound(f'{error}; it is no command either{hint([word])}') from error
         suggestion = suggest([word])
         raise type(error)(f'{error}; {word} is not a command: {suggestion}' if suggestion else str(error)) from error
-    # Not of /booted: every compute may write there, of every instance.
+    # Do not use /booted: every compute may write there about every instance.
     record = living(do.store, instance).record
     if record.state == QUEUED:
         (record,) = _with_claims(do, [record], do.computes)
-    said: str | None = no_address(record)
+    remark: str | None = no_address(record)
     if record.address:
-        off = f'{record.name or record.instance}: {is_off(record)}; it has this address again once it runs'
-        said = off if record.state == STOPPED else None
-    do.show_document([{**known_of(record), 'said': said}], printable(record.address or ''))
-    if said is not None:
-        do.out.say(said)
+        off_text = f'{record.name or record.instance}: {is_off(record)}; it has this address again once it runs'
+        remark = off_text if record.state == STOPPED else None
+    do.show_document([{**known_of(record), 'said': remark}], printable(record.address or ''))
+    if remark is not None:
+        do.out.say(remark)
     if record.address:
         return 0
     for line in _unserved([record], lambda: do.computes):
@@ -78,10 +77,10 @@ def _query(do: Context) -> int:
 
 
 def _unserved(records: Sequence[Record], known: Callable[[], Computes]) -> list[str]:
-    """A line that those of `records` that wait in a queue wait in vain; none where a compute takes, or may."""
-    waiting = [each.name or each.instance for each in records if each.state == QUEUED]
-    said = known().unserved(waiting) if waiting else None
-    return [] if said is None else [said]
+    """Return one line if no compute takes the queued ones of these instances, else []."""
+    waiting = [record.name or record.instance for record in records if record.state == QUEUED]
+    sentence = known().unserved(waiting) if waiting else None
+    return [] if sentence is None else [sentence]
 
 
 def _list(do: Context) -> int:
@@ -90,49 +89,51 @@ def _list(do: Context) -> int:
     from ecomp.scheduler.looking.find import all_records
     from ecomp.scheduler.looking.hosts import check_there, computes
 
-    pick = _pick(do)
-    with_gone = do.options.all or GONE in (pick.states or ())
+    record_filter = _pick(do)
+    with_gone = do.options.all or GONE in (record_filter.states or ())
 
     def read() -> tuple[list[Record], Computes, list[EcompError]]:
-        records, unreadable = all_records(do.store, with_gone)
-        known = computes(do.store)
-        return _with_claims(do, pick.of(records), known), known, unreadable
+        every, unreadable = all_records(do.store, with_gone)
+        known_computes = computes(do.store)
+        return _with_claims(do, record_filter.of(every), known_computes), known_computes, unreadable
 
     def drawing() -> Drawing:
-        chosen, known, unreadable = read()
-        # The terminal may have become another one meanwhile.
-        table = rendered(as_list(chosen, known), look(do.options))
-        return Drawing(table, [*map(str, unreadable), *_unserved(chosen, lambda: known)])
+        records, known_computes, unreadable = read()
+        # Computed for each drawing, as the terminal may have been resized.
+        table = rendered(as_list(records, known_computes), look(do.options))
+        return Drawing(table, [*map(str, unreadable), *_unserved(records, lambda: known_computes)])
 
     if do.options.watch:
         watch(do.config.etcd, (keys.INSTANCES, keys.HOSTS, keys.QUEUES), drawing, do.out.draw)
         return 0
-    chosen, known, unreadable = read()
-    if not chosen and do.options.host is not None:
-        with suppress(Unreachable):  # the table is etcd's, and empty
+    records, known, unreadable = read()
+    if not records and do.options.host is not None:
+        with suppress(Unreachable):  # the empty table is printed even without placement
             check_there(known, lambda: do.placement, do.options.host)
-    if not chosen and do.options.group is not None:
+    if not records and do.options.group is not None:
         from ecomp.cli.sharing import read_group
 
         read_group(do.store, do.options.group)
-    code = do.show(as_list(chosen, known), unreadable)
-    for line in _unserved(chosen, lambda: known):
+    code = do.show(as_list(records, known), unreadable)
+    for line in _unserved(records, lambda: known):
         do.out.say(line)
     return code
 
 
 def _with_claims(do: Context, records: Sequence[Record], known: Computes) -> list[Record]:
-    """Say of waiting instances, as their fault, that a silent compute holds a claim for them."""
+    """Set the fault of queued instances that are claimed on a silent compute, if known."""
     from ecomp.scheduler.looking.hosts import claimed_on_silent
 
-    said = claimed_on_silent(do.store, known, [each.instance for each in records if each.state == QUEUED])
-    return [replace(each, fault=said[each.instance]) if each.instance in said else each for each in records]
+    faults = claimed_on_silent(do.store, known, [record.instance for record in records if record.state == QUEUED])
+    return [
+        replace(record, fault=faults[record.instance]) if record.instance in faults else record for record in records
+    ]
 
 
 def _pick(do: Context) -> Pick:
-    asked = do.options
-    compute = None if asked.host is None else do.compute(asked.host)
-    return Pick(asked.states, compute, asked.project, asked.group, asked.name)
+    options = do.options
+    compute = None if options.host is None else do.compute(options.host)
+    return Pick(options.states, compute, options.project, options.group, options.name)
 
 
 def _show(do: Context) -> int:
@@ -142,18 +143,18 @@ def _show(do: Context) -> int:
         (record,) = _with_claims(do, [_found(do, word).record], do.computes)
         return as_detail(record, do.computes)
 
-    found, code = do.find_each(detail)
-    if found:
-        do.draw(rendered_details(found, do.look, several=len(do.words) > 1))
+    details, code = do.find_each(detail)
+    if details:
+        do.draw(rendered_details(details, do.look, several=len(do.words) > 1))
     return code
 
 
 def _why(do: Context) -> int:
     from ecomp.cli.history import explanation_to_dict, in_sentences, why
 
-    found, code = do.find_each(lambda word: why(do.store, lambda: do.placement, _found(do, word)))
-    text = '\n'.join(map(in_sentences, found))
-    do.show_document(list(map(explanation_to_dict, found)), text, several=len(do.words) > 1)
+    explanations, code = do.find_each(lambda word: why(do.store, lambda: do.placement, _found(do, word)))
+    text = '\n'.join(map(in_sentences, explanations))
+    do.show_document(list(map(explanation_to_dict, explanations)), text, several=len(do.words) > 1)
     return code
 
 
@@ -164,10 +165,10 @@ def _timeline(do: Context) -> int:
 
     def with_boot(word: str) -> Record:
         record = _found(do, word).record
-        kept = [each.number for each in record.known_boots]
-        if number is not None and number not in kept:
-            there = _are(kept) if kept else 'it was not started yet, and none is'
-            raise NotFound(f'{word}: boot {number} is not kept: {there}')
+        numbers = [boot.number for boot in record.known_boots]
+        if number is not None and number not in numbers:
+            stored_text = _are(numbers) if numbers else 'it was not started yet, and none is'
+            raise NotFound(f'{word}: boot {number} is not kept: {stored_text}')
         return record
 
     records, code = do.find_each(with_boot)
@@ -185,10 +186,10 @@ def _are(kept: Sequence[int]) -> str:
 def _found(do: Context, word: str) -> InstanceEntries:
     from ecomp.scheduler.looking.find import find
 
-    found = find(do.store, do.instance(word))
-    if found is None:
+    entries = find(do.store, do.instance(word))
+    if entries is None:
         raise NotFound(f'{word}: no such instance')
-    return found
+    return entries
 
 
 def _wait(do: Context) -> int:
@@ -196,25 +197,25 @@ def _wait(do: Context) -> int:
     from ecomp.scheduler.looking.find import living
 
     outcomes = Outcomes(do, do.words, **REACHED)
-    asked: dict[str, Power | None] = {}
+    power_by_instance: dict[str, Power | None] = {}
 
     def instance_of(word: str) -> str:
         instance = do.instance(word, do.among)
         outcomes.tell(word, instance=instance)
-        found = living(do.store, instance, do.among)
-        outcomes.tell(word, '', **known_of(found.record))
-        if found.is_destroying:
+        entries = living(do.store, instance, do.among)
+        outcomes.tell(word, '', **known_of(entries.record))
+        if entries.is_destroying:
             raise NotFound(f'{instance}: is being destroyed')
-        asked[instance] = found.request.power if found.request else None
-        for line in _unserved([found.record], lambda: do.computes):
+        power_by_instance[instance] = entries.request.power if entries.request else None
+        for line in _unserved([entries.record], lambda: do.computes):
             do.out.say(line)
         return instance
 
-    reach(do, outcomes, instance_of, do.among, asked)
+    reach(do, outcomes, instance_of, do.among, power_by_instance)
     return outcomes.end()
 
 
-# What users read of instances
+# Listings and details of instances
 
 
 MIDWAY = {ASKED: 'its guest was asked to turn itself off', OFF: 'it is off, and about to be started'}
@@ -231,61 +232,58 @@ COLUMNS = (
 REASON = Column('REASON', rank=1, least=20)
 MORE = (Column('PROJECT', wide=True), Column('GROUP', wide=True), Column('IMAGE', wide=True))
 
+# The name of each stage's time in details, where `image` is the URL.
 STAGE_FIELDS = {stage: 'image ready' if stage == 'image' else stage for stage in (*STAGES, GONE, ERROR)}
-"""What the time of each stage is called in details: `image` is the URL there."""
+# The fields that the details of an instance may have; interfaces and boots are numbered.
 FIELDS = (
     *('instance', 'name', 'state', 'since', 'address', 'host', 'compute', 'image', 'resources', 'query', 'project'),
     *('user', 'group', 'interface 0', 'console', *STAGE_FIELDS.values(), 'boot 1', 'waits', 'progress', 'reason'),
     *('cleaned up', 'power', 'fault', 'cloud-init', 'host key'),
 )
-"""What an instance may have of details. It has several interfaces, and boots, which have numbers."""
 
 
 def as_list(records: Sequence[Record], known: Computes = NOBODY) -> Listing:
-    """All records, a line each, by the time of their request, those of a set by name; what is wrong with one, too.
-
-    `known` is what computes are called, here and below.
-    """
+    """List records by the time of request, those of a set by name, with errors and faults."""
     records = sorted(records, key=lambda each: (each.stages.get('requested', ''), natural(each.name), each.instance))
-    # Mostly there is nothing to say, and then no column for it in a table.
+    # Usually no record has a reason; then the table has no such column.
     reason = REASON._replace(wide=not any(map(_reason, records)))
-    # Whatever has a name can do without its uuid.
-    instance = INSTANCE._replace(rank=5 if all(each.name for each in records) else 0)
+    # If all instances have names, the uuid is the first column that a narrow terminal omits.
+    instance = INSTANCE._replace(rank=5 if all(item.name for item in records) else 0)
     rows = []
-    for each in records:
-        cells = [each.instance, each.name or None, each.state, each.address or None]
-        cells += [known.called(each.compute) or None, each.compute or None, each.stages.get('requested') or None]
-        cells += [_reason(each), each.project_id or None, each.group_name, each.image or None]
-        rows.append(Row(cells, _record(each, known)))
+    for record in records:
+        cells = [record.instance, record.name or None, record.state, record.address or None]
+        cells += [known.called(record.compute) or None, record.compute or None, record.stages.get('requested') or None]
+        cells += [_reason(record), record.project_id or None, record.group_name, record.image or None]
+        rows.append(Row(cells, _record(record, known)))
     return Listing([instance, *COLUMNS[1:], reason, *MORE], rows)
 
 
 def _reason(record: Record) -> str | None:
-    """What is wrong, the cause first: a narrow column cuts what it is about."""
+    """Return the error or fault with the cause first, as a narrow column cuts the subject."""
     if record.error is None:
         return record.fault
-    about, _, cause = record.error.reason.partition(': ')
-    if cause and '/' in about and ' ' not in about:  # a URL or a file
-        return f'{cause} (stage {record.error.stage}: {about})'
+    subject, _, cause = record.error.reason.partition(': ')
+    if cause and '/' in subject and ' ' not in subject:  # a URL or a file
+        return f'{cause} (stage {record.error.stage}: {subject})'
     return f'{record.error.reason} (stage {record.error.stage})'
 
 
 def as_detail(record: Record, known: Computes = NOBODY) -> Details:
-    """One record whole, and of one in a queue, where that is so, that nobody takes from it."""
-    asked = ', '.join(f'{name}:{amount}' for name, amount in record.resources.items())
+    """Return all details of a record; `waits` says if no compute takes it from its queue."""
+    resources = ', '.join(f'{name}:{amount}' for name, amount in record.resources.items())
     rows: list[tuple[str, Cell]]
     rows = [(name, getattr(record, name) or None) for name in ('instance', 'name', 'state')]
     rows += [('since', since)] if (since := _since(record)) else []
     rows += [('address', record.address), ('host', known.host(record.compute))]
     rows += [(name, getattr(record, name) or None) for name in ('compute', 'image')]
-    rows += [('resources', asked or None), ('query', record.query or None)]
+    rows += [('resources', resources or None), ('query', record.query or None)]
     rows += [('project', record.project_id or None), ('user', record.user_id or None)]
     rows += [('group', record.group.name)] if record.group else []
-    rows += [(f'interface {number}', _interface(each)) for number, each in enumerate(record.addresses)]
+    rows += [(f'interface {number}', _interface(interface)) for number, interface in enumerate(record.addresses)]
     rows += [('console', record.console)] if record.console and record.state not in KEPT else []
     times = sorted(record.stages.items(), key=lambda each: each[1])
     rows += [(STAGE_FIELDS.get(stage, stage), time) for stage, time in times if time]
-    rows += [(f'boot {each.number}', _boot(each)) for each in record.boots if len(record.boots) > 1]
+    rows += [(f'boot {boot.number}', _boot(boot)) for boot in record.boots if len(record.boots) > 1]
     if record.state == QUEUED and (unserved := known.unserved(['it'])):
         rows.append(('waits', unserved))
     if record.progress:
@@ -299,12 +297,12 @@ def as_detail(record: Record, known: Computes = NOBODY) -> Details:
         rows.append(('fault', record.fault))
     if record.cloud_init:
         rows.append(('cloud-init', f'failed at stage {record.cloud_init.stage}: {record.cloud_init.reason}'))
-    rows += [('host key', each) for each in record.host_keys]
+    rows += [('host key', key) for key in record.host_keys]
     return Details(rows, _record(record, known), FIELDS, ('interface', 'boot'))
 
 
 def no_address(record: Record) -> str:
-    """Why an instance has no address (yet), in one line."""
+    """Return one line with the reason why an instance has no address."""
     if record.state == ERROR:
         return failure(record)
     reserved = record.addresses[0].expected if record.addresses else None
@@ -313,30 +311,28 @@ def no_address(record: Record) -> str:
 
 
 def is_off(record: Record) -> str:
-    """That an instance is stopped, and since when."""
     since = _since(record)
     return printable(f'it is stopped, since {since}') if since else 'it is stopped'
 
 
 def _since(record: Record) -> str:
-    """Since when a guest runs or is off, '' where that is not known."""
+    """Return since when a guest runs or is off, or '' if that is unknown."""
     stage = {ACTIVE: boots.STARTED, STOPPED: boots.STOPPED}.get(record.state)
     return record.boot.stages.get(stage, '') if record.boot and stage else ''
 
 
 def _boot(boot: boots.Boot) -> str:
-    until = f' to {boot.stages[boots.STOPPED]}' if boots.STOPPED in boot.stages else ''
-    return f'{boot.reason}, {boot.stages.get(boots.STARTED, "-")}{until}'
+    end_text = f' to {boot.stages[boots.STOPPED]}' if boots.STOPPED in boot.stages else ''
+    return f'{boot.reason}, {boot.stages.get(boots.STARTED, "-")}{end_text}'
 
 
 def _interface(each: Interface) -> str:
     where = f'{each.mac} on {each.network}' + (f', by {each.source}' if each.source else '')
-    has = each.address or (f'{each.expected} expected' if each.expected else 'no address yet')
-    return f'{has} ({where})'
+    address_text = each.address or (f'{each.expected} expected' if each.expected else 'no address yet')
+    return f'{address_text} ({where})'
 
 
 def _record(record: Record, known: Computes) -> dict[str, object]:
-    """The record as etcd has it, and what its compute's host is called."""
     return {**to_dict(record), 'host': known.host(record.compute)}
 
 
