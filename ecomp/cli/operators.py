@@ -1,4 +1,4 @@
-"""The commands of those who run the computes: hosts and the audit."""
+"""Commands for operators of computes: hosts and the audit."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def _host_show(do: Context) -> int:
     from ecomp.scheduler.looking.find import all_records
     from ecomp.scheduler.looking.hosts import all_hosts
 
-    meant, code = do.find_each(do.compute)
-    every, unreadable = all_hosts(do.store, do.placement)
-    found = [each for each in every if each.compute in meant]
-    for missing in dict.fromkeys(meant):
-        if missing not in {each.compute for each in found}:
+    requested, code = do.find_each(do.compute)
+    hosts, unreadable = all_hosts(do.store, do.placement)
+    selected = [host for host in hosts if host.compute in requested]
+    for missing in dict.fromkeys(requested):
+        if missing not in {host.compute for host in selected}:
             do.out.say(f'{missing}: no such compute: {do.typed} hosts shows all')
             code = code or NotFound.exit_code
-    if not found:
+    if not selected:
         return code
-    shown = do.show(as_hosts(found), unreadable, one=len(do.words) == 1)
+    listing_code = do.show(as_hosts(selected), unreadable, one=len(do.words) == 1)
     if do.form == TABLE and not do.options.columns and not do.options.sort:
-        there = [each for each in all_records(do.store, with_gone=False)[0] if each.compute in meant]
-        do.out.put('' if there else '\nno instance lives there')
-        if there:
-            do.show(as_list(there, do.computes))
-    return code or shown
+        records = [record for record in all_records(do.store, with_gone=False)[0] if record.compute in requested]
+        do.out.put('' if records else '\nno instance lives there')
+        if records:
+            do.show(as_list(records, do.computes))
+    return code or listing_code
 
 
 def _host_status(do: Context) -> int:
@@ -59,20 +59,20 @@ def _host_status(do: Context) -> int:
     outcomes = Outcomes(do, do.words, compute=None)
 
     def change(word: str) -> bool:
-        there = do.compute(word)
-        outcomes.tell(word, compute=there)
+        target = do.compute(word)
+        outcomes.tell(word, compute=target)
         if do.name == 'host enable':
-            outcomes.tell(word, enable(do.store, do.placement, there, word))
+            outcomes.tell(word, enable(do.store, do.placement, target, word))
         else:
-            outcomes.tell(word, disable(do.placement, there, word))
-        for line in inhabitants(do.store, do.placement, there, word) if do.name == 'host drain' else ():
+            outcomes.tell(word, disable(do.placement, target, word))
+        for line in inhabitants(do.store, do.placement, target, word) if do.name == 'host drain' else ():
             outcomes.tell(word, line)
         return True
 
     def wait(word: str, deadline: Deadline) -> None:
-        there = outcomes.found[word]['compute']
-        with Live() as tell:
-            drained(do.store, do.placement, there, word, deadline, tell)
+        target = outcomes.found[word]['compute']
+        with Live() as show_status:
+            drained(do.store, do.placement, target, word, deadline, show_status)
         outcomes.tell(word, f'{word}: nothing lives there any more')
 
     return outcomes.run(change, wait, f'{do.name} --wait')
@@ -84,14 +84,14 @@ def _host_forget(do: Context) -> int:
     outcomes = Outcomes(do, do.words, compute=None)
 
     def forget_one(word: str) -> None:
-        there = do.compute(word)
-        outcomes.tell(word, compute=there)
+        target = do.compute(word)
+        outcomes.tell(word, compute=target)
         try:
-            told, fenced = partial(outcomes.tell, word), do.options.fenced
-            forget(do.store, do.placement, there, word, now, told, fenced)
+            report, fenced = partial(outcomes.tell, word), do.options.fenced
+            forget(do.store, do.placement, target, word, now, report, fenced)
         except Unreachable as error:
-            left = 'nothing was removed but what is said above, and the same command again goes on'
-            raise type(error)(f'{error}; {left}', error.backend) from error
+            advice = 'nothing was removed but what is said above, and the same command again goes on'
+            raise type(error)(f'{error}; {advice}', error.backend) from error
 
     return outcomes.run(forget_one)
 
@@ -101,7 +101,7 @@ def _audit(do: Context) -> int:
     from ecomp.scheduler.looking.hosts import read_names_by_instance
     from ecomp.scheduler.operating.audit import audit
 
-    # A column that there is not is refused now: not only where something is found, and not after it is mended.
+    # Refuse an unknown column first, also if nothing will be found, and before anything is repaired.
     rendered(as_findings(()), do.look)
     if do.options.fix:
         from ecomp.scheduler.operating.audit import fix
@@ -117,31 +117,30 @@ def _audit(do: Context) -> int:
     return FOUND if report.findings else 0
 
 
-# What users read of computes and findings
+# Listings of computes and findings
 
 
 def as_hosts(hosts: Sequence[Host]) -> Listing:
-    """All computes, a line each."""
-    # What every guest needs, and then what only some computes have.
-    classes = [*NEEDED, *sorted({name for each in hosts for name in each.resources} - set(NEEDED))]
+    # Classes that every guest needs come before those that only some computes have.
+    classes = [*NEEDED, *sorted({name for host in hosts for name in host.resources} - set(NEEDED))]
     columns = [COMPUTE, Column('HOST', least=8), Column('STATE', kind=STATE), Column('INSTANCES', 1)]
     rows = []
-    for each in hosts:
-        shares = [_share(each.resources.get(name)) for name in classes]
-        known = [each.compute, each.hostname or None, _state(each), each.instances]
-        rows.append(Row([*known, *shares, each.said.version, each.said.kind], _host(each)))
+    for host in hosts:
+        shares = [_share(host.resources.get(name)) for name in classes]
+        cells = [host.compute, host.hostname or None, _state(host), host.instances]
+        rows.append(Row([*cells, *shares, host.said.version, host.said.kind], _host(host)))
     return Listing([*columns, *_shares(classes), Column('VERSION', 4), Column('KIND', 3)], rows)
 
 
 def as_plan(ranked: Sequence[RankedCompute]) -> Listing:
-    """The computes that would be tried, in order, a line each."""
-    classes = [*NEEDED, *sorted({name for each in ranked for name in each.asked} - set(NEEDED))]
+    """List the computes that would be tried, in that order."""
+    classes = [*NEEDED, *sorted({name for item in ranked for name in item.asked} - set(NEEDED))]
     columns = [COMPUTE, Column('HOST', least=8), Column('WEIGHT', 1)]
     rows = []
-    for each in ranked:
-        shares = [_share(each.rooms.get(name)) for name in classes]
-        weight = None if each.weight is None else f'{each.weight:.2f}'
-        rows.append(Row([each.compute, each.hostname or None, weight, *shares, each.instances], _ranked(each)))
+    for item in ranked:
+        shares = [_share(item.rooms.get(name)) for name in classes]
+        weight = None if item.weight is None else f'{item.weight:.2f}'
+        rows.append(Row([item.compute, item.hostname or None, weight, *shares, item.instances], _ranked(item)))
     return Listing([*columns, *_shares(classes), Column('INSTANCES')], rows)
 
 
@@ -150,23 +149,23 @@ def _shares(classes: Sequence[str]) -> list[Column]:
 
 
 def as_findings(findings: Sequence[Finding], known: Computes = NOBODY, names: Mapping[str, str] = {}) -> Listing:
-    """What an audit found, a line each. `names` are those of instances, by uuid."""
+    """List an audit's findings; `names` are of instances, by uuid."""
     columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, least=24)]
     columns.append(Column('FINDING', least=40, folds=True))
     rows = []
-    for each in findings:
-        name = names.get(each.subject)
-        cells = [each.code, known.translated(each.subject), name, known.translated(each.sentence)]
-        rows.append(Row(cells, {**each.to_dict(), 'host': known.host(each.compute), 'name': name}))
+    for finding in findings:
+        name = names.get(finding.subject)
+        cells = [finding.code, known.translated(finding.subject), name, known.translated(finding.sentence)]
+        rows.append(Row(cells, {**finding.to_dict(), 'host': known.host(finding.compute), 'name': name}))
     return Listing(columns, rows)
 
 
 def _summarize(report: Report) -> list[str]:
-    """What is said beside an audit's findings: who was silent, what mends them, and how much was compared."""
+    """Return lines on silent computes, the fix of each finding, and the number of findings."""
     called, silent = report.world.known.called, report.world.away()
-    away = [f'compute {called(each)} is {how}: what it has was not compared' for each, how in silent.items()]
+    away = [f'compute {called(uuid)} is {state}: what it has was not compared' for uuid, state in silent.items()]
     cures = (
-        f'{each.code}: ' + (f'--fix {each.fix}' if each.fix else f'by hand: {each.how}') for each in report.findings
+        f'{item.code}: ' + (f'--fix {item.fix}' if item.fix else f'by hand: {item.how}') for item in report.findings
     )
     count = len(report.findings)
     unserved = filter(None, [report.world.unserved()])
@@ -181,8 +180,8 @@ def _share(share: Room | None) -> str | None:
 
 def _ranked(each: RankedCompute) -> dict[str, object]:
     rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(each.rooms.items())}
-    there = {'asked': dict(sorted(each.asked.items())), 'resources': rooms, 'instances': each.instances}
-    return {'compute': each.compute, 'host': each.hostname, 'hostname': each.hostname, 'weight': each.weight, **there}
+    fields = {'asked': dict(sorted(each.asked.items())), 'resources': rooms, 'instances': each.instances}
+    return {'compute': each.compute, 'host': each.hostname, 'hostname': each.hostname, 'weight': each.weight, **fields}
 
 
 def _state(host: Host) -> str:
@@ -191,12 +190,12 @@ def _state(host: Host) -> str:
 
 def _host(host: Host) -> dict[str, object]:
     shares = {
-        name: {field: getattr(each, field) for field in ('used', 'free', 'capacity', 'over')}
-        for name, each in sorted(host.resources.items())
+        name: {field: getattr(room, field) for field in ('used', 'free', 'capacity', 'over')}
+        for name, room in sorted(host.resources.items())
     }
-    said = {field: getattr(host, field) for field in ('compute', 'hostname', 'state', 'disabled', 'instances')}
-    of_itself = {field: getattr(host.said, field) for field in ('version', 'kind', 'queues')}
-    return {**said, 'host': host.hostname, **of_itself, 'resources': shares}
+    fields = {field: getattr(host, field) for field in ('compute', 'hostname', 'state', 'disabled', 'instances')}
+    reported_fields = {field: getattr(host.said, field) for field in ('version', 'kind', 'queues')}
+    return {**fields, 'host': host.hostname, **reported_fields, 'resources': shares}
 
 
 # fmt: off

@@ -1,4 +1,4 @@
-"""The commands for what instances share: flavors, groups, quotas."""
+"""Commands for what instances share: flavors, groups and quotas."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _flavor_show(do: Context) -> int:
     missing = [name for name in do.words if name not in flavors]
     for name in missing:
         do.out.say(str(no_such_flavor(name, flavors)))
-    found = {name: each for name, each in flavors.items() if name in do.words}
-    code = do.show(as_flavors(found), unreadable, one=len(do.words) == 1) if found else 0
+    selected = {name: item for name, item in flavors.items() if name in do.words}
+    code = do.show(as_flavors(selected), unreadable, one=len(do.words) == 1) if selected else 0
     return NotFound.exit_code if missing else code
 
 
@@ -62,21 +62,21 @@ def _group_list(do: Context) -> int:
 def _group_show(do: Context) -> int:
     from ecomp.scheduler.looking.hosts import read_names_by_instance
 
-    found, code = do.find_each(lambda name: read_group(do.store, name))
-    if found:
-        do.show(as_members(found, do.computes, read_names_by_instance(do.store), several=len(do.words) > 1))
+    shared_groups, code = do.find_each(lambda name: read_group(do.store, name))
+    if shared_groups:
+        do.show(as_members(shared_groups, do.computes, read_names_by_instance(do.store), several=len(do.words) > 1))
     return code
 
 
 def read_group(store: Store, name: str) -> Group:
-    """Read a group. Errors: NotFound, which names the group that was meant; Unreadable."""
+    """Return a group; raise NotFound, which suggests a similar name, or Unreadable."""
     from ecomp.store.sharing import group
 
-    found, _ = group(store, name)
-    if found is None:
-        near = did_you_mean(name, map(keys.last, store.snapshot(keys.GROUPS, keys_only=True).entries))
-        raise NotFound(f'{printable(name, 100)}: no such group{near}: eschedule group list shows all')
-    return found
+    shared_group, _ = group(store, name)
+    if shared_group is None:
+        suggestion = did_you_mean(name, map(keys.last, store.snapshot(keys.GROUPS, keys_only=True).entries))
+        raise NotFound(f'{printable(name, 100)}: no such group{suggestion}: eschedule group list shows all')
+    return shared_group
 
 
 def _quota_list(do: Context) -> int:
@@ -89,9 +89,9 @@ def _quota_list(do: Context) -> int:
 def _quota_show(do: Context) -> int:
     from ecomp.scheduler.operating.sharing import one_quota
 
-    found, code = do.find_each(lambda name: one_quota(do.store, name))
-    if found:
-        do.show(as_quota(found, several=len(do.words) > 1))
+    quotas, code = do.find_each(lambda name: one_quota(do.store, name))
+    if quotas:
+        do.show(as_quota(quotas, several=len(do.words) > 1))
     return code
 
 
@@ -99,71 +99,69 @@ def _quota_set(do: Context) -> int:
     from ecomp.scheduler.operating.sharing import check_limits, limit
 
     remark = check_limits(do.placement, do.words[1:])
-    more = f'; {remark}' if remark else ''
-    return _told(do, [do.words[0]], lambda project: limit(do.store, project, do.words[1:]) + more)
+    suffix = f'; {remark}' if remark else ''
+    return _told(do, [do.words[0]], lambda project: limit(do.store, project, do.words[1:]) + suffix)
 
 
 def _told(do: Context, words: Sequence[str], change: Callable[[str], str]) -> int:
-    """Do it for each word, and say what was done; the exit code."""
+    """Call `change` for each word, print the sentences that it returns, return the exit code."""
     outcomes = Outcomes(do, words)
     return outcomes.run(lambda word: outcomes.tell(word, change(word)))
 
 
 def as_flavors(flavors: Mapping[str, tuple[Flavor, str]]) -> Listing:
-    """Each flavor, and where it is kept, a line each."""
+    """List each flavor and where it is stored."""
     rows = []
-    for name, (each, source) in flavors.items():
-        asked = ','.join(f'{part}:{amount}' for part, amount in each.resources.items())
-        rows.append(Row((name, asked, each.traits or None, source), {**to_dict(each), 'source': source}))
+    for name, (flavor, source) in flavors.items():
+        resources = ','.join(f'{resource_class}:{amount}' for resource_class, amount in flavor.resources.items())
+        rows.append(Row((name, resources, flavor.traits or None, source), {**to_dict(flavor), 'source': source}))
     columns = [Column('FLAVOR'), Column('RESOURCES', least=20), Column('TRAITS', 1, least=8), Column('IN', 2)]
     return Listing(columns, rows)
 
 
 def as_groups(groups: Sequence[Group], known: Computes, names: Mapping[str, str]) -> Listing:
-    """All groups, a line each. `names` are those of instances, by uuid."""
     columns = [Column('GROUP'), Column('POLICY'), Column('MEMBERS', 1), Column('COMPUTES', 2)]
-    rows = [Row((each.name, each.rule, len(each.members), len(each.on)), _group(each, known, names)) for each in groups]
+    rows = [Row((item.name, item.rule, len(item.members), len(item.on)), _group(item, known, names)) for item in groups]
     return Listing(columns, rows)
 
 
 def as_members(groups: Sequence[Group], known: Computes, names: Mapping[str, str], several: bool) -> Listing:
-    """Who of each group is where, a line a member. `known` is what computes are called, `names` what instances are."""
+    """List the members of groups with their computes; `names` are of instances, by uuid."""
     columns = [Column('GROUP', wide=True), Column('INSTANCE', kind=UUID), Column('NAME', least=24)]
     columns += [Column('COMPUTE', 1, UUID), Column('HOST')]
     rows = []
-    for each in groups:
-        by_name = sorted(each.members.items(), key=lambda member: (natural(names.get(member[0])), member[0]))
-        title = f'{each.name}: {each.rule}'
-        for instance, compute in by_name:
-            cells = (each.name, instance, names.get(instance), compute or 'waits', known.host(compute))
+    for shared_group in groups:
+        members = sorted(shared_group.members.items(), key=lambda member: (natural(names.get(member[0])), member[0]))
+        title = f'{shared_group.name}: {shared_group.rule}'
+        for instance, compute in members:
+            cells = (shared_group.name, instance, names.get(instance), compute or 'waits', known.host(compute))
             rows.append(Row(cells, title=title))
-    values = [_group(each, known, names) for each in groups]
+    values = [_group(shared_group, known, names) for shared_group in groups]
     return Listing(columns, rows, values if several else values[0])
 
 
 def _group(found: Group, known: Computes, names: Mapping[str, str]) -> dict[str, object]:
     rule = {'name': found.name, 'policy': found.policy, 'strict': found.strict}
     members = [
-        {'instance': each, 'name': names.get(each), 'compute': on or None, 'host': known.host(on)}
-        for each, on in found.members.items()
+        {'instance': instance, 'name': names.get(instance), 'compute': compute or None, 'host': known.host(compute)}
+        for instance, compute in found.members.items()
     ]
     return {**rule, 'members': members}
 
 
 def as_quotas(quotas: Sequence[Quota]) -> Listing:
-    """The projects that have limits, a line each."""
-    rows = [Row((printable(each.project, 100), in_words(each)), _quota(each)) for each in quotas]
+    rows = [Row((printable(item.project, 100), in_words(item)), _quota(item)) for item in quotas]
     return Listing([Column('PROJECT', least=16), Column('USED/LIMIT', least=40, folds=True)], rows)
 
 
 def as_quota(quotas: Sequence[Quota], several: bool) -> Listing:
-    """What each project may have, and has, a line a class."""
+    """List the limits and use of projects, a row for each resource class."""
     rows = []
-    for each in quotas:
-        for name in classes(each):
-            most, used = each.limits.get(name), each.used.get(name, 0)
-            left = None if most is None else most - used
-            rows.append(Row((each.project, name, most, used, left), title=each.project if several else ''))
+    for item in quotas:
+        for name in classes(item):
+            maximum, used = item.limits.get(name), item.used.get(name, 0)
+            remaining = None if maximum is None else maximum - used
+            rows.append(Row((item.project, name, maximum, used, remaining), title=item.project if several else ''))
     values = list(map(_quota, quotas))
     columns = [Column('PROJECT', wide=True), *map(Column, ('RESOURCE', 'LIMIT', 'USED', 'LEFT'))]
     return Listing(columns, rows, values if several else values[0])
