@@ -1,9 +1,8 @@
-"""eschedule's options and words: a field of Options is the row of one; a command line is read by them, and checked.
+"""Rows, parsers and checks of eschedule's options and words. Pure, and quick to import.
 
-A function for words takes the command's name and its words, and returns them checked; a whole uuid comes out in its
-canonical form. Each raises UsageError. Pure, and light to import. Options is a named tuple, for a dataclass takes ten
-times as long to make, and every command would wait for it. Its annotations are values here, so the module does without
-`from __future__ import annotations`.
+A parser of words takes a command's name and words and returns the words checked, whole uuids in canonical form, or
+raises UsageError. Options is a NamedTuple: a dataclass takes ten times as long to create, in every command. Its
+annotations are used at run time, so there is no `from __future__ import annotations`.
 """
 
 import re
@@ -20,84 +19,78 @@ from ecomp.model.record import QUEUED, STAGES, STATES
 from ecomp.model.text import did_you_mean, is_name, uuid_prefix
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
-"""What -f takes."""
 
-LARGEST_SET, LARGEST_NAMED_SET = 100, 60
-"""Instances of one command, without and with names: each is one or two of the 128 operations that etcd takes in a
-transaction. More is a UsageError."""
+# Instances of one create, without and with names: each takes one or two of the 128 operations of an etcd transaction.
+LARGEST_SET = 100
+LARGEST_NAMED_SET = 60
 
+# Seconds that --wait and `wait` take at most, unless --timeout is given; then the exit code is 6.
 PATIENCE = 300.0
-"""Seconds that --wait and `wait` take at most where --timeout does not say otherwise: then it is exit 6."""
 
 MOST_LINES = 1_000_000
-"""Lines that `log -n` may ask for; more is a UsageError, and without -n comes all there is."""
 
+# Characters of a project's id at most; placement's own limit.
 LONGEST_PROJECT = 255
-"""Characters of a project's id, placement's own limit: a longer one is a UsageError."""
 
 SHELLS = ('bash', 'zsh', 'fish')
-"""Those that eschedule completes in."""
 
 
 @contextmanager
 def refuse_as_usage(what: str = '') -> Iterator[None]:
-    """Raise a ValueError of what is inside as a UsageError, with `what` before it."""
+    """Convert a ValueError of the block to a UsageError that begins with `subject`."""
     try:
         yield
     except ValueError as error:
         raise UsageError(f'{what}: {error}' if what else str(error)) from error
 
 
-# Which words may follow a command
+# The words behind a command
 
 
 Words = tuple[str, ...]
 
 
 def parse_uuid(word: str) -> str:
-    """A uuid in its canonical form."""
-    found = _canonical_uuid(word)
-    if found is None:
+    """Return a uuid in canonical form; UsageError if no instance can have it."""
+    canonical = _canonical_uuid(word)
+    if canonical is None:
         raise UsageError(f'{word!r} is not a uuid that an instance can have; --help shows all')
-    return found
+    return canonical
 
 
 def nothing(name: str, words: Sequence[str]) -> Words:
-    """No words at all."""
     if words:
         raise UsageError(f'{name} takes no further words: {" ".join(words)}')
     return ()
 
 
 def instances(name: str, words: Sequence[str]) -> Words:
-    """One instance or more, each by its name, its uuid or the beginning of its uuid."""
+    """Parse one instance or more: names, uuids, or beginnings of uuids."""
     if not words:
         raise UsageError(f'{name}: which instance? Give one name or uuid, or more')
-    wrong = 'no instance: give its name, its uuid or the beginning of its uuid'
-    return tuple(_instance(word, wrong) for word in words)
+    problem = 'no instance: give its name, its uuid or the beginning of its uuid'
+    return tuple(_instance(word, problem) for word in words)
 
 
 def any_instances(name: str, words: Sequence[str]) -> Words:
-    """Any number of instances, none too."""
     return instances(name, words) if words else ()
 
 
 def one_instance(_: str, words: Sequence[str]) -> Words:
-    """One instance, with no command before it. Whoever asks says which command may have been meant."""
+    """Parse the instance of a line without a command; the caller may suggest a command."""
     if len(words) > 1:
         raise UsageError(f'{words[0]!r} is not a command')
     return (_instance(words[0], 'neither a command nor an instance'),)
 
 
 def just_one_instance(name: str, words: Sequence[str]) -> Words:
-    """One instance, behind a command that takes no more."""
     if len(words) != 1:
         raise UsageError(f'{name}: which instance? Give one name or uuid')
     return instances(name, words)
 
 
 def instance_and_command(name: str, words: Sequence[str]) -> Words:
-    """An instance, perhaps with a user before it, and a command, which is whatever it is."""
+    """Parse [USER@]INSTANCE and the words of a command for the guest, which are not checked."""
     if not words:
         raise UsageError(f'{name}: which instance? Give one name or uuid')
     user, word = user_and_instance(words[0])
@@ -106,54 +99,54 @@ def instance_and_command(name: str, words: Sequence[str]) -> Words:
 
 
 def user_and_instance(word: str) -> tuple[str, str]:
-    """The user, '' for none, and the instance of `[USER@]<id>`."""
+    """Split `[USER@]<id>` into user, '' for none, and instance; UsageError for an invalid user."""
     user, at, instance = word.rpartition('@')
     with refuse_as_usage():
         return check_user(user) if at else '', instance
 
 
 def _instance(word: str, wrong: str) -> str:
-    found = word if is_name(word) or uuid_prefix(word) else _canonical_uuid(word)
-    if found is None:
+    identifier = word if is_name(word) or uuid_prefix(word) else _canonical_uuid(word)
+    if identifier is None:
         raise UsageError(f'{word!r} is {wrong}')
-    return found
+    return identifier
 
 
 def _canonical_uuid(word: str) -> str | None:
     if keys.is_uuid(word):
         return word
-    import uuid  # it knows the other forms, and takes its time
+    import uuid  # parses other forms, but is slow to load
 
     try:
-        found = str(uuid.UUID(word))
+        canonical = str(uuid.UUID(word))
     except ValueError:
         return None
-    return found if keys.is_uuid(found) else None
+    return canonical if keys.is_uuid(canonical) else None
 
 
 def query_and_image(name: str, words: Sequence[str]) -> Words:
-    """A placement query, '' where there is none beside a flavor, and perhaps the URL of an image."""
+    """Parse a query, '' if there is none, and an optional image URL."""
     words = ['', *words] if not words or is_image(words[0]) else list(words)
     if len(words) > 2:
         raise UsageError(f'one query and one image URL, and then comes {words[2]!r}: is the query in quotes?')
     if words[0] and '=' not in words[0]:
-        wrong = f'{name}: {words[0]!r} is not a placement query'
-        raise UsageError(f"{wrong}. Try: 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'")
+        problem = f'{name}: {words[0]!r} is not a placement query'
+        raise UsageError(f"{problem}. Try: 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'")
     return tuple(words)
 
 
 def is_image(word: str) -> bool:
-    """Whether it is an image's URL rather than a query: both may have a = in them."""
+    """Return True for a URL, False for a query; a query may contain :// only after a =."""
     return '://' in word.partition('=')[0]
 
 
 def planned(name: str, words: Sequence[str]) -> Words:
-    """The query alone, of the words of the command that is planned: the image decides nothing."""
+    """Parse the words of `plan` and return only the query, as the image does not matter."""
     return perhaps_query_and_image(name, words)[:1]
 
 
 def perhaps_query_and_image(name: str, words: Sequence[str]) -> Words:
-    """The words of the nameless form behind a name; without any, a query of ''."""
+    """Parse an optional query and image behind the name of a command."""
     query, *image = query_and_image(name, words)
     if not all(is_image(word) for word in image):
         raise UsageError(f'{name}: give one placement query, in quotes, and at most one image URL')
@@ -165,7 +158,7 @@ def _canonical(word: str) -> str:
 
 
 def _words(least: int, most: int, says: str, read: Callable[[str], str] = str) -> Callable[[str, Sequence[str]], Words]:
-    """So many words, as `read` makes them; `says` is what is said of any other number."""
+    """Make a parser for a number of words; `complaint` is the message for another number."""
 
     def take(name: str, words: Sequence[str]) -> Words:
         if not least <= len(words) <= most:
@@ -182,7 +175,6 @@ computes = _words(1, 10**9, 'which compute? Give one host name or uuid, or more'
 
 
 def project_and_limits(name: str, words: Sequence[str]) -> Words:
-    """A project's id and its limits."""
     if len(words) < 2 or '=' in words[0]:
         raise UsageError(f'{name}: give a project and its limits: {name} web VCPU=10 instances=5')
     check_project(words[0])
@@ -190,7 +182,6 @@ def project_and_limits(name: str, words: Sequence[str]) -> Words:
 
 
 def check_project(project: str) -> None:
-    """UsageError for what cannot be a project's id."""
     if not 1 <= len(project) <= LONGEST_PROJECT or not project.isprintable():
         raise UsageError(f'{project[:80]!r} is no project: it has 1 to {LONGEST_PROJECT} characters, all printable')
 
@@ -199,11 +190,11 @@ def check_project(project: str) -> None:
 
 
 class Option(NamedTuple):
-    """One option: how it is written, its value's name ('' for none), what it does, and how its value is read.
+    """The row of one option.
 
-    A metavar in brackets is that of a value that may be left out, and stands behind a =. `parse` makes the value of
-    the text, which has to be one of `choices` if there are any. What `repeats` makes a list. Without a value, the
-    option itself means `const`.
+    `metavar` names its value: '' if it has none, in brackets if the value is optional and given after a =. `parse`
+    converts the text, which has to be one of any `choices`. One that `repeats` collects a list; one without a value
+    means `const`.
     """
 
     flags: tuple[str, ...]
@@ -220,9 +211,10 @@ def _option(flags: str, metavar: str, help: str, **more: Any) -> Option:
 
 
 class Options(NamedTuple):
-    """The options, None or False where not given. `wait` is '' for --wait alone; `uuid` is canonical.
+    """The given options; one that is not given is None or False.
 
-    `stage` is --for's, `size` --count's. A field with two rows has options of which one at most may be given.
+    `wait` is '' for --wait alone, `stage` is --for, `size` is --count, and `uuid` is canonical. Two options of one
+    field exclude each other.
     """
 
     uuid: Annotated[str | None, _option(
@@ -331,43 +323,40 @@ class Options(NamedTuple):
 
     @property
     def membership(self) -> Membership | None:
-        """The group it is to be in, as far as that is said."""
         strict = None if self.strictness is None else self.strictness == 'strict'
         return None if self.group is None else Membership(self.group, self.policy, strict)
 
     @property
     def states(self) -> list[str] | None:
-        """The states that were asked for."""
-        return None if self.state is None else [state for each in self.state for state in each.split(',')]
+        """The states of --state, None if it is not given."""
+        return None if self.state is None else [state for text in self.state for state in text.split(',')]
 
     @property
     def patience(self) -> float:
-        """Seconds to wait at most."""
         return PATIENCE if self.timeout is None else self.timeout
 
 
 OPTIONS: Mapping[str, tuple[Option, ...]] = {
     field: each.__metadata__ for field, each in Options.__annotations__.items()
 }
-"""The rows of every field."""
 
 
 def find_given(options: Options) -> set[str]:
-    """Return which options are given, as fields; --config goes with every command, and is left out."""
-    return {each for each, value in options._asdict().items() if value is not None and value is not False} - {'config'}
+    """Return the fields that are given, except --config, which every command accepts."""
+    return {key for key, value in options._asdict().items() if value is not None and value is not False} - {'config'}
 
 
 def check_taken(options: Options, takes: Iterable[str]) -> None:
-    """UsageError for an option that is not among those that the command `takes`."""
-    wrong = sorted(find_given(options).difference(takes))
-    if wrong:
-        rows = OPTIONS[wrong[0]]
-        flag = rows[0].flags[-1] if len(rows) == 1 else f'--{getattr(options, wrong[0])}'
+    """Raise UsageError for a given option that is not among the accepted fields."""
+    unaccepted = sorted(find_given(options).difference(takes))
+    if unaccepted:
+        rows = OPTIONS[unaccepted[0]]
+        flag = rows[0].flags[-1] if len(rows) == 1 else f'--{getattr(options, unaccepted[0])}'
         raise UsageError(f'{flag} does not go with this form; --help shows all')
 
 
 def check(name: str, options: Options, takes: Container[str]) -> None:
-    """UsageError for what does not go together, whichever command takes it; the rest is in Command.check."""
+    """Raise UsageError for invalid or incompatible options; Command.check covers the rest."""
     _check_form(options, 'columns' in takes)
     _check_group(options)
     if options.project is not None:
@@ -382,18 +371,18 @@ def check(name: str, options: Options, takes: Container[str]) -> None:
 def _check_form(options: Options, has_columns: bool) -> None:
     for state in options.states or ():
         if state not in (QUEUED, *STATES):
-            like, known = did_you_mean(state, (QUEUED, *STATES)), ', '.join(sorted({QUEUED, *STATES}))
-            raise UsageError(f'--state: there is no such state{like}; say {known}')
+            like, states = did_you_mean(state, (QUEUED, *STATES)), ', '.join(sorted({QUEUED, *STATES}))
+            raise UsageError(f'--state: there is no such state{like}; say {states}')
     if options.watch and has_columns and options.format not in (None, TABLE):
         raise UsageError(f'--watch draws a table: -f {options.format} does not go with it')
     if options.format in (CSV, VALUE) and not has_columns:
         raise UsageError(f'-f {options.format} goes with what has columns: say table, json or yaml')
     if options.format in (JSON, YAML):
-        for flag, given in (('-c', options.columns), ('--no-header', options.no_header), ('--wide', options.wide)):
-            if given:
+        for flag, is_given in (('-c', options.columns), ('--no-header', options.no_header), ('--wide', options.wide)):
+            if is_given:
                 raise UsageError(f'{flag} does not go with -f {options.format}, which has all there is')
-    for option, names in (('-c', options.columns), ('--sort', None if options.sort is None else [options.sort])):
-        if names is not None and not all(name.strip() for each in names for name in each.split(',')):
+    for option, texts in (('-c', options.columns), ('--sort', None if options.sort is None else [options.sort])):
+        if texts is not None and not all(name.strip() for text in texts for name in text.split(',')):
             raise UsageError(f'{option}: give the name of a column')
 
 
@@ -415,16 +404,17 @@ def _check_waiting(name: str, options: Options, takes: Container[str]) -> None:
             raise UsageError('--timeout: 0 to 999999999 seconds')
     for option, stage in (('wait', options.wait or None), ('for', options.stage)):
         if stage not in (None, *STAGES):
-            known = f'{", ".join(STAGES[:-1])} or {STAGES[-1]}'
+            choices = f'{", ".join(STAGES[:-1])} or {STAGES[-1]}'
             like = did_you_mean(stage, STAGES)
-            raise UsageError(f'--{option}={stage}: there is no such stage{like}; say {known}')
+            raise UsageError(f'--{option}={stage}: there is no such stage{like}; say {choices}')
 
 
-# Reading a command line by these rows
+# Parsing a command line
 
 
-HELP, VERSION = 'help', 'version'
-"""What may be asked in place of a command, by an option that goes with every line."""
+# Fields of the options that may replace a command on any line.
+HELP = 'help'
+VERSION = 'version'
 
 FLAGS: Mapping[str, tuple[str, Option]] = {
     flag: (field, option)
@@ -436,19 +426,17 @@ FLAGS: Mapping[str, tuple[str, Option]] = {
     for option in rows
     for flag in option.flags
 }
-"""How each option is written: its field and its row."""
 
+# What each number parser expects, for its error message.
 NUMBERS: Mapping[Callable[[str], Any], str] = {int: 'whole number', float: 'number of seconds'}
-"""What a text is not that these cannot read."""
 
 MOST_QUOTED = 80
-"""Characters of a value that an error quotes."""
 
 _NEGATIVE = re.compile(r'-\d*\.?\d+')
 
 
 def find_info_option(argv: Sequence[str]) -> str:
-    """Return HELP or VERSION if the line asks for it anywhere, whatever else is in it; else ''."""
+    """Return HELP or VERSION if any word asks for it, even in an invalid line, else ''."""
     for word in _before_end(argv):
         flags = _flags_like(word)
         if len(flags) == 1 and (field := FLAGS[flags[0]][0]) in (HELP, VERSION):
@@ -457,16 +445,16 @@ def find_info_option(argv: Sequence[str]) -> str:
 
 
 def read(argv: Sequence[str]) -> tuple[list[str], Options]:
-    """Return the words and the options of a line. UsageError.
+    """Parse a command line into words and options; UsageError if it is invalid.
 
-    Options may stand anywhere before `--`; what follows that are words. An option's long name may be cut short, as
-    long as no other begins so.
+    Options may stand anywhere before `--`, and everything after it is a word. A long option may be cut if it stays
+    unique.
     """
     words: list[str] = []
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     before = _before_end(argv)
-    rest = iter(before)
-    for word in rest:
+    remaining = iter(before)
+    for word in remaining:
         if not _is_option(word):
             words.append(word)
             continue
@@ -475,20 +463,20 @@ def read(argv: Sequence[str]) -> tuple[list[str], Options]:
             flag = '--follow'
         field, option = FLAGS[flag]
         if not option.metavar:
-            _set_const(found, flag, value)
+            _set_const(values, flag, value)
             continue
         if value is None:
-            value = '' if option.metavar.startswith('[') else next(rest, None)
+            value = '' if option.metavar.startswith('[') else next(remaining, None)
             if value is None or _is_option(value):
                 raise UsageError(f'{flag} needs a value. Fix: write {flag} {option.metavar}')
         parsed = _parse(flag, option, value)
         if option.repeats:
-            found.setdefault(field, []).append(parsed)
-        elif field in found:
+            values.setdefault(field, []).append(parsed)
+        elif field in values:
             raise UsageError(f'{option.flags[-1]} is given twice')
         else:
-            found[field] = parsed
-    return [*words, *argv[len(before) + 1 :]], Options(**found)
+            values[field] = parsed
+    return [*words, *argv[len(before) + 1 :]], Options(**values)
 
 
 def _before_end(argv: Sequence[str]) -> Sequence[str]:
@@ -500,7 +488,7 @@ def _is_option(word: str) -> bool:
 
 
 def _flags_like(word: str) -> list[str]:
-    """The flag that a word begins with, or the long ones that begin as it does."""
+    """Return the flag of a word, or all long flags that begin with it."""
     typed = word.partition('=')[0]
     if typed in FLAGS:
         return [typed]
@@ -508,12 +496,12 @@ def _flags_like(word: str) -> list[str]:
 
 
 def _split(word: str) -> tuple[str, str | None]:
-    """The flag of a word, written out, and the value in the same word, None if there is none."""
+    """Return the full flag of a word, and the value in the same word, None if there is none."""
     flags = _flags_like(word)
     typed, equals, value = word.partition('=')
     if len(flags) > 1:
-        known = f'{", ".join(flags[:-1])} or {flags[-1]}'
-        raise UsageError(f'{typed} is ambiguous: it may be {known}. Fix: write the whole option')
+        choices = f'{", ".join(flags[:-1])} or {flags[-1]}'
+        raise UsageError(f'{typed} is ambiguous: it may be {choices}. Fix: write the whole option')
     if flags:
         return flags[0], value if equals else None
     short, attached = word[:2], word[2:]
@@ -523,23 +511,22 @@ def _split(word: str) -> tuple[str, str | None]:
 
 
 def _set_const(found: dict[str, Any], flag: str, value: str | None) -> None:
-    """Note an option that has no value."""
     field, option = FLAGS[flag]
     if value is not None:
         raise UsageError(f'{flag} takes no value. Fix: leave out ={value[:MOST_QUOTED]}')
     if found.setdefault(field, option.const) != option.const:
-        other = next(each.flags[-1] for each in OPTIONS[field] if each.const == found[field])
+        other = next(row.flags[-1] for row in OPTIONS[field] if row.const == found[field])
         raise UsageError(f'{flag} cannot be combined with {other}. Fix: give one of them')
 
 
 def _parse(flag: str, option: Option, text: str) -> Any:
-    """The value that the text of an option means."""
+    """Convert the text of an option to its value; UsageError if it is invalid."""
     try:
         value = option.parse(text)
     except ValueError as error:
         raise UsageError(f'{option.flags[0]}: {text[:MOST_QUOTED]!r} is no {NUMBERS[option.parse]}') from error
     if option.choices and value not in option.choices:
-        like, known = did_you_mean(text, option.choices), ', '.join(option.choices)
-        wrong = f'{flag}: {text[:MOST_QUOTED]!r} is not a valid {option.metavar}{like}'
-        raise UsageError(f'{wrong}. Fix: give one of {known}')
+        like, choices = did_you_mean(text, option.choices), ', '.join(option.choices)
+        problem = f'{flag}: {text[:MOST_QUOTED]!r} is not a valid {option.metavar}{like}'
+        raise UsageError(f'{problem}. Fix: give one of {choices}')
     return value

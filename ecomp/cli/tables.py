@@ -1,8 +1,7 @@
-"""What users read: rows of named columns as a table that fits the terminal, JSON, YAML, CSV or bare values. Pure.
+"""Render named columns as a table, JSON, YAML, CSV or bare values. Pure.
 
-Every listing command hands a Listing to Context.show, and a command that tells all of a few things their Details. A
-cell is text, a number, or None for what is not there. Each form is safe for a terminal: what is in a cell is one line
-of what can be printed.
+Commands pass a Listing to Context.show, or Details for all fields of a few things. A cell is text, a number, or None
+for no value. Every form is safe for a terminal: a cell is printed as one line without control characters.
 """
 
 from __future__ import annotations
@@ -17,22 +16,20 @@ from ecomp.errors import UsageError
 from ecomp.model.json_object import dump
 from ecomp.model.text import escaped, printable
 
-# How text is made to fit: widths, cuts, short uuids, colours; and what cells are sorted by
+# Fitting text: widths, cuts, short uuids, colours; and the sorting of cells
 
 
 GAP = '  '
-"""What is between two columns."""
 SHORTEST = 8
-"""Characters of a uuid that are shown at least."""
+# Characters that a column keeps at least when lines are cut for a narrow terminal.
 LEAST = 4
-"""Characters that a column has left at least where a line is cut for a narrow terminal."""
 
 
 class Room(NamedTuple):
-    """What a column needs, in characters, and what it can do without.
+    """The widths that a column can have, in characters, and the rank by which it is omitted.
 
-    `full` is its width as it is, `short` that with the short heading, `least` that to which its cells may be cut;
-    where that is not enough, the columns with the largest `rank` are left out, those of rank 0 never.
+    `full` is its own width, `short` that with the short heading, `minimum` that to which cells may be cut. If this is
+    not enough, the columns with the largest `rank` are omitted; those of rank 0 stay.
     """
 
     full: int
@@ -42,37 +39,36 @@ class Room(NamedTuple):
 
 
 def fitted(rooms: Sequence[Room], width: int) -> dict[int, int]:
-    """The columns that stay, by their numbers, and how wide each is, so that they fit beside each other into `width`.
+    """Return by index the columns that fit into `width`, each with its width.
 
-    Of equal rank the last is left out first. Where even those of rank 0 are too wide, the widest are cut.
+    Among columns of equal rank the last is omitted first. If those of rank 0 are still too wide, the widest are cut.
     """
-    kept = list(range(len(rooms)))
+    indexes = list(range(len(rooms)))
     while True:
-        now = {at: rooms[at].full for at in kept}
-        spare = width - len(GAP) * (len(kept) - 1)
-        if sum(now.values()) > spare:  # all of them or none: a heading says what the next one leaves out
-            now = {at: rooms[at].short for at in kept}
-        for at in kept:
-            if (over := sum(now.values()) - spare) > 0:
-                now[at] = max(now[at] - over, min(rooms[at].least, now[at]))
-        if sum(now.values()) <= spare:
-            return now
-        left = [at for at in kept if rooms[at].rank]
-        if not left:
+        widths = {index: rooms[index].full for index in indexes}
+        spare = width - len(GAP) * (len(indexes) - 1)
+        if sum(widths.values()) > spare:  # all or none: each short heading omits what the heading before it says
+            widths = {index: rooms[index].short for index in indexes}
+        for index in indexes:
+            if (over := sum(widths.values()) - spare) > 0:
+                widths[index] = max(widths[index] - over, min(rooms[index].least, widths[index]))
+        if sum(widths.values()) <= spare:
+            return widths
+        removable = [index for index in indexes if rooms[index].rank]
+        if not removable:
             break
-        kept.remove(max(left, key=lambda at: (rooms[at].rank, at)))
-    while sum(now.values()) > spare and max(now.values()) > LEAST:
-        now[max(now, key=lambda at: now[at])] -= 1
-    return now
+        indexes.remove(max(removable, key=lambda at: (rooms[at].rank, at)))
+    while sum(widths.values()) > spare and max(widths.values()) > LEAST:
+        widths[max(widths, key=lambda at: widths[at])] -= 1
+    return widths
 
 
 def across(text: str) -> int:
-    """How many places of a terminal's line a text takes."""
     return len(text) if text.isascii() else sum(map(_places, text))
 
 
 def _places(character: str) -> int:
-    import unicodedata  # names of hosts and projects may be of any script, and seldom are
+    import unicodedata  # imported late: few names of hosts and projects are not ASCII
 
     if unicodedata.combining(character):
         return 0
@@ -80,28 +76,27 @@ def _places(character: str) -> int:
 
 
 def _room(text: str, width: int) -> int:
-    """How many characters of the text this width has room for."""
+    """Return how many characters of the text fit into this width."""
     if text.isascii():
         return min(len(text), max(width, 0))
-    for number, each in enumerate(text):
-        width -= _places(each)
+    for number, character in enumerate(text):
+        width -= _places(character)
         if width < 0:
             return number
     return len(text)
 
 
 def fill(text: str, width: int) -> str:
-    """The text with spaces behind it, up to this width."""
     return text + ' ' * (width - across(text))
 
 
 def cut(text: str, width: int) -> str:
-    """The text, or as much of its beginning as this width has room for, with `…` behind it."""
+    """Return the text, cut to this width with `…` at the end if it is longer."""
     return text if _room(text, width) == len(text) else f'{text[: _room(text, width - 1)]}…'
 
 
 def folded(text: str, width: int) -> list[str]:
-    """The text in lines no wider than this: broken at spaces where there are some, else anywhere."""
+    """Fold a text into lines of this width, at spaces where possible."""
     lines = []
     while (end := max(_room(text, width), 1)) < len(text):
         space = text.rfind(' ', 0, end + 1)
@@ -112,7 +107,7 @@ def folded(text: str, width: int) -> list[str]:
 
 
 def natural(cell: str | int | float | None) -> tuple[object, ...]:
-    """What cells are sorted by: numbers in a text are numbers, so set-2 is before set-10; what is not there is last."""
+    """Return a sort key: numbers in a text count as numbers (set-2 < set-10), None is last."""
     if cell is None:
         return (1,)
     parts = re.split(r'(\d{1,300})', str(cell))
@@ -120,28 +115,27 @@ def natural(cell: str | int | float | None) -> tuple[object, ...]:
 
 
 def short_uuids(texts: Iterable[str]) -> Mapping[str, str]:
-    """For each uuid its shortest beginning that no other of them has, of SHORTEST characters or more."""
-    found = sorted({text for text in texts if _UUID.fullmatch(text)})
+    """Map each uuid to its shortest unique beginning, of MIN_UUID_LENGTH characters or more."""
+    uuids = sorted({text for text in texts if _UUID.fullmatch(text)})
     short = {}
-    for number, each in enumerate(found):
-        near = [*found[max(number - 1, 0) : number], *found[number + 1 : number + 2]]
-        length = max([SHORTEST, *(_alike(each, other) + 1 for other in near)])
-        length += each[length - 1] == '-'
-        short[each] = each[:length]
+    for index, uuid in enumerate(uuids):
+        neighbours = [*uuids[max(index - 1, 0) : index], *uuids[index + 1 : index + 2]]
+        length = max([SHORTEST, *(_alike(uuid, other) + 1 for other in neighbours)])
+        length += uuid[length - 1] == '-'
+        short[uuid] = uuid[:length]
     return short
 
 
 def _alike(one: str, other: str) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
 def short_times(texts: Iterable[str]) -> Mapping[str, str]:
-    """Times to the minute."""
     return {text: f'{text[:10]} {text[11:16]}' for text in texts if _TIMESTAMP.fullmatch(text)}
 
 
 def coloured(cell: str) -> str:
-    """A state in its colour: green is well, yellow on its way or off, red wants somebody. Others stay as they are."""
+    """Colour a state: green is fine, yellow is in transition or off, red needs attention."""
     text = cell.rstrip()
     colour = next((colour for colour, states in _COLOURS.items() if text.partition(',')[0] in states), '')
     return f'\x1b[{colour}m{text}\x1b[0m{cell[len(text):]}' if colour else cell
@@ -156,21 +150,24 @@ _COLOURS = {
 }
 
 
-# What is shown, and how it is to look
+# The data of an output, and its style
 
 
-TEXT, UUID, STATE, TIME = 'text', 'uuid', 'state', 'time'
-"""Kinds of columns. On a terminal a uuid is its shortest unique beginning, a state has a colour, a time its minutes."""
+# Kinds of columns. On a terminal a uuid is cut to a unique beginning, a state is coloured, a time is cut to the minute.
+TEXT = 'text'
+UUID = 'uuid'
+STATE = 'state'
+TIME = 'time'
 
 Cell: TypeAlias = str | int | float | None
 
 
 class Column(NamedTuple):
-    """A column: its name, which is its heading, and what becomes of it where a terminal has no room for all.
+    """A column, whose name is its heading, and how it adapts to a narrow terminal.
 
-    First `short` takes the place of its heading, and its cells are cut to `least` characters (0: they are not cut), or,
-    where it `folds`, broken into lines of that width; then columns are left out, the one with the largest `rank` first,
-    and of equals the last; rank 0 always stays. One that is `wide` is in a table with --wide or -c alone.
+    First `short` replaces the heading, and cells are cut to `min_width` characters (0: not cut), or folded at that
+    width if it `folds`. Then columns are omitted, largest `rank` first, among equals the last; rank 0 stays. A `wide`
+    column is in a table only with --wide or -c.
     """
 
     name: str
@@ -183,7 +180,7 @@ class Column(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The cells, one for each column; what stands for them in JSON; the title of the table it is in, '' for none."""
+    """A cell for each column, the row's value in JSON, and the title of its table, '' for none."""
 
     cells: Sequence[Cell]
     value: object = None
@@ -191,7 +188,7 @@ class Row(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Rows of named columns. As JSON it is an array of its rows' values, or `document` where that is given."""
+    """Rows of named columns; in JSON `document`, or an array of the rows' values if it is None."""
 
     columns: Sequence[Column]
     rows: Sequence[Row]
@@ -199,10 +196,9 @@ class Listing(NamedTuple):
 
 
 class Details(NamedTuple):
-    """One thing whole: its fields in their order, a line each, and what stands for it in JSON.
+    """All fields of one thing, a line each, and its value in JSON.
 
-    `may_have` are the fields that a thing of its kind may have: these may be asked for, whichever of them this one has,
-    and so may those of a word that is `numbered`, and any number.
+    -c accepts every field of `possible_fields`, even if this thing lacks it, and `numbered_fields` with any number.
     """
 
     fields: Sequence[tuple[str, Cell]]
@@ -211,24 +207,23 @@ class Details(NamedTuple):
     numbered: Sequence[str] = ()
 
     def named(self, name: str) -> Column:
-        """The field that is asked for by this name. UsageError."""
+        """Return the field with this name or a unique beginning; UsageError if there is none."""
         word, _, number = name.casefold().strip().rpartition(' ')
         if word in self.numbered and number.isdecimal():
             return Column(f'{word} {number}')
-        there = [field for field, _ in self.fields if field.rpartition(' ')[0] not in self.numbered]
-        wanted = name.casefold().strip()
-        has = [field for field, cell in self.fields if cell is not None and field in there]
-        begin = [field for field in has if wanted and field.casefold().startswith(wanted)]
-        # The beginning of a name is that of one that is there, if any of these begins so.
-        known = begin if begin and wanted not in self.may_have else [*self.may_have, *there]
-        return _named(name, [Column(field) for field in dict.fromkeys(known)], '-c')
+        own_fields = [field for field, _ in self.fields if field.rpartition(' ')[0] not in self.numbered]
+        folded_name = name.casefold().strip()
+        filled = [field for field, cell in self.fields if cell is not None and field in own_fields]
+        matches = [field for field in filled if folded_name and field.casefold().startswith(folded_name)]
+        # A beginning refers to the fields that have a value, if one of them matches.
+        candidates = matches if matches and folded_name not in self.may_have else [*self.may_have, *own_fields]
+        return _named(name, [Column(field) for field in dict.fromkeys(candidates)], '-c')
 
 
 class Look(NamedTuple):
-    """How it is to look: the form, the columns asked for, and what the terminal is like.
+    """How an output looks; empty `columns` means all, empty `sort` the order as it is.
 
-    `columns` () are all that the form has; `sort` '' is the order as it is. `width` is that of the terminal in
-    characters, None where there is none or all is to be seen: then nothing is shortened, cut or left out.
+    `width` None means no terminal, or --wide: nothing is shortened, cut or omitted.
     """
 
     form: str = TABLE
@@ -241,7 +236,7 @@ class Look(NamedTuple):
 
 
 def rendered(listing: Listing, look: Look) -> str:
-    """A listing in its form, without a line break at its end. UsageError for a column that it does not have."""
+    """Render a listing without a final line break; UsageError for an unknown column."""
     rows = listing.rows
     if look.sort:
         at = listing.columns.index(_named(look.sort, listing.columns, '--sort'))
@@ -249,42 +244,41 @@ def rendered(listing: Listing, look: Look) -> str:
     if look.form in (JSON, YAML):
         return document([row.value for row in rows] if listing.document is None else listing.document, look.form)
     columns = [_named(name, listing.columns, '-c') for name in look.columns]
-    columns = columns or [each for each in listing.columns if look.wide or look.form != TABLE or not each.wide]
-    at_all = [listing.columns.index(each) for each in columns]
+    columns = columns or [item for item in listing.columns if look.wide or look.form != TABLE or not item.wide]
+    indexes = [listing.columns.index(column) for column in columns]
     parts: dict[str, list[list[Cell]]] = {} if rows else {'': []}
     for row in rows:
         title = row.title if look.form == TABLE and look.header else ''
-        parts.setdefault(title, []).append([row.cells[at] for at in at_all])
+        parts.setdefault(title, []).append([row.cells[index] for index in indexes])
     headings = {title: f'{printable(title)}\n' if title else '' for title in parts}
     return '\n\n'.join(headings[title] + _drawn(columns, cells, look) for title, cells in parts.items())
 
 
 def rendered_details(found: Sequence[Details], look: Look, several: bool) -> str:
-    """Things whole, one below the other: a line a field. As JSON one object, or, where there are `several`, an array.
+    """Render all fields of things: a line each; in CSV and bare values a row for each thing.
 
-    As CSV and bare values each is a line. The columns are all fields that a thing of its kind may have.
+    JSON is one object, or an array if `is_array`. Raises UsageError for an unknown column.
     """
     if look.form in (JSON, YAML):
-        values = [each.value for each in found]
+        values = [details.value for details in found]
         return document(values if several else values[0], look.form)
-    # In the order of the first that has it.
-    all_of_them = found[0]._replace(fields=[field for each in found for field in each.fields])
-    columns = [all_of_them.named(name) for name in look.columns]
+    # Fields keep the order of the first thing that has them.
+    merged = found[0]._replace(fields=[field for details in found for field in details.fields])
+    columns = [merged.named(name) for name in look.columns]
     if look.form != TABLE:
-        names = all_of_them.may_have or dict.fromkeys(name for name, _ in all_of_them.fields)
+        names = merged.may_have or dict.fromkeys(name for name, _ in merged.fields)
         columns = columns or [Column(name) for name in names]
-        # Of a list a row without any value is left out; here there is one for each word.
-        none = '-' if look.form == VALUE else None
-        fields = [{name: cell for name, cell in reversed(each.fields) if cell is not None} for each in found]
-        rows = [Row([each.get(one.name, none) for one in columns]) for each in fields]
+        # A listing omits rows without values; here each word needs a row, so bare values get a -.
+        placeholder = '-' if look.form == VALUE else None
+        fields = [{name: cell for name, cell in reversed(item.fields) if cell is not None} for item in found]
+        rows = [Row([cells.get(column.name, placeholder) for column in columns]) for cells in fields]
         return rendered(Listing(columns, rows), look._replace(columns=()))
-    return '\n\n'.join(_whole(each, [one.name for one in columns], look) for each in found)
+    return '\n\n'.join(_whole(details, [column.name for column in columns], look) for details in found)
 
 
 def document(value: object, form: str) -> str:
-    """A value as JSON, or as YAML."""
     if form == YAML:
-        from ecomp.yaml_file import dump_yaml  # few ask for it
+        from ecomp.yaml_file import dump_yaml  # imported late: seldom needed
 
         return dump_yaml(value)
     return dump(value, indent=2)
@@ -295,16 +289,16 @@ def document(value: object, form: str) -> str:
 
 def _drawn(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], look: Look) -> str:
     if look.form == CSV:
-        headings = [[_value(each.name) for each in columns]] * look.header
+        headings = [[_value(column.name) for column in columns]] * look.header
         return _as_csv([*headings, *(list(map(_value, row)) for row in rows)])
     if look.form == VALUE:
-        found = [[_value(cell) for cell in row] for row in rows]
-        return '\n'.join('\t'.join(cell or '-' for cell in row) for row in found if any(row))
+        texts = [[_value(cell) for cell in row] for row in rows]
+        return '\n'.join('\t'.join(cell or '-' for cell in row) for row in texts if any(row))
     return _table(columns, rows, look)
 
 
 def _as_csv(rows: Iterable[Sequence[str]]) -> str:
-    import csv  # few ask for it
+    import csv  # imported late: seldom needed
     import io
 
     text = io.StringIO()
@@ -313,40 +307,40 @@ def _as_csv(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _value(cell: Cell) -> str:
-    """The cell as scripts read it, with all of it: nothing is cut here."""
+    """Return a cell on one line for scripts, never cut."""
     return '' if cell is None else escaped(str(cell))
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], look: Look) -> str:
-    down = [['-' if cell is None else printable(str(cell)) for cell in cells] for cells in zip(*rows, strict=True)]
-    down = down or [[] for _ in columns]
+    texts = [['-' if cell is None else printable(str(cell)) for cell in cells] for cells in zip(*rows, strict=True)]
+    texts = texts or [[] for _ in columns]
     if look.width is not None:
-        for at, each in enumerate(columns):
-            short = _SHORT[each.kind](down[at]) if each.kind in _SHORT else {}
-            down[at] = [short.get(text, text) for text in down[at]]
-    rooms = [_room_of(each, down[at], look) for at, each in enumerate(columns)]
-    widths = {at: each.full for at, each in enumerate(rooms)} if look.width is None else fitted(rooms, look.width)
+        for i, column in enumerate(columns):
+            short = _SHORT[column.kind](texts[i]) if column.kind in _SHORT else {}
+            texts[i] = [short.get(text, text) for text in texts[i]]
+    rooms = [_room_of(column, texts[i], look) for i, column in enumerate(columns)]
+    widths = {i: room.full for i, room in enumerate(rooms)} if look.width is None else fitted(rooms, look.width)
     drawn: list[list[list[str]]] = []
-    for at, width in widths.items():
-        each = columns[at]
-        heading = each.short if each.short and across(each.name) > width else each.name
-        cells = [folded(text, width) if each.folds else [cut(text, width)] for text in _column(heading, down[at], look)]
+    for i, width in widths.items():
+        column = columns[i]
+        head = column.short if column.short and across(column.name) > width else column.name
+        cells = [folded(text, width) if column.folds else [cut(text, width)] for text in _column(head, texts[i], look)]
         padded = [[fill(text, width) for text in lines] for lines in cells]
-        if look.colour and each.kind == STATE:
+        if look.colour and column.kind == STATE:
             padded = [*padded[: look.header], *([coloured(text) for text in lines] for lines in padded[look.header :])]
         drawn.append(padded)
-    # A cell that is folded has several lines, and its row as many as the longest of its cells.
-    blank = [' ' * width for width in widths.values()]
-    tall = (zip_longest(*cells) for cells in zip(*drawn, strict=True))
+    # A row has as many lines as its cell with the most lines.
+    blanks = [' ' * width for width in widths.values()]
+    rows_of_lines = (zip_longest(*cells) for cells in zip(*drawn, strict=True))
     return '\n'.join(
-        GAP.join(space if part is None else part for part, space in zip(line, blank, strict=True)).rstrip()
-        for lines in tall
+        GAP.join(blank if part is None else part for part, blank in zip(line, blanks, strict=True)).rstrip()
+        for lines in rows_of_lines
         for line in lines
     )
 
 
 def _column(heading: str, cells: Sequence[str], look: Look) -> list[str]:
-    return [*[printable(heading)] * look.header, *cells]  # placement's classes are headings, too
+    return [*[printable(heading)] * look.header, *cells]  # headings may be resource classes from placement
 
 
 def _room_of(column: Column, cells: Sequence[str], look: Look) -> Room:
@@ -354,39 +348,39 @@ def _room_of(column: Column, cells: Sequence[str], look: Look) -> Room:
         max(map(across, _column(heading, cells, look)), default=0)
         for heading in (column.name, column.short or column.name)
     )
-    # What was asked for by -c is cut, and never left out.
+    # A column chosen with -c may be cut, but is never omitted.
     return Room(full, short, column.least or short, 0 if look.columns else column.rank)
 
 
 def _whole(found: Details, chosen: Sequence[str], look: Look) -> str:
     fields = [(printable(name), '-' if cell is None else printable(str(cell))) for name, cell in _chosen(found, chosen)]
-    left = max((across(name) + len(GAP) for name, _ in fields), default=0) if look.header else 0
+    name_width = max((across(name) + len(GAP) for name, _ in fields), default=0) if look.header else 0
     lines = []
     for name, text in fields:
-        first, *more = folded(text, across(text) if look.width is None else max(look.width - left, LEAST))
+        first, *more = folded(text, across(text) if look.width is None else max(look.width - name_width, LEAST))
         first = coloured(first) if look.colour and name == 'state' else first
-        lines += [(fill(name, left) if look.header else '') + first, *(' ' * left + each for each in more)]
+        lines += [(fill(name, name_width) if look.header else '') + first, *(' ' * name_width + line for line in more)]
     return '\n'.join(lines)
 
 
 def _chosen(found: Details, chosen: Sequence[str]) -> Iterable[tuple[str, Cell]]:
-    """The fields that are chosen, in that order; all for (). One that a record has twice is the first of that name."""
+    """Return the chosen fields in that order, or all for (); the first if a name occurs twice."""
     if not chosen:
         return found.fields
-    first = dict(reversed(found.fields))
-    return [(name, first.get(name)) for name in chosen]
+    cells = dict(reversed(found.fields))
+    return [(name, cells.get(name)) for name in chosen]
 
 
 def _named(name: str, columns: Sequence[Column], option: str) -> Column:
-    """The column that is called so, in capitals or not, or the only one whose name begins so."""
-    wanted = name.casefold().strip()
-    exact = [each for each in columns if each.name.casefold() == wanted]
-    found = exact or [each for each in columns if wanted and each.name.casefold().startswith(wanted)]
-    if len(found) != 1:
-        known = ', '.join(each.name for each in columns)
-        wrong = f'{len(found)} columns begin so' if found else 'there is no such column'
-        raise UsageError(f'{option} {printable(name, 80)}: {wrong}; there are {printable(known)}')
-    return found[0]
+    """Return the column with this name or a unique beginning, in any case; else UsageError."""
+    folded_name = name.casefold().strip()
+    exact = [column for column in columns if column.name.casefold() == folded_name]
+    matches = exact or [column for column in columns if folded_name and column.name.casefold().startswith(folded_name)]
+    if len(matches) != 1:
+        names = ', '.join(column.name for column in columns)
+        problem = f'{len(matches)} columns begin so' if matches else 'there is no such column'
+        raise UsageError(f'{option} {printable(name, 80)}: {problem}; there are {printable(names)}')
+    return matches[0]
 
 
 _SHORT = {UUID: short_uuids, TIME: short_times}

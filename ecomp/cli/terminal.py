@@ -1,4 +1,4 @@
-"""Where words go, what the terminal is like, one line that is written over, and a table that is drawn anew."""
+"""Output to stdout and stderr, the width of the terminal, a live line, and a watched table."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ if TYPE_CHECKING:
     from ecomp.conf import EtcdConfig
 
 WIDTH = 80
-"""Columns of a terminal that does not say how many it has."""
+# Seconds between two drawings of a watched table, at least; changes in between are drawn together.
 PAUSE = 0.2
-"""Seconds between two drawings of what is watched at least: what changes meanwhile is drawn together."""
+# Moves the cursor to the top and clears the screen. https://www.xfree86.org/current/ctlseqs.html
 HOME = '\x1b[H\x1b[2J'
-"""What has a terminal begin again at its top. https://www.xfree86.org/current/ctlseqs.html"""
 
 
 class Terminal(NamedTuple):
-    """Where words go: `put` is for data, to stdout at once, `say` for everything else.
+    """The outputs of a command: `put` writes data to stdout, `say` writes messages.
 
-    Both let through what can be printed, and line breaks: whoever puts a line sees that there is none in it. `draw` is
-    for what ecomp.cli.tables made: it has colours and tabs, too, and all else in it is printable already. `told` says
-    which file has the addresses of etcd and placement.
+    Both escape unprintable characters except line breaks; to print one line, a caller escapes those itself. `draw` is
+    for output of ecomp.cli.tables, which is escaped but has colours and tabs. `config_source` says which file has the
+    backends' addresses.
     """
 
     put: Callable[[str], None]
@@ -41,33 +40,33 @@ class Terminal(NamedTuple):
     told: str = ''
 
     def words(self, error: EcompError) -> str:
-        """What to say of an error: of a backend that gives no answer also which file it was told by."""
-        away = isinstance(error, Unreachable) and error.backend and self.told
-        return f'{error} ({printable(self.told)})' if away else str(error)
+        """Return the text of an error; for an unreachable backend also which file named it."""
+        is_backend_away = isinstance(error, Unreachable) and error.backend and self.told
+        return f'{error} ({printable(self.told)})' if is_backend_away else str(error)
 
 
 def look(options: Options) -> Look:
-    """How the answer is to look, by the options, and by stdout where that is a terminal."""
+    """Return the output style by the options and, for a terminal, by its width and colours."""
     from ecomp.cli.tables import Look
 
-    shown = options.format or TABLE
-    columns = tuple(name for each in options.columns or () for name in each.split(','))
-    given = Look(shown, columns, not options.no_header, options.sort or '', options.wide)
-    if shown != TABLE or not sys.stdout.isatty():
-        return given
+    form = options.format or TABLE
+    columns = tuple(name for text in options.columns or () for name in text.split(','))
+    style = Look(form, columns, not options.no_header, options.sort or '', options.wide)
+    if form != TABLE or not sys.stdout.isatty():
+        return style
     # https://no-color.org
     colour = not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
-    return given._replace(width=None if options.wide else width(), colour=colour)
+    return style._replace(width=None if options.wide else width(), colour=colour)
 
 
 def width(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal that a stream, stdout if None, is; None where it is none. COLUMNS comes first."""
+    """Return a terminal's columns, $COLUMNS first; None for a stream that is no terminal."""
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return None
-    told = os.environ.get('COLUMNS', '')
-    if told.isdecimal() and int(told[:6]) > 0:
-        return int(told[:6])
+    columns = os.environ.get('COLUMNS', '')
+    if columns.isdecimal() and int(columns[:6]) > 0:
+        return int(columns[:6])
     try:
         return os.get_terminal_size(stream.fileno()).columns or WIDTH
     except OSError:
@@ -75,7 +74,7 @@ def width(stream: TextIO | None = None) -> int | None:
 
 
 def broken(text: str, columns: int | None) -> str:
-    """The text with each line broken at spaces where it is longer than so many columns; None: as it is."""
+    """Fold the lines of a text at spaces to this many columns; None leaves it unchanged."""
     if columns is None or all(len(line) <= columns for line in text.split('\n')):
         return text
     from ecomp.cli.tables import folded
@@ -84,7 +83,7 @@ def broken(text: str, columns: int | None) -> str:
 
 
 class Live:
-    """One line on the terminal that is written over; nothing at all where stderr is no terminal."""
+    """A status line on the terminal that is overwritten; no-op if stderr is no terminal."""
 
     def __init__(self) -> None:
         self._shown = False
@@ -103,50 +102,52 @@ class Live:
             from ecomp.cli.tables import cut
 
             self._shown = True
-            # What is broken by the terminal is several lines, of which the last one alone is written over.
+            # A line that the terminal wraps becomes several, of which only the last would be overwritten.
             sys.stderr.write(f'\r\x1b[K{cut(printable(text), max(columns - 1, 1))}')
             sys.stderr.flush()
 
 
 def now() -> str:
-    """The time of day, as records have it."""
+    """Return the current time in the format of records."""
     return timestamp(datetime.now(UTC))
 
 
 class Drawing(NamedTuple):
-    """A table as text, and what there is to say below it, a line each."""
+    """A table as text, and messages to print below it, a line each."""
 
     table: str
     below: Sequence[str] = ()
 
 
 def watch(config: EtcdConfig, prefixes: Sequence[str], see: Callable[[], Drawing], draw: Callable[[str], None]) -> None:
-    """Draw what `see` finds, now and whenever anything below one of the prefixes has changed, until Ctrl-C.
+    """Draw a table now and after each change below one of the prefixes, until Ctrl-C.
 
-    While etcd is away the last drawing stays, with a line below it. Errors: those of `see`, the first time.
+    While etcd is unreachable the last drawing stays, with a line below it. Errors of the first drawing pass; after that
+    an Unreachable is shown, and other errors pass.
     """
-    from ecomp.store.watch import Follower  # for those who watch
+    from ecomp.store.watch import Follower  # needed only with --watch
 
-    changed, lost = threading.Event(), list[str]()
+    changed = threading.Event()
+    errors = list[str]()
 
     def told(trouble: str = '') -> None:
-        lost[:] = [trouble] if trouble else []
+        errors[:] = [trouble] if trouble else []
         changed.set()
 
-    # An event is a nudge and the list is the truth, as everywhere.
+    # An event is only a wake-up; the table is always read in full.
     subscriptions = [(prefix, lambda _: told()) for prefix in prefixes]
     follower = Follower(config, subscriptions, on_lost=lambda error: told(str(error)), on_back=told)
-    shown = see()
+    drawing = see()
     try:
         follower.start()
-        draw(screen(shown, lost))
+        draw(screen(drawing, errors))
         while changed.wait():
             changed.clear()
             try:
-                shown = shown if lost else see()
+                drawing = drawing if errors else see()
             except Unreachable as error:
-                lost[:] = [str(error)]
-            draw(screen(shown, lost))
+                errors[:] = [str(error)]
+            draw(screen(drawing, errors))
             time.sleep(PAUSE)
     except KeyboardInterrupt:
         pass
@@ -155,12 +156,9 @@ def watch(config: EtcdConfig, prefixes: Sequence[str], see: Callable[[], Drawing
 
 
 def screen(shown: Drawing, lost: Sequence[str]) -> str:
-    """The drawing as a terminal is to show it, from its top and no longer than it; elsewhere with an empty line behind.
-
-    Of a table that is too long for it the end is left out, and not what is said below.
-    """
-    said = [*map(printable, shown.below), *(f'{printable(each)}; it is tried again' for each in lost)]
-    lines, below = shown.table.split('\n'), [part for each in said for part in broken(each, width()).split('\n')]
+    """Fit a drawing to the terminal: a long table loses its end, not the messages below it."""
+    messages = [*map(printable, shown.below), *(f'{printable(error)}; it is tried again' for error in lost)]
+    lines, below = shown.table.split('\n'), [part for text in messages for part in broken(text, width()).split('\n')]
     try:
         height = os.get_terminal_size(sys.stdout.fileno()).lines if sys.stdout.isatty() else 0
     except OSError:
@@ -168,7 +166,7 @@ def screen(shown: Drawing, lost: Sequence[str]) -> str:
     if not height:
         return '\n'.join([*lines, *below, ''])
     below = below[: max(height - 3, 0)]
-    most = max(height - 1 - len(below), 2)  # the last line is the cursor's
-    if len(lines) > most:
-        lines = [*lines[: most - 1], f'{len(lines) - most + 1} more']
+    max_lines = max(height - 1 - len(below), 2)  # the cursor takes the last line
+    if len(lines) > max_lines:
+        lines = [*lines[: max_lines - 1], f'{len(lines) - max_lines + 1} more']
     return HOME + '\n'.join([*lines, *below])
