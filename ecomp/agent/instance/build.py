@@ -1,4 +1,4 @@
-"""Make or remove one guest, step by step. Every step that leaves something has its undo on the next line."""
+"""Build or remove one guest, step by step; a build that fails undoes its steps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from ecomp.virt import Hypervisor
 
 
 class WorkerDied(EcompError):
-    """The job's worker process ended in the middle of it."""
+    """The job's worker process died before the job finished."""
 
 
 class Cancelled(Exception):
-    """A destroy was asked for while building: the build has undone itself."""
+    """The build was cancelled because of a destroy or a shutdown, and has undone itself."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """A guest to make. The spec's base is filled in when the image is there.
+    """A guest to build.
 
-    `since` is when it was asked for here, which all processes of a boot call the same.
+    `spec` gets its base volume in carry_out(). `requested_at` is monotonic, on a clock that all processes of a boot
+    share.
     """
 
     spec: GuestSpec
@@ -41,21 +42,21 @@ class Build:
 
 @dataclass(frozen=True)
 class Step:
-    """Something done to a guest of this compute in one step."""
+    """A single operation on a guest of this compute."""
 
     instance: str
     compute: str
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Do it. Errors: those of the hypervisor."""
+        """Run the operation; raises what the hypervisor raises."""
         raise NotImplementedError
 
 
 class Destroy(Step):
-    """A guest's removal, with its disk. Nothing there is success."""
+    """Removes a guest and its disk. No-op if there is neither."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Remove the domain, then its disk: never pull a disk from under a guest that may still write."""
+        """Remove the domain, then its disk: a running guest may still write to its disk."""
         hypervisor.destroy(self.instance, self.compute)
         failpoint('domain-undefined')
         hypervisor.delete_disk(self.instance)
@@ -63,43 +64,43 @@ class Destroy(Step):
 
 
 class Resume(Step):
-    """A start of a guest as it is defined."""
+    """Starts a guest whose domain is defined."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.resume(self.instance, self.compute)
 
 
 class Shutdown(Step):
-    """A question to a guest to turn itself off."""
+    """Asks a guest to shut down, without waiting for it."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.shutdown(self.instance, self.compute)
 
 
 class SwitchOff(Step):
-    """A guest's power cut; its domain stays defined, its disk is kept."""
+    """Switches a guest off; its domain stays defined and its disk is kept."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.switch_off(self.instance, self.compute)
 
 
 class Forget(Step):
-    """The removal of what is left of a guest whose domain and disk are gone: its console log."""
+    """Deletes the console log, all that is left of a guest whose domain and disk are gone."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Remove the log, unless the guest came back."""
+        """Delete the log, unless the guest has reappeared."""
         if self.instance not in hypervisor.guests():
             hypervisor.delete_disk(self.instance)
 
 
+# Steps that stop or remove a guest: they are short, and do not wait for builds.
 ENDING = (Destroy, Shutdown, SwitchOff)
-"""Jobs that take something away: they are short, and do not wait for builds."""
+# STOPPING_STEPS that one worker runs concurrently: libvirt serves no more calls of one connection, and polls every 200
+# ms for the end of a QEMU process.
 MOST_ENDS = 5
-"""Of them one worker does at once: libvirt serves no more calls of a connection, and looks every 200 ms for a QEMU's
-end."""
 Job = Build | Step
+# A running job's event: the name of a stage that it has reached, or its progress within a stage.
 News = str | Progress
-"""What is told of a job: a stage is reached, or how far it is."""
 
 
 def carry_out(
@@ -109,11 +110,16 @@ def carry_out(
     report: Callable[[News], None],
     checkpoint: Callable[[], None],
 ) -> None:
-    """Do a job of any kind. A build: image, disk, domain; returns when the domain runs, else nothing of it is left.
+    """Run a job; a build returns once the domain runs, or leaves nothing behind.
 
-    A guest that runs already is taken as it is (the same request again, after a restart). `report` gets
-    each stage reached and the progress to it, `checkpoint` raises Cancelled if the build is to stop.
-    Errors: BuildFailed, Cancelled, Conflict, Unreachable; those of a step.
+    A domain of this instance that already runs is accepted as it is: the same request was built before a restart.
+    `report` gets each stage reached and the progress of the download. `checkpoint` is called before each step of a
+    build and while it waits for the image, and raises Cancelled to stop it.
+
+    Raises:
+        BuildFailed: the guest cannot be built.
+        Conflict: a domain or volume of this name is not ecomp's, or the domain is another compute's.
+        EcompError: the hypervisor is unreachable, or the image could not be inspected.
     """
     if isinstance(job, Step):
         job.carry_out(hypervisor)
@@ -124,9 +130,10 @@ def carry_out(
         return
     with ExitStack() as undo:
         checkpoint()
-        failed: BuildFailed | None = None
+        disk_error: BuildFailed | None = None
         with images.held(job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes)), job.since) as bases:
-            # The undo comes first: a step that fails halfway leaves something too, and removing nothing is fine.
+            # Registered before the step: a step that fails halfway leaves something too, and removing nothing is
+            # harmless.
             undo.callback(hypervisor.delete_disk, instance)
             for base in bases:
                 if base is None:
@@ -135,14 +142,14 @@ def carry_out(
                     continue
                 failpoint('image-ready')
                 checkpoint()
-                spec, failed = replace(job.spec, base=base), None
+                spec, disk_error = replace(job.spec, base=base), None
                 try:
                     hypervisor.create_disk(spec)
                 except BuildFailed as error:
-                    failed = error  # what counts is what becomes of the last one
+                    disk_error = error  # only the outcome with the last base counts
         report('image')
-        if failed is not None:
-            raise failed
+        if disk_error is not None:
+            raise disk_error
         failpoint('disk-created')
         if spec.seed is not None:
             checkpoint()
@@ -153,7 +160,7 @@ def carry_out(
         try:
             hypervisor.start(spec)
         except Conflict:
-            raise  # a domain somebody else made: not ours to undo
+            raise  # the domain is not ecomp's: do not remove it
         except BaseException:
             hypervisor.destroy(instance, spec.compute)
             raise

@@ -1,6 +1,6 @@
-"""What is asked for against what is there, and the tasks that are the difference. Pure.
+"""Plan the tasks that bring a compute's instances to the requested state. Pure.
 
-A restart, a lost watch, a compaction and a nudge are the same case: the plan is made anew from the whole.
+Each plan is made from the whole state, so a restart, a lost watch and a compaction need no special case.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ Wish = Request | Invalid
 
 
 class Kind(Enum):
-    """What a task does."""
-
     BUILD = 'build'
     DESTROY = 'destroy'
     REFUSE = 'refuse'
@@ -36,7 +34,7 @@ class Kind(Enum):
 
 
 class Patience(Enum):
-    """What is due of a guest that was asked to turn itself off, and has not yet."""
+    """The next action for a guest that was asked to shut down and still runs."""
 
     WAIT = 'wait'
     ASK_AGAIN = 'ask again'
@@ -45,7 +43,7 @@ class Patience(Enum):
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to do for one instance, and why, in plain words."""
+    """A task for one instance, and its reason as text for the log."""
 
     kind: Kind
     instance: str
@@ -54,11 +52,11 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Sightings:
-    """What was seen on this host by `now`, the time of day, '' where that is not known. All by instance.
+    """The state of this host that a plan is based on, by instance.
 
-    `addresses` are by MAC, of those that were asked for them; `patience` is what is due of those that were asked to
-    turn themselves off. `vanished`: domain and disk were missing in two looks at least APART s apart; `before_reboot`:
-    here when the host went down; `ready`: their cloud-init is through.
+    `addresses` are by MAC, of the instances whose addresses were queried. `vanished`: domain and disk were missing in
+    two checks at least APART seconds apart. `before_reboot`: they were here when the host went down and are not handled
+    yet. `ready`: cloud-init has finished. `now` is the time of day in ISO 8601, '' if unknown.
     """
 
     guests: Mapping[str, Guest]
@@ -71,13 +69,13 @@ class Sightings:
 
 
 def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], seen: Sightings) -> list[Task]:
-    """The tasks, at most one an instance."""
+    """Return the tasks to do now, at most one for each instance."""
     tasks = []
     for instance, wish in wishes.items():
         record, guest = records.get(instance), seen.guests.get(instance)
         task = _ending(wish, record)
         if task is None and record is not None and record.state in (ACTIVE, STOPPED):
-            assert isinstance(wish, Request)  # _ending() has refused the others
+            assert isinstance(wish, Request)  # _plan_end() has returned a task for an Invalid
             task = _power(wish.power, record, guest, seen.patience.get(instance))
         task = task or _living(instance, record, seen)
         if task is not None:
@@ -100,19 +98,19 @@ def _ending(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
 def _power(
     power: Power | None, record: Record, guest: Guest | None, patience: Patience | None
 ) -> tuple[Kind, str] | None:
-    """The next step of what was asked of a guest's power; None: it is done, or the guest is at it, or it is missed."""
+    """Return the next step of a requested power action; None if there is nothing to do now."""
     if power is None or power.is_done(record.power) or guest is None:
         return None
-    asked = f'its {power.action} was asked for'
+    reason = f'its {power.action} was asked for'
     if not guest.running:
-        return (Kind.DONE, f'it is off: {asked}') if power.action == STOP else (Kind.START, asked)
-    # One that was asked to turn itself off may do so late: what came after that waits for it.
+        return (Kind.DONE, f'it is off: {reason}') if power.action == STOP else (Kind.START, reason)
+    # A guest that was asked to shut down may do so late, so a newer request waits until it is off.
     goes_off = power.action == STOP or phase(record.power) == ASKED
     if not goes_off and (power.action == START or record.power == power.at(OFF)):
-        return Kind.DONE, f'it runs: {asked}'
+        return Kind.DONE, f'it runs: {reason}'
     if patience is Patience.NO_MORE:
-        return Kind.SWITCH_OFF, f'{asked}, and it did not turn itself off'
-    return None if patience is Patience.WAIT else (Kind.SHUTDOWN, asked)
+        return Kind.SWITCH_OFF, f'{reason}, and it did not turn itself off'
+    return None if patience is Patience.WAIT else (Kind.SHUTDOWN, reason)
 
 
 def _living(instance: str, record: Record | None, seen: Sightings) -> tuple[Kind, str] | None:
@@ -122,8 +120,8 @@ def _living(instance: str, record: Record | None, seen: Sightings) -> tuple[Kind
     if guest is None and instance in seen.vanished:
         return Kind.VANISHED, GONE_BOTH
     running = guest is not None and guest.running
-    ran = instance in seen.before_reboot and record.state == ACTIVE
-    if ran and guest is not None and guest.defined and guest.disk and not running:
+    ran_before_reboot = instance in seen.before_reboot and record.state == ACTIVE
+    if ran_before_reboot and guest is not None and guest.defined and guest.disk and not running:
         return Kind.RESUME, 'it ran when the host went down'
     fault = fault_of(record, guest)
     if running != (record.state == ACTIVE) or fault != record.fault:
@@ -136,31 +134,36 @@ def _living(instance: str, record: Record | None, seen: Sightings) -> tuple[Kind
 
 
 def news(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
-    """True when an interface has an address now that the record does not say, or has it again after a new boot.
+    """Return whether there is an address to record: a new one, or the first since a boot.
 
-    `now` is as in Sightings.
+    `now` is the time of day in ISO 8601; '' if unknown.
     """
-    if any(each.mac in addresses and addresses[each.mac].address != each.address for each in record.addresses):
+    if any(
+        interface.mac in addresses and addresses[interface.mac].address != interface.address
+        for interface in record.addresses
+    ):
         return True
-    first = addresses.get(record.addresses[0].mac) if record.addresses else None
-    if first is None or not _unaddressed(record):
+    first_address = addresses.get(record.addresses[0].mac) if record.addresses else None
+    if first_address is None or not _unaddressed(record):
         return False
-    off = off_until(record.known_boots)
-    # The clock may have been put back since: until it has caught up, no lease would be later.
-    if now and off > now:
+    off_time = off_until(record.known_boots)
+    # The clock may have been set back since: until it has caught up, every new lease looks older than the last boot.
+    if now and off_time > now:
         return True
     # A lease's time is a whole second.
-    return not (first.since and off) or first.since[:19] >= off[:19]
+    return not (first_address.since and off_time) or first_address.since[:19] >= off_time[:19]
 
 
 def unready(record: Record) -> bool:
-    """True while cloud-init of a running guest has not said that it is through, nor that it failed, in this boot."""
+    """Return whether the guest runs and its cloud-init has not reported an end in this boot."""
     return record.state == ACTIVE and 'ready' not in record.reached and record.cloud_init is None
 
 
 def pending(record: Record) -> bool:
-    """True while an interface of a running guest has no address yet, or the first one not since it was started."""
-    return record.state == ACTIVE and (any(each.address is None for each in record.addresses) or _unaddressed(record))
+    """Return whether a running guest lacks an address, or its first one since its last boot."""
+    return record.state == ACTIVE and (
+        any(interface.address is None for interface in record.addresses) or _unaddressed(record)
+    )
 
 
 def _unaddressed(record: Record) -> bool:
@@ -171,18 +174,18 @@ GONE_BOTH = 'its domain and its disk are gone'
 GONE_DOMAIN = 'its domain is gone, its disk is there'
 GONE_DISK = 'its disk is gone'
 UNDEFINED = 'its domain runs and is not defined any more: once it stops it is gone'
+# The beginnings of the faults that end by themselves, once they are no longer observed.
 SEEN = (GONE_BOTH, GONE_DOMAIN, GONE_DISK, UNDEFINED, CRASHED, NO_SPACE, PAUSED, UNLIKE, UNPLUGGED, REFUSED_METADATA)
-"""How faults begin that end by themselves, once what they say is not so any more."""
 
 
 def fault_of(record: Record, guest: Guest | None) -> str | None:
-    """What is wrong with a guest that was active once; None if nothing is, off or running."""
-    seen = _seen(record, guest)
-    if seen is None and guest is not None and guest.running and (record.fault or '').startswith(NOT_STARTED):
+    """Return what is wrong with a guest that was active before; None if nothing is."""
+    observed = _seen(record, guest)
+    if observed is None and guest is not None and guest.running and (record.fault or '').startswith(NOT_STARTED):
         return None
-    if seen is not None or not all(part.startswith(SEEN) for part in (record.fault or '').split('; ')):
-        return seen or record.fault
-    # libvirt forgets with each restart of its own why a domain went off.
+    if observed is not None or not all(part.startswith(SEEN) for part in (record.fault or '').split('; ')):
+        return observed or record.fault
+    # libvirtd forgets why a domain went off when it restarts, so the recorded crash is kept.
     if record.fault == CRASHED and guest is not None and not guest.running:
         return record.fault
     return None
@@ -195,7 +198,11 @@ def _seen(record: Record, guest: Guest | None) -> str | None:
         return GONE_DISK
     if not guest.defined:
         return UNDEFINED if guest.running else GONE_DOMAIN
-    claims = [(name, has, record.resources.get(name.split()[0], has)) for name, has in guest.size.items()]
+    sizes = [(name, size, record.resources.get(name.split()[0], size)) for name, size in guest.size.items()]
     # A disk may be smaller: without `resize` it is as large as its image.
-    unlike = [f'{name}:{has} for {due}' for name, has, due in claims if has > due or (has < due and name != 'DISK_GB')]
-    return guest.with_trouble(f'{UNLIKE}: {", ".join(unlike)}' if unlike else '').trouble or None
+    differences = [
+        f'{name}:{size} for {claim}'
+        for name, size, claim in sizes
+        if size > claim or (size < claim and name != 'DISK_GB')
+    ]
+    return guest.with_trouble(f'{UNLIKE}: {", ".join(differences)}' if differences else '').trouble or None

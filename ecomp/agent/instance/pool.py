@@ -1,14 +1,15 @@
-"""Where jobs run: worker processes, each on its own pipe and watched by its sentinel, or the calling thread (`Inline`).
+"""Run jobs in worker processes (Workers), or in the calling thread (InlineRunner).
 
 A worker is long-lived and spawned, never forked: libvirt does not survive a fork. It has its own libvirt connection and
 never talks to etcd or placement.
 
-Messages to a worker: ('job', number, Job), ('cancel', number). From it: ('begun', number), ('waits', number) while
-another process works on the same instance, ('news', number, News), ('done', number), ('failed', number, exception).
+Messages to a worker: ('job', number, Job), ('cancel', number). From a worker: ('begun', number), ('waits', number)
+while another process works on the same instance, ('news', number, JobEvent), ('done', number), ('failed', number,
+exception).
 
-Not multiprocessing.Pool, which never reports a job whose worker was killed. Any thread submits jobs; only the thread
-that calls tend(), the main thread, starts processes, reads from them and reaps them, because a worker's parent-death
-signal follows the thread that started it.
+multiprocessing.Pool never reports a job whose worker was killed, so it is not used. Any thread submits jobs. Only the
+thread that calls tend(), the main thread, starts, reads and reaps the processes, because a worker's parent-death signal
+follows the thread that started it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ecomp.virt import Hypervisor
 
 
 class Inline:
-    """Workers without processes, for the fake hypervisor: a job runs in the thread that asks for it."""
+    """Runs jobs in the calling thread, for the fake hypervisor; run() itself raises errors."""
 
     def __init__(self, hypervisor: Hypervisor, images: Images) -> None:
         self._hypervisor = hypervisor
@@ -69,7 +70,7 @@ class Inline:
         self._cancelled.discard(None)
 
     def tend(self, timeout: float) -> None:
-        """Wait as Workers do: there is nobody to look after."""
+        """Wait until woken, `timeout` seconds at most."""
         wait([self.waker.reader], timeout)
         self.waker.clear()
 
@@ -86,22 +87,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker needs to know, small enough to be pickled."""
+    """The settings of a worker process, which are pickled."""
 
     state: Path
     local_images: Path | None
     parent: int
     limits: CacheLimits
+    # The parent process found that guests are to be filtered.
     filters: bool
-    """Whether guests are to be filtered, as the parent found."""
     reach: Reach = Reach()
     hold_addresses: bool = False
 
 
 def main(pipe: Connection, settings: WorkerSettings) -> None:
-    """A worker on libvirt."""
+    """Run jobs on libvirt until the pipe is closed."""
     prepare(settings)
-    # What loads slowly is loaded before there is a job that would wait for it.
+    # Load slow modules before the first job, which would have to wait for them.
     from ecomp.virt.libvirt_host import Libvirt
 
     control, hold_addresses = settings.reach.control, settings.hold_addresses
@@ -109,24 +110,24 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
         settings.state, control=control, filters=settings.filters, hold_addresses=hold_addresses
     )
     directory = hypervisor.image_directory()
-    assert directory is not None  # only the fake has none, and it has no workers
+    assert directory is not None  # only the fake hypervisor has none, and it has no workers
     images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits, settings.reach)
-    images.sweep()  # it may take the place of one that was killed
+    images.sweep()  # this worker may replace one that was killed
     work(pipe, hypervisor, images, InstanceLocks(settings.state))
 
 
 def prepare(settings: WorkerSettings) -> None:
-    """What a worker process does first. It dies with its parent, however that dies."""
-    # Else a worker goes on building after its parent was killed with -9, beside the next ecompute's.
+    """Set up a worker process: it dies with its parent and ignores signals."""
+    # Without this a worker continues its build after its parent was killed with SIGKILL, beside the next ecompute's.
     inspection.die_with(settings.parent)
-    # Ctrl-C goes to the whole terminal's group, as does its end; when to stop is the parent's business.
+    # A terminal signals its whole process group, but only the parent decides when to stop.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logs.configure()
 
 
 def work(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
-    """Carry jobs out until the pipe ends: those of ENDING side by side, each other one alone."""
+    """Run jobs until the pipe is closed: STOPPING_STEPS in threads, each other job in this one."""
     desk = Desk(pipe, hypervisor, images, locks)
     with ThreadPoolExecutor(MOST_ENDS, thread_name_prefix='ending') as threads:
         while True:
@@ -144,7 +145,7 @@ def work(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: Instan
 
 
 class Desk:
-    """Where the jobs of a worker are carried out. Several threads may be at it with jobs of ENDING."""
+    """Runs a worker's jobs and reports them through the pipe; several threads may share it."""
 
     def __init__(self, pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
         self._pipe = pipe
@@ -154,20 +155,20 @@ class Desk:
         self._sending = threading.Lock()
 
     def answer(self, number: int, job: Job) -> None:
-        """Carry it out, and tell how it went."""
-        waited = False
+        """Run a job and send its events and its end; an error is sent, not raised."""
+        has_reported = False
 
         def checkpoint() -> None:
-            # What ends is not cancelled, and may not take from the pipe what is for others.
+            # STOPPING_STEPS are not cancelled, and their threads must not read messages that are for other jobs.
             while not isinstance(job, ENDING) and self._pipe.poll():
                 message = self._pipe.recv()
                 if message == ('cancel', number):
                     raise Cancelled
 
         def wait() -> None:
-            nonlocal waited
-            if not waited:
-                waited = True
+            nonlocal has_reported
+            if not has_reported:
+                has_reported = True
                 self._tell('waits', number)
             checkpoint()
 
@@ -177,7 +178,7 @@ class Desk:
                 carry_out(job, self._hypervisor, self._images, partial(self._tell, 'news', number), checkpoint)
         except (EcompError, Cancelled) as error:
             self._tell('failed', number, error)
-        except Exception as error:  # a defect of ours: this job fails, the worker goes on
+        except Exception as error:  # a defect in ecomp: this job fails, the worker continues
             log.exception('unexpected error in a job of instance %s', job.instance)
             self._tell('failed', number, EcompError(f'{type(error).__name__}: {error}'))
         else:
@@ -188,16 +189,17 @@ class Desk:
             self._pipe.send(message)
 
 
+# A worker that ends within this time is likely to end so again, so the next start is deferred.
 YOUNG = 5.0
-"""Seconds of a worker's life: one that ends sooner would end so again, and the next is put off."""
-FIRST_DELAY, LAST_DELAY = 0.1, 10.0
-"""Seconds for which a worker is put off after one that ended young, or could not be started: at first, and at most."""
+# Delays of the next start after a worker ended young or could not be started: the first one, and the longest.
+FIRST_DELAY = 0.1
+LAST_DELAY = 10.0
+# A build that has no image after this time counts as downloading it.
 DOWNLOADS = 2.0
-"""Seconds after which a build whose image is not there yet is one that downloads it."""
+# Workers beyond the pool's size, each to make up for one that downloads.
 MOST_LENT = 8
-"""Workers beyond the pool's size, each in the place of one that downloads."""
+# The main function of a worker process, which imports it itself because it is spawned.
 Entry = Callable[[Connection, WorkerSettings], None]
-"""What a worker process runs; it is imported anew there."""
 
 
 @dataclass(eq=False)
@@ -206,8 +208,8 @@ class _Ticket:
     job: Job
     told: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
     cancelled: bool = False
+    # The image that a worker may be downloading for this job.
     fetches: str | None = None
-    """The image a worker may be fetching for it."""
     begun: float = math.inf
 
     def is_build_of(self, instance: str | None) -> bool:
@@ -219,13 +221,13 @@ class _Ticket:
 
     def news(self) -> Iterator[News]:
         while True:
-            kind, what = self.told.get()
+            kind, payload = self.told.get()
             if kind == 'news':
-                # Whoever reads writes it to etcd, which may be slow: old figures do not hold up what matters.
-                if not isinstance(what, Progress) or self.told.empty():
-                    yield what
+                # The reader writes each event to etcd, which may be slow: skip progress that is outdated.
+                if not isinstance(payload, Progress) or self.told.empty():
+                    yield payload
             elif kind == 'failed':
-                raise what
+                raise payload
             else:
                 return
 
@@ -240,29 +242,31 @@ class _Worker:
     tickets: dict[int, _Ticket] = field(default_factory=dict)
 
     def downloads_at(self) -> float:
-        """When its job is, or will be, one that downloads; never, if it has its image."""
-        return min((each.begun + DOWNLOADS for each in self.tickets.values() if each.fetches), default=math.inf)
+        """Return when its job counts as downloading (monotonic); inf if it has its image."""
+        return min((ticket.begun + DOWNLOADS for ticket in self.tickets.values() if ticket.fetches), default=math.inf)
 
     def send_all(self) -> None:
-        """Send what is in `to_send`, until None: then the pipe is closed, which ends a worker after its job.
+        """Send the messages of `outbox`; at None close the pipe, which ends the worker.
 
-        A thread's, for a worker that is frozen reads nothing, and a job may be larger than what its pipe holds.
+        Runs in its own thread: a frozen worker reads nothing, and a job may be larger than the pipe's buffer.
         """
         while (message := self.to_send.get()) is not None:
-            with suppress(OSError):  # it has died; its sentinel reports the job
+            with suppress(OSError):  # the worker has died: _reap() fails its jobs
                 self.pipe.send(message)
         self.pipe.close()
 
 
 class Workers:
-    """`size` worker processes, a job each, and one more for ENDING alone, MOST_ENDS at once: a slow download must not
-    keep a guest from going, nor one that takes its time to end the next.
+    """Worker processes: `size` for one job of any kind each, and one for STOPPING_STEPS.
 
-    What does not fit waits in order, ENDING first. Builds of an image that a worker is fetching wait for that download
-    and share its outcome; other builds do not wait for it. Where there are such, another worker takes the place of each
-    that downloads, so that servers that drip hold up nobody whose image is here.
+    The last one stops guests while the others download, up to MAX_CONCURRENT_STOPS concurrently because one may be
+    slow.
 
-    `waker` ends a tend() at once, also from a signal handler.
+    Jobs start in order, STOPPING_STEPS first. Builds of an image that a worker is downloading wait for that download
+    and share its outcome. While other jobs are queued, an extra worker makes up for each that downloads, so that slow
+    image servers do not delay builds whose image is here.
+
+    `waker` interrupts tend(), also from a signal handler.
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: Entry = main) -> None:
@@ -280,20 +284,21 @@ class Workers:
         self._lacks = self._ends_builds = False
 
     def run(self, job: Job) -> Iterator[News]:
-        """Carry the job out; yields each stage reached and its progress, ends when it is done, raises what it raised.
+        """Submit a job and yield its events until it is done; raises what the job raised.
 
-        How far it is may be left out where the next news is there already. WorkerDied: the worker was killed.
+        Progress is skipped if a newer event is waiting. Raises WorkerDied if the worker was killed or the pool is
+        stopped.
         """
         with self._lock:
             ticket = _Ticket(next(self._numbers), job)
             self._waiting.append(ticket)
-        if self._ends_builds:  # else whoever says so from now on finds it waiting
+        if self._ends_builds:  # a later cancel(None) finds the job in the queue
             self.cancel(None)
         self.waker.wake()
         return ticket.news()
 
     def cancel(self, instance: str | None) -> None:
-        """Let a build of this instance stop at its next step and undo itself; None: every one from now on."""
+        """Cancel an instance's build at its next step, or every build until allow_builds() (None)."""
         with self._lock:
             self._ends_builds |= instance is None
             for ticket in list(self._waiting):
@@ -301,75 +306,77 @@ class Workers:
                     self._waiting.remove(ticket)
                     ticket.told.put(('failed', Cancelled()))
             for worker in self._workers:
-                for at_it in worker.tickets.values():
-                    if at_it.is_build_of(instance) and not at_it.cancelled:
-                        at_it.cancelled = True
-                        worker.to_send.put(('cancel', at_it.number))
+                for in_flight in worker.tickets.values():
+                    if in_flight.is_build_of(instance) and not in_flight.cancelled:
+                        in_flight.cancelled = True
+                        worker.to_send.put(('cancel', in_flight.number))
 
     def allow(self) -> None:
-        """Make builds again after cancel(None)."""
+        """Accept builds again after cancel(None)."""
         self._ends_builds = False
 
     def tend(self, timeout: float) -> None:
-        """Start what is missing, hand out jobs, hear results, notice deaths. The main thread's work.
+        """Start missing workers, assign jobs, receive messages and reap dead workers.
 
-        Takes `timeout` seconds at most, or until it is woken.
+        Only the main thread calls this. It returns after `timeout` seconds at most, or when it is woken.
         """
         now = time.monotonic()
         self._hand_out()
-        wanted, look_again = self._wanted(now)
-        timeout = max(0.0, min(timeout, look_again - now))
-        if len(self._workers) < wanted and now < self._start_at:
+        worker_count, grows_at = self._wanted(now)
+        timeout = max(0.0, min(timeout, grows_at - now))
+        if len(self._workers) < worker_count and now < self._start_at:
             timeout = min(timeout, self._start_at - now)
         else:
-            while len(self._workers) < wanted and self._starts():
+            while len(self._workers) < worker_count and self._starts():
                 pass
         self._hand_out()
         sentinels = {worker.process.sentinel: worker for worker in self._workers}
         pipes = {worker.pipe: worker for worker in self._workers}
         ready = wait([self.waker.reader, *pipes, *sentinels], timeout)
         self.waker.clear()
-        for each in ready:
-            if isinstance(each, Connection):
-                self._hear(pipes[each])
-        for each in ready:
-            if isinstance(each, int) and each in sentinels:
-                self._bury(sentinels[each])
+        for source in ready:
+            if isinstance(source, Connection):
+                self._hear(pipes[source])
+        for source in ready:
+            if isinstance(source, int) and source in sentinels:
+                self._bury(sentinels[source])
         self._hand_out()
 
     def stop(self) -> None:
-        """End the workers when their jobs are done."""
+        """Stop the workers once their jobs are done; queued jobs fail with WorkerDied."""
         for worker in self._workers:
             worker.to_send.put(None)
         for process in [*self._dismissed, *(worker.process for worker in self._workers)]:
             process.join()
         with self._lock:
-            left = [*self._waiting, *(each for worker in self._workers for each in worker.tickets.values())]
+            unfinished = [*self._waiting, *(running for worker in self._workers for running in worker.tickets.values())]
             self._waiting.clear()
             self._workers.clear()
-        for ticket in left:  # else the thread that waits for it would keep this process from ending
+        for ticket in unfinished:  # otherwise the thread that waits for it would keep this process alive
             ticket.told.put(('failed', WorkerDied('the pool was stopped')))
         self.waker.close()
 
     def _wanted(self, now: float) -> tuple[int, float]:
-        """How many workers there should be, and when that may be more; those too many that are idle are dismissed."""
+        """Dismiss surplus idle workers; return the target size and when it may rise (monotonic)."""
         with self._lock:
             times = [worker.downloads_at() for worker in self._workers]
-            lent = min(len([each for each in times if each <= now]), MOST_LENT)
-            idle = [each for each in self._workers if not each.tickets and not each.ends_only]
-            for worker in idle[: max(0, len(self._workers) - self._size - lent)]:
+            extra = min(len([moment for moment in times if moment <= now]), MOST_LENT)
+            idle = [candidate for candidate in self._workers if not candidate.tickets and not candidate.ends_only]
+            for worker in idle[: max(0, len(self._workers) - self._size - extra)]:
                 self._workers.remove(worker)
                 worker.to_send.put(None)
                 self._dismissed.append(worker.process)
-            self._dismissed = [each for each in self._dismissed if each.exitcode is None]
-            waits = any(each.image not in self._fetched() for each in self._waiting if not isinstance(each.job, ENDING))
-        return self._size + (lent if waits else 0), min((t for t in times if t > now), default=math.inf)
+            self._dismissed = [process for process in self._dismissed if process.exitcode is None]
+            waits = any(
+                queued.image not in self._fetched() for queued in self._waiting if not isinstance(queued.job, ENDING)
+            )
+        return self._size + (extra if waits else 0), min((t for t in times if t > now), default=math.inf)
 
     def _fetched(self) -> set[str | None]:
-        return {each.fetches for worker in self._workers for each in worker.tickets.values()} - {None}
+        return {ticket.fetches for worker in self._workers for ticket in worker.tickets.values()} - {None}
 
     def _starts(self) -> bool:
-        """Start one; False, and a line, where the machine has no process or descriptor left for it: soon again."""
+        """Start a worker; on failure defer the next start, log the first failure and return False."""
         try:
             self._start()
         except (OSError, RuntimeError) as error:
@@ -399,9 +406,9 @@ class Workers:
         finally:
             theirs.close()
         with self._lock:
-            # The last one, so that of two idle ones the other is asked first.
+            # It is the last of the list, so that an idle worker of the other kind gets a job first.
             is_last = len(self._workers) >= self._size - 1
-            worker.ends_only = is_last and not any(each.ends_only for each in self._workers)
+            worker.ends_only = is_last and not any(other.ends_only for other in self._workers)
             self._workers.append(worker)
 
     def _put_off(self) -> None:
@@ -418,61 +425,60 @@ class Workers:
                     worker.to_send.put(('job', ticket.number, ticket.job))
 
     def _next(self, worker: _Worker) -> _Ticket | None:
-        ending = next((each for each in self._waiting if isinstance(each.job, ENDING)), None)
-        if ending is not None or worker.ends_only:
-            return ending
-        fetched = self._fetched()
-        return next((each for each in self._waiting if each.image not in fetched), None)
+        stopping = next((ticket for ticket in self._waiting if isinstance(ticket.job, ENDING)), None)
+        if stopping is not None or worker.ends_only:
+            return stopping
+        in_flight = self._fetched()
+        return next((ticket for ticket in self._waiting if ticket.image not in in_flight), None)
 
     def _hear(self, worker: _Worker) -> None:
         try:
             while worker.pipe.poll():
-                kind, number, *more = worker.pipe.recv()
-                ticket, what = worker.tickets.get(number), more[0] if more else None
+                kind, number, *rest = worker.pipe.recv()
+                ticket, payload = worker.tickets.get(number), rest[0] if rest else None
                 if ticket is None:
                     continue
                 with self._lock:
-                    self._share(ticket, kind, what)
+                    self._share(ticket, kind, payload)
                     if kind == 'begun':
                         ticket.begun = time.monotonic()
-                    elif kind == 'waits' or isinstance(what, str):
+                    elif kind == 'waits' or isinstance(payload, str):
                         ticket.fetches = None
                     elif kind != 'news':
                         del worker.tickets[number]
                 if kind not in ('begun', 'waits'):
-                    ticket.told.put((kind, what))
+                    ticket.told.put((kind, payload))
         except (EOFError, ConnectionError):
-            return  # its sentinel says the same
+            return  # its sentinel reports its death, too
 
     def _share(self, ticket: _Ticket, kind: str, what: object) -> None:
-        """How far an image is, or why it cannot be had, is told to all builds that wait for the same."""
+        """Pass a download's progress or failure on to all queued builds of the same image."""
         failed = kind == 'failed' and isinstance(what, BuildFailed) and what.stage == 'image'
         if ticket.fetches is None or not (failed or isinstance(what, Progress)):
             return
-        for other in [each for each in self._waiting if each.image == ticket.fetches]:
+        for other in [queued for queued in self._waiting if queued.image == ticket.fetches]:
             other.told.put((kind, what))
             if failed:
                 self._waiting.remove(other)
 
     def _bury(self, worker: _Worker) -> None:
-        self._hear(worker)  # it may have answered just before it ended
+        self._hear(worker)  # its last messages may still be in the pipe
         worker.process.join()
         with self._lock:
             self._workers.remove(worker)
-            left = list(worker.tickets.values())
+            unfinished = list(worker.tickets.values())
             worker.tickets.clear()
         code = worker.process.exitcode
         worker.to_send.put(None)
         log.error('worker %s ended with %s; a new one takes its place', worker.process.pid, code)
-        # One that dies young would die again: not at once, or starting workers is all that is done here.
+        # A worker that died young would die again: defer its successor, or this loop does nothing but start workers.
         if time.monotonic() - worker.started < YOUNG:
             self._put_off()
         else:
             self._backoff.reset()
             self._start_at = 0.0
-        for ticket in left:
+        for ticket in unfinished:
             ticket.told.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
 
 
 Runner = Inline | Workers
-"""Where jobs are carried out."""
