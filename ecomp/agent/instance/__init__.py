@@ -1,1 +1,1 @@
-"""What carries out one instance: its build, its power, its record, the workers."""
+"""Building one instance, its power, its records, and the workers."""

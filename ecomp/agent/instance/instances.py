@@ -1,8 +1,7 @@
-"""Carry out one task of one instance on libvirt, placement and the record; a guest on, off, and on again.
+"""Carry out the tasks of a compute's instances on libvirt, placement and etcd.
 
-Every write about an instance is a transaction that compares its /hosts key's revision (rule 5): if the request has
-changed in the meantime nothing is written, and the next plan sees the new one. Every step can be repeated. A start or
-reboot that has begun is in the record before it is done.
+Every write about an instance compares the revision of its request (rule 5): if the request has changed, nothing is
+written and the next plan sees the new one. Every task can be repeated. A start or reboot is recorded before it is done.
 """
 
 from __future__ import annotations
@@ -62,13 +61,13 @@ log = logging.getLogger(__name__)
 
 
 def with_shares(store: Store, compute: str, wish: Invalid) -> Invalid:
-    """The request that is refused with what it shares, which may be in a value that was not kept: that is read once."""
+    """Return a malformed request with its name, group and quota, read from etcd if needed."""
     entry = store.get(keys.request(compute, wish.instance)) if wish.shares == Shares() else None
     return wish if entry is None else wish._replace(shares=shares(parse_request(compute, entry.key, entry.value)))
 
 
 def aside(ask: Callable[[], Consumer]) -> Future[Consumer]:
-    """Have this asked by a thread of its own, or by this one where none can be started; the future has its errors."""
+    """Query placement in a new thread, or in this one if none can be started."""
     future: Future[Consumer] = Future()
 
     def tell() -> None:
@@ -85,7 +84,7 @@ def aside(ask: Callable[[], Consumer]) -> Future[Consumer]:
 
 
 def answer(asked: Future[Consumer]) -> Consumer:
-    """What placement said. Unreachable for whatever else it answers: it is no reason to end a build, and waited for."""
+    """Return placement's answer; an EcompError becomes Unreachable: the build is retried."""
     try:
         return asked.result()
     except Unreachable:
@@ -96,9 +95,9 @@ def answer(asked: Future[Consumer]) -> Consumer:
 
 @dataclass(frozen=True)
 class ControlPlane:
-    """etcd and placement, as the compute of this uuid has them. `now` gives ISO 8601 times.
+    """etcd and placement, as one compute uses them.
 
-    `aside` has placement asked while something else is done.
+    `now` returns ISO 8601 times. `query_aside` queries placement while the caller does something else.
     """
 
     compute: str
@@ -110,9 +109,9 @@ class ControlPlane:
 
 @dataclass(frozen=True)
 class Host:
-    """The hypervisor, what carries out jobs on it, and what the metadata server is told of guests.
+    """The hypervisor of a host, its workers and the data for its metadata server.
 
-    `look_after` is called every minute; `serves_metadata` says whether a guest here could ask a metadata server.
+    `ensure_metadata_server` is called every minute. `can_serve_metadata`: guests could reach a metadata server here.
     """
 
     hypervisor: Hypervisor
@@ -124,9 +123,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Shape:
-    """What this compute gives every guest. `hostname` is where its console log is.
+    """The properties that all guests of this compute share.
 
-    `seed` says what is on the NoCloud disk of the guest with a MAC, BuildFailed; None where guests get no such disk.
+    `hostname` is the host in a console's address. `make_seed` returns the files of the NoCloud disk of the guest with
+    this MAC, or raises BuildFailed; it is None if guests get no such disk.
     """
 
     virt_type: str
@@ -136,14 +136,14 @@ class Shape:
     seed: Callable[[str], Mapping[str, bytes]] | None = None
 
     def spec(self, compute: str, request: Request) -> GuestSpec:
-        """The guest to make of a request to this compute; its base, its addresses and its seed are not known yet."""
-        asked = total(request.allocations)
+        """Return the guest to build for a request, without base, reserved addresses and seed."""
+        amounts = total(request.allocations)
         return GuestSpec(
             instance=request.instance,
             compute=compute,
-            vcpus=asked['VCPU'],
-            memory_mb=asked['MEMORY_MB'],
-            disk_gb=asked['DISK_GB'] if self.resize else None,
+            vcpus=amounts['VCPU'],
+            memory_mb=amounts['MEMORY_MB'],
+            disk_gb=amounts['DISK_GB'] if self.resize else None,
             base=BaseImage('', '', 0),
             virt_type=self.virt_type,
             networks=self.networks,
@@ -151,7 +151,7 @@ class Shape:
 
 
 def with_user_data(store: Store, request: Request) -> Request:
-    """The request with the user-data that it shares with the others of its set. BuildFailed where that is gone."""
+    """Return the request with the user-data of its set; BuildFailed if gone or malformed."""
     if request.user_data_sha256 is None:
         return request
     entry = store.get(keys.user_data(request.user_data_sha256))
@@ -163,15 +163,16 @@ def with_user_data(store: Store, request: Request) -> Request:
         raise BuildFailed('scheduled', f'its user-data, {entry.key}: {error}') from error
 
 
+# Attempts at a build that fails in an unknown way, and at a build or start during which a worker dies.
 ATTEMPTS = 3
-"""How often something is tried of which a worker dies, or that fails in an unknown way."""
 
 
 class Shutdowns:
-    """Which guests were asked to turn themselves off, and when; the planning thread's.
+    """The guests that were asked to shut down, and when; used by the planning thread only.
 
-    Asked `again` seconds later once more, for one that is starting does not listen; no longer than `grace` in all. Not
-    written down anywhere: after a restart a guest has all its time once more.
+    A guest is asked again every `retry_seconds`, because one that is booting ignores the request, and switched off
+    after `grace_seconds`. All times are monotonic and not stored: after a restart of ecompute the grace period begins
+    again.
     """
 
     def __init__(self, grace: float, again: float) -> None:
@@ -180,21 +181,21 @@ class Shutdowns:
         self._asked: dict[str, tuple[float, float]] = {}
 
     def note_asked(self, instance: str, now: float) -> None:
-        """Note that a guest has just been asked. `now` is on the monotonic clock, as all times here."""
-        first, _ = self._asked.get(instance, (now, now))
-        self._asked[instance] = first, now
+        """Note that a guest was asked at `now`, for the first time or again."""
+        first_time, _ = self._asked.get(instance, (now, now))
+        self._asked[instance] = first_time, now
 
     def patience(self, now: float) -> dict[str, Patience]:
-        """What is due of each guest that was asked: {instance: Patience}."""
+        """Return the action that is due for each guest that was asked."""
         return {instance: self._due(first, last, now) for instance, (first, last) in self._asked.items()}
 
     def next(self, after: float) -> list[float]:
-        """The times after that moment at which something will be due."""
+        """Return the times after `after` at which another action becomes due."""
         times = [when for first, last in self._asked.values() for when in (first + self._grace, last + self._again)]
         return [when for when in times if when > after]
 
     def keep(self, running: Collection[str]) -> None:
-        """Forget all but these, which run still: the others have done what they were asked."""
+        """Forget the guests that are not running: they have shut down."""
         self._asked = {instance: times for instance, times in self._asked.items() if instance in running}
 
     def _due(self, first: float, last: float, now: float) -> Patience:
@@ -204,18 +205,19 @@ class Shutdowns:
 
 
 def _power(request: Request) -> Power:
-    assert request.power is not None  # plan() plans nothing of the kind without
+    assert request.power is not None  # plan() makes power tasks only of requests with `power`
     return request.power
 
 
+# Tries to release a claim that other processes change concurrently.
 RELEASES = 5
-"""How often a release is tried at once that loses its race."""
 
 
 class Instances:
-    """The tasks of one compute. Each instance is worked on by one thread at a time; instances run in parallel.
+    """The tasks of one compute.
 
-    Errors of every task: Superseded, Unreachable (do it again later).
+    One thread at a time works on an instance; instances are worked on in parallel. Every task may raise Superseded (the
+    request has changed: plan again), or EcompError or OSError (retry it later).
     """
 
     def __init__(self, control: ControlPlane, host: Host, shape: Shape, memory: Memory) -> None:
@@ -232,88 +234,92 @@ class Instances:
         self.records = Records(control.compute, control.store, memory)
 
     def guests(self) -> Mapping[str, Guest]:
-        """Return what is here of each instance; the trouble of those whose metadata is refused says why."""
-        found, refusals = dict(self.hypervisor.guests()), self.guest_data.read_refusals()
-        for instance, guest in [*found.items()] if refusals else []:
-            why = [refusals.pop(mac) for mac in all_macs(instance) if mac in refusals]
-            if why and guest.running:
-                found[instance] = guest.with_trouble(f'{REFUSED_METADATA}: {why[0]}')
-        self.guest_data.forget_refusals(refusals)  # those of nobody here
-        return found
+        """Return the guests by instance, with the trouble of those that are refused metadata."""
+        guests, refusals = dict(self.hypervisor.guests()), self.guest_data.read_refusals()
+        for instance, guest in [*guests.items()] if refusals else []:
+            reasons = [refusals.pop(mac) for mac in all_macs(instance) if mac in refusals]
+            if reasons and guest.running:
+                guests[instance] = guest.with_trouble(f'{REFUSED_METADATA}: {reasons[0]}')
+        self.guest_data.forget_refusals(refusals)  # the remaining ones are of no guest here
+        return guests
 
     def build(self, request: Request, revision: int, guest: Guest | None) -> None:
-        """Make the guest, if placement confirms the request (rule 2)."""
+        """Build the guest, once placement confirms its claim (rule 2).
+
+        A guest that may have run is adopted. Unreachable is retried without limit, an unknown failure, raised as
+        EcompError, up to MAX_ATTEMPTS in all; any other failure ends the instance in error.
+        """
         instance = request.instance
-        known = self.records.get(instance)
-        if known is not None and known.state in (ACTIVE, STOPPED):
-            return  # planned before this was written
-        record = known or new_record(self.compute, request, self.now())
-        if known is None:
+        stored = self.records.get(instance)
+        if stored is not None and stored.state in (ACTIVE, STOPPED):
+            return  # planned before the record was written
+        record = stored or new_record(self.compute, request, self.now())
+        if stored is None:
             self.records.lost(instance, revision, is_here=guest is not None)
-        before = self.memory.all().get(instance)
-        is_begun = known is not None or (before is not None and before.record.state == BUILDING)
-        failing = before.failure if before is not None else None
+        remembered = self.memory.all().get(instance)
+        is_begun = stored is not None or (remembered is not None and remembered.record.state == BUILDING)
+        pending_failure = remembered.failure if remembered is not None else None
         is_ours = guest is not None and guest.is_built and guest.compute == self.compute
-        if guest is not None and (guest.running or (failing is None and (is_ours or not is_begun))):
-            # A build of ours is remembered first, so without that this guest is older than what is known; one that runs
-            # is done; another that is built may have run. None is built over, or taken down over bookkeeping.
-            self._adopt(record, revision, request, guest, lost=known is None, starts=is_begun)
+        if guest is not None and (guest.running or (pending_failure is None and (is_ours or not is_begun))):
+            # Adopt a guest that runs or may have run: built with our mark, or of no build that was begun here (a build
+            # is remembered first). No guest is rebuilt or removed because records are missing.
+            self._adopt(record, revision, request, guest, lost=stored is None, starts=is_begun)
             return
-        fail, made = partial(self._fail, request=request), guest is not None
-        if failing is not None:
-            # It was ending when etcd, or this process, went away. What it has released already is no reason of its own.
-            fail(record, revision, failing)
+        fail, must_remove = partial(self._fail, request=request), guest is not None
+        if pending_failure is not None:
+            # Keep the failure with which it was being ended: what is missing since then is a consequence.
+            fail(record, revision, pending_failure)
             return
-        # Placement takes as long as all that is written before the build: it is asked meanwhile.
-        asked = self.aside(partial(allocations.consumer, self.placement, instance))
-        if record.state == BUILDING or before is not None:
-            asked.result()  # tried before: as long as placement does not answer nothing is done again
+        # Placement takes as long as all writes before the build, so query it concurrently.
+        confirmation = self.aside(partial(allocations.consumer, self.placement, instance))
+        if record.state == BUILDING or remembered is not None:
+            confirmation.result()  # a retry: repeat nothing until placement answers
         record = record.at(BUILDING, self.now())
         self.memory.remember(request, record)
         failpoint('remembered')
         spec = self.shape.spec(self.compute, request)
-        assert request.image is not None  # parse_request() lets no other request with allocations through
+        assert request.image is not None  # parse_request() rejects allocations without an image
         try:
             record = self._reserve(record, spec)
-            spec = replace(spec, reserved=tuple(each.expected for each in record.addresses))
+            spec = replace(spec, reserved=tuple(interface.expected for interface in record.addresses))
             self.guest_data.write(with_user_data(self.store, request), spec.macs, self.memory.all)
             failpoint('seeded')
             if self.shape.seed is not None:
                 spec = replace(spec, seed=self.shape.seed(spec.macs[0]))
-            differs = difference(request.allocations, answer(asked).allocations)
-            if differs:
-                raise BuildFailed('scheduled', differs)
+            claim_fault = difference(request.allocations, answer(confirmation).allocations)
+            if claim_fault:
+                raise BuildFailed('scheduled', claim_fault)
             failpoint('confirmed')
             record = self.records.write(record, revision)
             failpoint('building')
             log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', instance, request.image)
             log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
-            made = True
-            for news in self.runner.run(Build(spec, request.image)):
-                if isinstance(news, Progress):
-                    record = self._noted(replace(record, progress=news), revision)
-                elif news != 'started':
-                    record = self._noted(record.at(BUILDING, self.now(), news), revision)
+            must_remove = True
+            for event in self.runner.run(Build(spec, request.image)):
+                if isinstance(event, Progress):
+                    record = self._noted(replace(record, progress=event), revision)
+                elif event != 'started':
+                    record = self._noted(record.at(BUILDING, self.now(), event), revision)
         except Cancelled:
             log.info('instance %s: its build was stopped and is undone', instance)
             self._forget(instance)
             raise Superseded from None
         except BuildFailed as error:
-            fail(record, revision, Failure(error.stage, error.reason, ''), touched=made)
+            fail(record, revision, Failure(error.stage, error.reason, ''), touched=must_remove)
         except OSError as error:
-            fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''), touched=made)
+            fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''), touched=must_remove)
         except (Conflict, UsageError) as error:
-            # The build has undone what it made; the rest is somebody else's.
+            # The build has undone its steps; the rest is not ecomp's.
             fail(record, revision, Failure('started', str(error), ''), touched=False)
         except Unreachable:
-            raise  # waited for as long as it takes
+            raise  # retried without limit
         except EcompError as error:
-            # A dead worker, or a failure nobody has a name for: it may pass, and it may not.
+            # A dead worker or an unknown failure may be temporary.
             record = replace(record, attempts=record.attempts + 1)
             if record.attempts < ATTEMPTS:
                 self.records.write(record, revision)
                 raise EcompError(f'instance {instance}: {error}') from error
-            fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''), touched=made)
+            fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''), touched=must_remove)
         else:
             failpoint('built')
             record = self.records.write(self._up(record), revision)
@@ -322,14 +328,14 @@ class Instances:
             log.info('instance %s is active', instance)
 
     def destroy(self, request: Request, revision: int) -> None:
-        """Remove the guest and everything of it; its record stays a day as `gone`, whatever it was before."""
+        """Remove the guest and all that belongs to it; its record stays for a day as `gone`."""
         instance = request.instance
-        known = self.records.to_end(instance)
-        record = known or new_record(self.compute, request, self.now())
-        if known is None:
+        stored = self.records.to_end(instance)
+        record = stored or new_record(self.compute, request, self.now())
+        if stored is None:
             self.records.lost(instance, revision, is_here=True)
-        if record.state not in (DESTROYING, ERROR):  # what failed has nothing left, and its record is on a lease
-            with suppress(NoSpace):  # a full etcd takes no record; what is destroyed gives it room
+        if record.state not in (DESTROYING, ERROR):  # a failed instance has nothing left, and its record is on a lease
+            with suppress(NoSpace):  # a full etcd refuses the record; the destroy makes room
                 record = self.records.write(record.at(DESTROYING, self.now()), revision)
             failpoint('destroying')
         log.info('DESTROY INSTANCE %s', instance)
@@ -338,7 +344,10 @@ class Instances:
         log.info('instance %s is gone', instance)
 
     def refuse(self, wish: Invalid, revision: int, guest: Guest | None) -> None:
-        """A request that cannot be understood ends in error, with the reason; a guest that is there stays."""
+        """End a malformed request in error, unless that would remove a guest.
+
+        The reason becomes the fault of an active, stopped or destroying instance. A key without a uuid is only logged.
+        """
         instance, reason = wish.instance, wish.reason
         if not keys.is_uuid(instance):
             name = printable(keys.request(self.compute, instance), 200)
@@ -359,97 +368,99 @@ class Instances:
         if record is None:
             self.records.lost(instance, revision, is_here=False)
         record = record or refused_record(self.compute, with_shares(self.store, self.compute, wish), self.now())
-        self._fail(record, revision, Failure('scheduled', reason, ''))  # and with it a disk without a domain
+        self._fail(record, revision, Failure('scheduled', reason, ''))  # also removes a disk without a domain
 
     def end_without_request(self, instance: str, guest: Guest | None) -> None:
-        """A build that was stopped and whose request is gone, by hand: it ends in error and says so.
+        """End a cancelled build whose request was deleted; a built guest is kept, with a fault.
 
-        A guest that got there is kept, and its record says that it lives. Where etcd has no record of it, only what was
-        begun here is taken back: it may have ended long since.
+        Without a record in etcd the instance may have ended long ago, so only what was begun here is removed.
         """
         record, remembered = self.records.get(instance), self.memory.all().get(instance)
-        begun = record or (remembered.record if remembered else None)
-        if begun is None or begun.state != BUILDING or self.store.get(keys.request(self.compute, instance)) is not None:
+        last = record or (remembered.record if remembered else None)
+        if last is None or last.state != BUILDING or self.store.get(keys.request(self.compute, instance)) is not None:
             return
-        deleted = 'its request was deleted while it was being built'
+        reason = 'its request was deleted while it was being built'
         if guest is not None and guest.is_built:
             if record is not None:
-                self.records.write(replace(self._as_it_is(record, guest), fault=deleted), 0)
+                self.records.write(replace(self._as_it_is(record, guest), fault=reason), 0)
         elif record is not None:
-            self._fail(record, 0, Failure('scheduled', deleted, ''), touched=guest is not None)
+            self._fail(record, 0, Failure('scheduled', reason, ''), touched=guest is not None)
         else:
             self._remove(instance, Destroy(instance, self.compute) if guest is not None else None)
             self.memory.ended(instance)
 
     def clear(self, instance: str, revision: int, reason: str) -> None:
-        """Drop a request that is not to be carried out; what is recorded of the instance stays as it is."""
+        """Drop a request that is not to be carried out, and its claim; the record is kept."""
         record = self.records.get(instance)
         self.records.drop(instance, revision, record.name if record is not None and record.state == ERROR else None)
         log.error('instance %s: request dropped: %s', instance, reason)
         self._release(instance)
 
     def vanished(self, instance: str, revision: int) -> None:
-        """End an instance of whom neither domain nor disk is left, though nobody asked: its claim goes, too."""
+        """End an instance whose domain and disk were removed outside ecomp; release its claim."""
         record = self.records.known(instance)
         self._remove(instance, Forget(instance, self.compute))
         self.records.end(replace(record.at(GONE, self.now(), 'gone'), fault=GONE_BOTH), revision)
         log.warning('instance %s is gone: its domain and its disk were removed by somebody else', instance)
 
     def address(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
-        """Write down the addresses a guest has; the first interface's also at /booted, as in 2019."""
+        """Record the guest's addresses; the first interface's also at /booted, as in 2019."""
         record = self.records.known(instance)
         interfaces = tuple(
-            replace(each, address=addresses[each.mac].address, source=addresses[each.mac].source)
-            if each.mac in addresses
-            else each
-            for each in record.addresses
+            replace(interface, address=addresses[interface.mac].address, source=addresses[interface.mac].source)
+            if interface.mac in addresses
+            else interface
+            for interface in record.addresses
         )
         record = replace(record, addresses=interfaces)
-        extra: list[Put | Delete] = []
-        first = record.address
-        if first is not None:
+        operations: list[Put | Delete] = []
+        first_address = record.address
+        if first_address is not None:
             record = record.has('addressed', self.now())
-            extra.append(Put(keys.booted(instance), first))
-        self.records.write(record, revision, extra)
+            operations.append(Put(keys.booted(instance), first_address))
+        self.records.write(record, revision, operations)
         failpoint('addressed')
-        for each in interfaces:
-            log.info('instance %s has address %s on %s', instance, each.address or 'none yet', each.network)
+        for interface in interfaces:
+            log.info('instance %s has address %s on %s', instance, interface.address or 'none yet', interface.network)
 
     def ready(self, instance: str, revision: int) -> None:
-        """Write down that cloud-init has finished in the guest, or what failed in it, and the guest's host keys."""
-        known, now = self.records.known(instance), self.now()
+        """Record that cloud-init has finished or failed, and the host keys that the guest reported."""
+        previous, now = self.records.known(instance), self.now()
         try:
-            word = self.guest_data.word(instance)
+            report = self.guest_data.word(instance)
         except OSError as error:
             raise EcompError(f'{error.filename}: {error.strerror}') from error
-        # What it said of itself first counts, whoever speaks in a later boot; and who speaks has an address.
-        record = replace(known, host_keys=known.host_keys or word.host_keys, cloud_init=word.failed)
+        # Host keys that were reported first count, whatever a later boot reports. A guest that reports has an address.
+        record = replace(previous, host_keys=previous.host_keys or report.host_keys, cloud_init=report.failed)
         record = record.has('addressed', now)
-        if word.failed is None:
+        if report.failed is None:
             self.records.write(record.has('ready', now), revision)
             log.info('instance %s is ready', instance)
         else:
             self.records.write(record, revision)
             log.warning(
-                'instance %s: its cloud-init failed at stage %s: %s', instance, word.failed.stage, word.failed.reason
+                'instance %s: its cloud-init failed at stage %s: %s',
+                instance,
+                report.failed.stage,
+                report.failed.reason,
             )
 
     def note_power(self, instance: str, revision: int, guest: Guest | None) -> None:
-        """Write down that a guest went off, or came on, and what is wrong with it."""
+        """Record that a guest went off or came on, and what is wrong with it."""
         record = self.records.write(self._seen(self.records.known(instance), guest, BY_HAND), revision)
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
     def resume(self, instance: str, revision: int) -> None:
-        """Start a guest that ran when the host went down; if that fails, its record says why."""
+        """Start a guest that ran when the host went down; a failure becomes its fault."""
         record = self.records.known(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
-        # It ran as its record says, and nobody saw it go off. What workers died of before that is not of this start.
-        off = record.off(self.now())
-        record = replace(off, state=record.state, attempts=record.attempts if off.boots == record.boots else 0)
+        # Its stop was not recorded. Attempts counted before that stop belong to an earlier start.
+        stopped = record.off(self.now())
+        record = replace(stopped, state=record.state, attempts=record.attempts if stopped.boots == record.boots else 0)
         self._start(record, revision, record.power, AFTER_HOST, f'{NOT_STARTED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:
-        """Ask a guest to turn itself off. If that fails it was asked in vain, as one is that does not listen."""
+        """Ask a guest to shut down; a failure is logged, as if the guest had ignored the request."""
         if self._begin(request, revision, ASKED):
             log.info('SHUT DOWN INSTANCE %s: its %s was asked for', request.instance, _power(request).action)
         try:
@@ -460,20 +471,19 @@ class Instances:
             log.warning('instance %s cannot be asked to turn itself off: %s', request.instance, error)
 
     def switch_off(self, request: Request, revision: int) -> None:
-        """End a guest that was asked to turn itself off, and did not. The next plan finds it off."""
+        """Switch off a guest that did not shut down when asked; the next plan finds it off."""
         self._begin(request, revision, ASKED)
         log.warning('SWITCH OFF INSTANCE %s: it was asked to turn itself off, and did not', request.instance)
         self._run(SwitchOff(request.instance, self.compute))
 
     def start(self, request: Request, revision: int) -> None:
-        """Start a guest that is off, as was asked; if that fails, its record says why, and it is not tried again."""
+        """Start a stopped guest as requested; a failure becomes its fault and is not retried."""
         self._begin(request, revision, OFF)
         power = _power(request)
         log.info('START INSTANCE %s: its %s was asked for', request.instance, power.action)
         self._start(self.records.known(request.instance), revision, power.id, power.action, NOT_STARTED)
 
     def power_done(self, request: Request, revision: int, guest: Guest | None) -> None:
-        """Write down that a guest's power is as was asked."""
         power = _power(request)
         record = replace(self._seen(self.records.known(request.instance), guest, power.action), power=power.id)
         self.records.write(record, revision)
@@ -481,29 +491,29 @@ class Instances:
         log.info('instance %s is %s, as was asked', request.instance, record.state)
 
     def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool, starts: bool) -> None:
-        """Write down a guest that is there already; what placement says otherwise is its fault, in words.
+        """Record a guest that exists already; a difference from its claim becomes its fault.
 
-        `lost`: its record was. `starts`: if it is off it is still to be started.
+        `has_lost_record`: etcd had none. `start_if_off`: its build was begun, so a guest that is off is started.
         """
         remembered = self.memory.all().get(record.instance)
         if lost and request.power is not None:
-            # What was asked of its power may have been done long ago: only our own memory can say that it was not.
+            # The power action may have been done long ago: only our own memory can tell that it was not.
             record = replace(record, power=remembered.record.power if remembered else request.power.id)
         held = allocations.consumer(self.placement, request.instance)
-        differs = difference(request.allocations, held.allocations)
+        claim_fault = difference(request.allocations, held.allocations)
         spec = self.shape.spec(self.compute, request)
         if not record.addresses:
-            plain = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))
-            record = replace(record, addresses=plain)
-            with suppress(BuildFailed):  # it has whatever address it has
+            interfaces = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))
+            record = replace(record, addresses=interfaces)
+            with suppress(BuildFailed):  # the guest keeps the address that it has
                 record = self._reserve(record, spec)
         record = replace(record, fault='its record was lost' if lost else record.fault)
-        starts = starts and not (guest.running or differs)
-        failed = self._start_built(record.at(BUILDING, self.now()), revision) if starts else None
-        faults = failed, record.fault, differs
+        starts = starts and not (guest.running or claim_fault)
+        start_fault = self._start_built(record.at(BUILDING, self.now()), revision) if starts else None
+        faults = start_fault, record.fault, claim_fault
         record = replace(self._up(record), fault='; '.join(filter(None, faults)) or None)
-        is_off = not guest.running and (not starts or failed)
-        # One that ran when it was last written down is seen to be off, or started after a reboot, by the next plan.
+        is_off = not guest.running and (not starts or start_fault)
+        # If it ran when last remembered, the next plan sees that it is off, or starts it after a reboot.
         if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
             record = record.off(self.now())
         self.records.write(record, revision)
@@ -511,7 +521,7 @@ class Instances:
         log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
 
     def _reserve(self, record: Record, spec: GuestSpec) -> Record:
-        """Reserve the guest's addresses where libvirt gives them out; the record with what is expected."""
+        """Reserve the guest's DHCP addresses on libvirt's networks; return the record with them."""
         interfaces = []
         for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
             reserved = self.hypervisor.reserve(record.instance, mac, name) if kind == 'network' else None
@@ -520,19 +530,17 @@ class Instances:
         return replace(record, addresses=tuple(interfaces))
 
     def _up(self, record: Record) -> Record:
-        """The record of a guest that runs."""
         console = self.hypervisor.console(record.instance)
         record = replace(record, console=f'{self.shape.hostname}:{console}' if console else None)
-        # A guest that runs has its image and its disk, whether or not that could be written when it was so.
+        # A running guest has its image and its disk, even if those stages could not be recorded in time.
         now = self.now()
         return record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now)
 
     def _as_it_is(self, record: Record, guest: Guest) -> Record:
-        """The record of a whole guest, running or off."""
         return self._up(record) if guest.running else self._up(record).off(self.now())
 
     def _noted(self, record: Record, revision: int) -> Record:
-        """Write down how far a build is. It does not wait for etcd: the next write says it too."""
+        """Record how far a build is; if etcd is unreachable, the next write includes it."""
         try:
             return self.records.write(record, revision)
         except Superseded:
@@ -544,9 +552,10 @@ class Instances:
     def _fail(
         self, record: Record, revision: int, failure: Failure, touched: bool = True, request: Request | None = None
     ) -> None:
-        """End an instance in error: first nothing of it is left, then the record says so.
+        """End an instance in error: remove what is left of it, then record that.
 
-        Why is remembered before, with the `request` (None: as it was remembered): the record may have to wait.
+        The failure is remembered first, with `request` (None: the remembered one), because the record may have to wait.
+        With `remove_guest` False domain and disk are not touched.
         """
         self.memory.remember(request, record, failure)
         failpoint('failing')
@@ -557,7 +566,7 @@ class Instances:
         self.records.end(record, revision)
 
     def _remove(self, instance: str, job: Step | None) -> None:
-        """Remove what this host has of an instance, by the job (None: nothing), its data, addresses and claim."""
+        """Run `job`, unless None, and remove an instance's data, address reservations and claim."""
         if job is not None:
             self._finish(job)
             failpoint('removed')
@@ -567,33 +576,33 @@ class Instances:
         failpoint('released')
 
     def _forget(self, instance: str) -> None:
-        """Take back what was told of the guest: to the metadata server, and to the networks' DHCP."""
+        """Remove the guest's data for the metadata server and its DHCP reservations."""
         self.guest_data.remove(instance, all_macs(instance))
         failpoint('forgotten')
         self.hypervisor.release(instance)
 
     def _release(self, instance: str) -> None:
-        """Release the instance's claim on this compute. One that is another compute's is not touched."""
+        """Release the instance's claim, unless it is on another compute."""
 
         def elsewhere(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
-            return [each for each, held in holding.items() if self.compute not in held.allocations]
+            return [consumer for consumer, held in holding.items() if self.compute not in held.allocations]
 
         def attempt() -> bool | None:
             return release(self.placement, [instance], elsewhere)[instance] is not False or None
 
-        lost = Unreachable(f'the claim of {instance} is changed by somebody else all the time')
-        until_committed(attempt, lost, RELEASES)
+        conflict = Unreachable(f'the claim of {instance} is changed by somebody else all the time')
+        until_committed(attempt, conflict, RELEASES)
 
     def _begin(self, request: Request, revision: int, phase: str) -> bool:
-        """Write down how far it is, True if it was not there yet. Remembered with it is what is asked."""
-        record, said = self.records.known(request.instance), _power(request).at(phase)
-        begins = record.power != said
-        if begins:
+        """Record and remember the phase of a power action; return False if it was recorded."""
+        record, power = self.records.known(request.instance), _power(request).at(phase)
+        is_new = record.power != power
+        if is_new:
             record = record.off(self.now()) if phase == OFF else record
-            record = self.records.write(replace(record, power=said, attempts=0), revision)
+            record = self.records.write(replace(record, power=power, attempts=0), revision)
             self.memory.remember(request, record)
         failpoint('powering')
-        return begins
+        return is_new
 
     def _start(self, record: Record, revision: int, power: str | None, why: str, failed: str) -> None:
         reason = self._resume(record, revision)
@@ -601,22 +610,22 @@ class Instances:
             record = replace(record.off(self.now()), fault=f'{failed}: {reason}', power=power)
             log.error('instance %s: %s', record.instance, record.fault)
         else:
-            runs = Guest(record.instance, self.compute, defined=True, running=True, disk=True)
-            record = replace(self._seen(record, runs, why), power=power)
+            guest = Guest(record.instance, self.compute, defined=True, running=True, disk=True)
+            record = replace(self._seen(record, guest, why), power=power)
         self.records.write(record, revision)
 
     def _start_built(self, record: Record, revision: int) -> str | None:
-        """Start a guest whose build got as far as its domain; None once it runs, else why it does not, as a fault.
+        """Start a guest whose build had defined its domain; return its fault, or None once it runs.
 
-        Nothing of it is removed: it may have run, while nobody could write that down.
+        Nothing is removed on failure: the guest may have run while etcd could not be written.
         """
         log.info('START INSTANCE %s: its build had got as far as its domain', record.instance)
         reason = self._resume(record, revision)
         return None if reason is None else f'{NOT_STARTED}: {reason}'
 
     def _resume(self, record: Record, revision: int) -> str | None:
-        """Have its domain started; None once it runs, else why it does not. WorkerDied: it is to be tried again."""
-        self.guest_data.off(record.instance)  # what it said was said in an earlier boot
+        """Start the domain; return None or why it failed. Raises WorkerDied to have it retried."""
+        self.guest_data.off(record.instance)  # its ready report is from an earlier boot
         try:
             self._run(Resume(record.instance, self.compute))
         except Unreachable:
@@ -630,7 +639,6 @@ class Instances:
         return None
 
     def _finish(self, job: Step) -> None:
-        """Have a job carried out of which no news is wanted. Errors: what it raised."""
         for _ in self.runner.run(job):
             pass
 
@@ -639,10 +647,10 @@ class Instances:
         failpoint('powered')
 
     def _seen(self, record: Record, guest: Guest | None, why: str) -> Record:
-        """The record of a guest as it is now; `why`: what it was started for, if it is on and was off."""
+        """Return the record of a guest as observed; `boot_reason` counts if it is on and was off."""
         if guest is not None and guest.running:
-            seen = record.on(why, self.now())
+            observed = record.on(why, self.now())
         else:
             self.guest_data.off(record.instance)
-            seen = record.off(self.now())
-        return replace(seen, fault=fault_of(record, guest))
+            observed = record.off(self.now())
+        return replace(observed, fault=fault_of(record, guest))

@@ -1,10 +1,10 @@
-"""The records of one compute's instances: read once, written only while their request is unchanged (rule 5).
+"""The records of a compute's instances, written while their request is unchanged (rule 5).
 
-A record of ecomp 1.0 of a running guest is moved to its new key when it is read, if both keys are unchanged; that of
-an instance that is being built or destroyed is moved by its next write.
+A record that ecomp 1.0 wrote of a running guest is moved to its new key when it is read, if both keys are unchanged;
+that of an instance being built or destroyed is moved by its next write.
 
-After etcd was restored they are republished: what this compute remembers is newer than the restored etcd, and nobody
-else writes its records. One thing in etcd counts for more: a tombstone.
+After etcd was restored the records are republished: the memory of this compute is newer than the restored etcd, and no
+other process writes its records. Only a tombstone in etcd takes precedence.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ log = logging.getLogger(__name__)
 
 
 class Superseded(Exception):
-    """The request changed while we were at it: plan anew."""
+    """The request changed during the task: plan again."""
 
 
 class RecordEntry(NamedTuple):
-    """A record as last read or written, None where there is none; the revisions of its key, and of the older one.
+    """A record as last read or written, None if there is none, and the revisions of its keys.
 
-    ecomp 1.0 has the records of all computes at keys.old_record(): ours of guests that live move once they are read;
-    those being built or destroyed, and what cannot be written then, with their next write.
+    `old_revision` is that of keys.old_record(), where ecomp 1.0 has the records of all computes; 0 for no record there.
     """
 
     record: Record | None = None
@@ -53,8 +52,8 @@ class RecordEntry(NamedTuple):
 class Records:
     """The records of one compute's instances, as last read or written.
 
-    Errors of every write: Superseded, Unreachable, UnknownOutcome (the record is read again before the next).
-    What lies below another compute is never read: a record is believed of the compute that its key names.
+    Every write may raise Superseded, Unreachable, and UnknownOutcome, after which the record is read again. Records
+    below other computes are never read: a record is trusted only for the compute that its key names.
     """
 
     def __init__(self, compute: str, store: Store, memory: Memory) -> None:
@@ -64,65 +63,65 @@ class Records:
         self._known: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
-        """The record as last read or written; read if we have none. Unreadable, and those of a write."""
-        known = self._known.get(instance, RecordEntry())
-        if known.record is None:
-            known = self._read(instance)
-            if known.record is None:
+        """Return the record, read if not cached; None if there is none, Unreadable if malformed."""
+        cached = self._known.get(instance, RecordEntry())
+        if cached.record is None:
+            cached = self._read(instance)
+            if cached.record is None:
                 return None
-            self._known[instance] = known
-        return known.record
+            self._known[instance] = cached
+        return cached.record
 
     def known(self, instance: str) -> Record:
-        """get() for an instance that has a record as planned; Superseded where it is gone."""
+        """Return the record of an instance that was planned with one; Superseded if it is gone."""
         if (record := self.get(instance)) is None:
             raise Superseded
         return record
 
     def to_end(self, instance: str) -> Record | None:
-        """get() for an instance that is to end: None also for what cannot be understood: the next write replaces it.
+        """Return the record of an instance to end; None also if malformed: a write replaces it.
 
-        Unreadable for one of a newer version, which may hold more than is known here.
+        Raises Unreadable for a record of a newer version, which may have fields that are unknown here.
         """
         try:
             return self.get(instance)
         except Unreadable as error:
             own, older = self._places(instance)
-            there = self._store.read([own, older])
-            if own in there or older in there:
-                if any(is_newer(each.value) for each in there.values()):
+            stored = self._store.read([own, older])
+            if own in stored or older in stored:
+                if any(is_newer(entry.value) for entry in stored.values()):
                     raise
-                self._known[instance] = RecordEntry(None, revision_of(there.get(own)), revision_of(there.get(older)))
+                self._known[instance] = RecordEntry(None, revision_of(stored.get(own)), revision_of(stored.get(older)))
                 log.warning('%s; a destroy of it was accepted, and goes by its request', error)
             return None
 
     def forget(self, instance: str) -> None:
-        """Read the record anew next time."""
+        """Drop the cached record."""
         self._known.pop(instance, None)
 
     def recheck(self, wishes: Mapping[str, Request | Invalid]) -> list[str]:
-        """Those whose record is not as we know it any more, for somebody else wrote or removed it: forgotten here.
+        """Forget, and return, the instances whose record another process has changed or removed.
 
-        What lives, and is as we know it, is remembered, with its wish, if the state directory could not be written.
+        An unchanged active or stopped instance is remembered, in case the state directory could not be written.
         """
-        asked = {instance: known for instance in wishes if (known := self._known.get(instance)) is not None}
-        if not asked:
+        to_check = {instance: cached for instance in wishes if (cached := self._known.get(instance)) is not None}
+        if not to_check:
             return []
-        ours = {self._places(instance)[0] for instance in asked}
-        listed = self._store.snapshot(
-            keys.record(self._compute, ''), keys_only=True, keep=lambda entry: entry if entry.key in ours else None
+        own_keys = {self._places(instance)[0] for instance in to_check}
+        snapshot = self._store.snapshot(
+            keys.record(self._compute, ''), keys_only=True, keep=lambda entry: entry if entry.key in own_keys else None
         )
         changed = []
-        for instance, known in asked.items():
+        for instance, cached in to_check.items():
             own, older = self._places(instance)
-            entry = listed.entries.get(own) if known.revision else self._store.get(older)
-            # One that was written while we read is known anew.
-            if revision_of(entry) != (known.revision or known.older) and self._known.get(instance) is known:
+            entry = snapshot.entries.get(own) if cached.revision else self._store.get(older)
+            # The cache has a new entry if the record was written during the snapshot.
+            if revision_of(entry) != (cached.revision or cached.older) and self._known.get(instance) is cached:
                 changed.append(instance)
         for instance in changed:
             self.forget(instance)
-        for instance in asked.keys() - set(changed):
-            wish, record = wishes[instance], asked[instance].record
+        for instance in to_check.keys() - set(changed):
+            wish, record = wishes[instance], to_check[instance].record
             if not isinstance(wish, Request) or wish.is_tombstone:
                 continue
             if record is not None and record.state in (ACTIVE, STOPPED):
@@ -130,10 +129,10 @@ class Records:
         return changed
 
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
-        """Put the record, with `extra` in the same transaction, if the request is the one at `revision`."""
+        """Put the record, with `extra` in the same transaction, if the request is at `revision`."""
         instance = record.instance
-        unchanged, moved = self._as_read(instance)
-        operations = [Put(self._places(instance)[0], to_json(record)), *map(Delete, moved), *extra]
+        unchanged, old_keys = self._as_read(instance)
+        operations = [Put(self._places(instance)[0], to_json(record)), *map(Delete, old_keys), *extra]
         written = self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
         self._known[instance] = RecordEntry(record, written)
         if record.state in (ACTIVE, STOPPED, DESTROYING):
@@ -141,55 +140,59 @@ class Records:
         return record
 
     def lost(self, instance: str, revision: int, is_here: bool) -> None:
-        """Remove the address at /booted of an instance without a record: its end removes only one its record knows of.
+        """Delete the address at /booted of an instance that has no record.
 
-        `is_here`: it may have been built here; else the address is removed only if one is remembered. Where another
-        compute is asked for the instance, too, it stays. Of a guest that runs it is written again.
+        Its end deletes only an address that its record has. With `is_here` False (it cannot have been built here) only
+        one that is remembered is deleted. It stays if another compute has a request, too. A running guest's is written
+        again.
         """
         remembered = self._memory.all().get(instance)
-        had = is_here or (remembered is not None and 'addressed' in remembered.record.stages)
-        if had and not self._asked_elsewhere(instance):
+        may_have_address = is_here or (remembered is not None and 'addressed' in remembered.record.stages)
+        if may_have_address and not self._asked_elsewhere(instance):
             booted = Delete(keys.booted(instance))
             self._commit(instance, revision, lambda host: self._store.commit([host], [booted]))
 
     def end(self, record: Record, revision: int) -> None:
-        """Write the last record, on a lease, and delete request, address and name, in one transaction.
+        """Write the last record, on a lease, and delete request, address and name atomically.
 
-        An address is another compute's if this one never wrote one, for somebody may have asked both. What fails leaves
-        name, group and quota to another compute that is asked; where none ever ends it there, `audit --fix` frees them.
+        An address that this compute never wrote stays: it may be another's. An instance in error leaves name, group and
+        quota to another compute that has a request for it; if it never ends there, `audit --fix` releases them.
         """
         instance = record.instance
-        unchanged, moved = self._as_read(instance)
-        removed = [keys.request(self._compute, instance), *moved]
+        unchanged, old_keys = self._as_read(instance)
+        removed = [keys.request(self._compute, instance), *old_keys]
         if 'addressed' in record.stages:
             removed.append(keys.booted(instance))
-        # What another compute is asked for, too, has what it shares there: what fails here lets go of none of it.
-        others = self._asked_elsewhere(instance) if record.state == ERROR else []
-        # Compared: of two that fail at once each would leave it to the other.
-        seen: list[Unchanged | Exists] = [*unchanged, *others]
+        # Another compute that has a request for it uses what it shares, so a failure here releases none of that.
+        other_requests = self._asked_elsewhere(instance) if record.state == ERROR else []
+        # As a condition, or two computes that fail concurrently would each leave it to the other.
+        conditions: list[Unchanged | Exists] = [*unchanged, *other_requests]
 
         def write(host: Unchanged) -> int | None:
-            return sharing.write_end(self._store, record, [host, *seen], removed, not others)
+            return sharing.write_end(self._store, record, [host, *conditions], removed, not other_requests)
 
         try:
             self._commit(instance, revision, write)
         except NoSpace as error:
             if record.state == ERROR:
                 raise
-            # A full etcd takes deletes alone, and that is how it gets room again: what its group and its quota count is
-            # left to the audit.
-            mine, change = sharing.freed(self._store, record.name, instance)
+            # A full etcd takes deletes only, which make room. Group and quota are left to the audit.
+            name_conditions, change = sharing.freed(self._store, record.name, instance)
             operations = [*map(Delete, (self._places(instance)[0], *removed)), *change]
-            self._commit(instance, revision, lambda host: self._store.commit([host, *seen, *mine], operations))
+            self._commit(
+                instance,
+                revision,
+                lambda host: self._store.commit([host, *conditions, *name_conditions], operations),
+            )
             log.warning('instance %s: no record of its end is kept: %s', instance, error)
         failpoint('ended')
         self.forget(instance)
         self._memory.ended(instance)
 
     def drop(self, instance: str, revision: int, kept: str | None) -> None:
-        """Delete a request of what is over, and a name that leads to it, unless it is `kept`: what failed has its.
+        """Delete the request of an ended instance, and its name, unless that is `kept_name`.
 
-        Of a request that could not be read nobody knew the name, until somebody wrote it anew.
+        A failed instance keeps its name. A request that was malformed may have got a name when it was rewritten.
         """
         key = keys.request(self._compute, instance)
         entry = self._store.get(key)
@@ -199,11 +202,11 @@ class Records:
         self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
 
     def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
-        """Commit if the request is still the one at `revision`; the new revision, or Superseded."""
+        """Commit if the request is at `revision`; return the new revision or raise Superseded."""
         try:
             written = commit(Unchanged(keys.request(self._compute, instance), revision))
         except UnknownOutcome:
-            self.forget(instance)  # written or not: read it, and plan anew
+            self.forget(instance)  # it may have been written: read it again
             raise
         if written is None:
             self.forget(instance)
@@ -215,19 +218,19 @@ class Records:
 
     def _read(self, instance: str) -> RecordEntry:
         own, older = self._places(instance)
-        there = self._store.read([own, older])
-        if own not in there:
-            record = older_record(there.get(older), self._compute, instance)
-            return RecordEntry() if record is None else self._brought(record, there[older])
+        entries = self._store.read([own, older])
+        if own not in entries:
+            record = older_record(entries.get(older), self._compute, instance)
+            return RecordEntry() if record is None else self._brought(record, entries[older])
         try:
-            return RecordEntry(from_json(there[own].value, instance, self._compute), there[own].revision)
+            return RecordEntry(from_json(entries[own].value, instance, self._compute), entries[own].revision)
         except ValueError as error:
             raise Unreadable(own, error) from error
 
     def _brought(self, record: Record, entry: Entry) -> RecordEntry:
-        """The record of ecomp 1.0 in `entry`, as it is, at our place. What has ended ends there, on its lease.
+        """Move a record of ecomp 1.0 to its new key, if it is active or stopped and on no lease.
 
-        Until all have moved there are no roles: a compute may not write there with one.
+        An ended one stays, on its lease. Roles come after all have moved: they forbid writes to the old key.
         """
         own, older = self._places(record.instance)
         if record.state in (ACTIVE, STOPPED) and not entry.lease:
@@ -239,26 +242,26 @@ class Records:
         return RecordEntry(record, 0, entry.revision)
 
     def _asked_elsewhere(self, instance: str) -> list[Exists]:
-        """That another compute is asked for the instance, too, if one is; what names no compute is none (rule 12).
+        """Return the condition that another compute has a request, too, or [] (rule 12).
 
-        One that is there is enough, whatever it says: its compute may write it again and again, and etcd takes no more
-        than 128 conditions.
+        One such key is enough, with any value: its compute may rewrite it often, and etcd takes at most 128 conditions.
+        A key that names no compute does not count.
         """
-        asked = listed(self._store, instance).requests
-        others = sorted(each for each in asked if each != self._compute and keys.is_uuid(each))
-        return [Exists(asked[each].key) for each in others[:1]]
+        all_requests = listed(self._store, instance).requests
+        others = sorted(compute for compute in all_requests if compute != self._compute and keys.is_uuid(compute))
+        return [Exists(all_requests[compute].key) for compute in others[:1]]
 
     def _as_read(self, instance: str) -> tuple[list[Unchanged], list[str]]:
-        """What a write compares of the record as it is known, and its older key, if it is taken from there."""
-        known, (own, older) = self._known.get(instance, RecordEntry()), self._places(instance)
-        moved = [older] if known.older else []
-        return [Unchanged(own, known.revision), *([Unchanged(older, known.older)] if moved else [])], moved
+        """Return the conditions that the record is as cached, and the old key to delete, if any."""
+        cached, (own, older) = self._known.get(instance, RecordEntry()), self._places(instance)
+        old_keys = [older] if cached.older else []
+        return [Unchanged(own, cached.revision), *([Unchanged(older, cached.older)] if old_keys else [])], old_keys
 
 
 def older_record(entry: Entry | None, compute: str, instance: str) -> Record | None:
-    """The record at keys.old_record() if ecomp 1.0 wrote it of this instance of this compute; else None.
+    """Parse the record at keys.old_record(), if it is of this instance and compute.
 
-    So also for one that cannot be understood: nobody of ours writes there any more, and others may.
+    None also if it is malformed: ecomp no longer writes there, and other programs may.
     """
     try:
         return from_json(entry.value, instance, compute) if entry is not None else None
@@ -267,12 +270,12 @@ def older_record(entry: Entry | None, compute: str, instance: str) -> Record | N
 
 
 def revision_of(entry: Entry | None) -> int:
-    """The revision that wrote the entry last; 0 for None."""
+    """Return the revision of the entry; 0 for None."""
     return entry.revision if entry is not None else 0
 
 
+# Tries of a write that loses its race, or whose answer is lost.
 TRIES = 5
-"""How often something is tried that loses its race, or whose answer is lost."""
 
 ENDED = frozenset({GONE, ERROR})
 ENDED_BEFORE = 'it had ended before etcd forgot that'
@@ -284,7 +287,7 @@ CLAIMED_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class EtcdView:
-    """What etcd has of one instance; None where it has nothing. `was_destroyed`: so, while it waited in a queue."""
+    """etcd's data of an instance. `was_destroyed`: it was destroyed while it waited in a queue."""
 
     wish: Request | Invalid | None = None
     record: Record | None = None
@@ -293,7 +296,7 @@ class EtcdView:
 
 @dataclass(frozen=True)
 class Publish:
-    """Put the record, and the request if there is one; before that, claim what `claim` asks for if nothing is held."""
+    """The decision to write record and `request`, and before that to claim for `claim`."""
 
     request: Request | None
     record: Record
@@ -302,31 +305,31 @@ class Publish:
 
 @dataclass(frozen=True)
 class Drop:
-    """Nothing of it is here, and etcd asks for nothing."""
+    """The decision to forget an instance: nothing of it is here, and etcd has no request."""
 
 
 def running(compute: str, remembered: MemoryEntry, is_here: bool, said: EtcdView) -> Publish | Drop | None:
-    """What to do about an instance that had not ended; `is_here`: its domain or its disk is. None: nothing. Pure."""
+    """Decide what to republish of an instance that had not ended; None for nothing. Pure."""
     if said.record is not None and (said.record.compute != compute or said.record.state in ENDED):
-        return None  # somebody else's business, or its end was written after we remembered
+        return None  # another compute's, or its end was written after it was remembered
     if isinstance(said.wish, Invalid) or (said.wish is not None and said.wish.is_tombstone):
         return None
     request, record = remembered.request, remembered.record
     if record.state == BUILDING and said.record is not None and said.record.state in (ACTIVE, STOPPED):
-        record = said.record  # it came to be so, and that could not be written down here
+        record = said.record  # it reached that state, which could not be remembered here
     if record.state == DESTROYING or (said.was_destroyed and said.wish is None):
-        # Its destroy was accepted, here, where it may be half done, or of what waited once more in a restored queue.
+        # Its destroy was accepted: here, where it may be half done, or when it waited again in a restored queue.
         return Publish(replace(request, allocations={}, image=None, left=request.resources), record, None)
     if said.wish is None and not is_here and 'started' in record.stages:
         return Drop()
-    asked = request if said.wish is None else None
+    wish = request if said.wish is None else None
     if said.wish is not None and request.power not in (None, said.wish.power):
-        asked = replace(said.wish, power=request.power)  # else what etcd has of earlier days would be done once more
-    return Publish(asked, record, request if is_here else None)
+        wish = replace(said.wish, power=request.power)  # otherwise an older power action would be repeated
+    return Publish(wish, record, request if is_here else None)
 
 
 def ended(compute: str, said: EtcdView, now: str) -> Record | None:
-    """Make the last record of an instance that ended here in the last day; None: etcd needs none. Pure."""
+    """Make the record of an instance that ended here within a day; None if not needed. Pure."""
     if not isinstance(said.wish, Request) or said.wish.is_tombstone:
         return None
     if said.record is not None and (said.record.compute != compute or said.record.state in ENDED):
@@ -338,35 +341,34 @@ def ended(compute: str, said: EtcdView, now: str) -> Record | None:
 def republish(
     compute: str, store: Store, placement: Placement, memory: Memory, here: Collection[str], now: str
 ) -> None:
-    """Tell a new etcd of every instance that this compute remembers. Done again, it changes nothing more.
+    """Write every instance that this compute remembers to a new etcd. Idempotent.
 
-    `here` are the instances whose domain or disk is on this host.
-    Errors: Unreachable and its like, with some of it done.
+    `local_instances` have a domain or a disk on this host. An Unreachable or other EcompError may leave a part written.
     """
     published = 0
     queued = _queued(store)
     for instance, remembered in memory.all().items():
         try:
             for _ in range(TRIES):
-                at = _Place(compute, store, instance)
-                step = running(compute, remembered, instance in here, at.said())
-                if isinstance(step, Publish) and (on := _find_other_home(placement, compute, instance)):
+                state = _Place(compute, store, instance)
+                step = running(compute, remembered, instance in here, state.said())
+                if isinstance(step, Publish) and (other_compute := _find_other_home(placement, compute, instance)):
                     if instance in here:
-                        log.error(CLAIMED_ELSEWHERE, instance, on)
+                        log.error(CLAIMED_ELSEWHERE, instance, other_compute)
                     step = None
-                if not isinstance(step, Publish) or _publish(at, step, placement, queued.get(instance, ())):
+                if not isinstance(step, Publish) or _publish(state, step, placement, queued.get(instance, ())):
                     break
                 queued = _queued(store)
             else:
                 raise _restless(instance)
         except Unreadable as error:
-            log.error('instance %s is not published: %s', instance, error)  # it alone: the others are
+            log.error('instance %s is not published: %s', instance, error)  # the others are published
             continue
         if isinstance(step, Drop):
             memory.ended(instance)
             log.warning('instance %s ran here and is not here any more: not published', instance)
         published += isinstance(step, Publish)
-    for instance in memory.all_ended() - set(here):  # a guest is never taken down for this
+    for instance in memory.all_ended() - set(here):  # a guest that is here is kept
         try:
             _stays_ended(compute, store, instance, queued.get(instance, ()), now)
         except Unreadable as error:
@@ -375,14 +377,14 @@ def republish(
 
 
 def _stays_ended(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
-    """End it once more where an older etcd asks for it, of this compute or, by its `queued` keys, of any."""
+    """End an instance again if an older etcd requests it here, or queues it (`queued`)."""
 
     def attempt() -> bool | None:
-        at = _Place(compute, store, instance)
-        last = ended(compute, at.said(), now)
-        is_ended = last is None or at.end(last)
-        is_ended = is_ended and all(_end_waiting(compute, store, each.key, now) for each in queued)
-        return last is not None if is_ended else None
+        state = _Place(compute, store, instance)
+        last_record = ended(compute, state.said(), now)
+        is_ended = last_record is None or state.end(last_record)
+        is_ended = is_ended and all(_end_waiting(compute, store, entry.key, now) for entry in queued)
+        return last_record is not None if is_ended else None
 
     was_asked_for = until_committed(attempt, _restless(instance), TRIES)
     if was_asked_for or queued:
@@ -390,24 +392,27 @@ def _stays_ended(compute: str, store: Store, instance: str, queued: Collection[E
 
 
 def _end_waiting(compute: str, store: Store, key: str, now: str) -> bool:
-    """End what waits once more in an etcd of before it was taken, whoever has a mark at it; False: look again."""
+    """End an instance that an older etcd has in a queue, taken or not; False on a conflict."""
     entry = store.get(key)
     waiting = parse_waiting(key, entry.value) if entry is not None else None
     if entry is None or not isinstance(waiting, QueueEntry):
         return True
-    last = records.new_record(compute, waiting.request(compute, now), now).at(GONE, now, 'gone')
-    last = replace(last, fault=ENDED_BEFORE)
-    before = store.get(keys.record(compute, waiting.instance))
-    unchanged = [Unchanged(key, entry.revision), Unchanged(keys.record(compute, waiting.instance), revision_of(before))]
+    last_record = records.new_record(compute, waiting.request(compute, now), now).at(GONE, now, 'gone')
+    last_record = replace(last_record, fault=ENDED_BEFORE)
+    old_entry = store.get(keys.record(compute, waiting.instance))
+    unchanged = [
+        Unchanged(key, entry.revision),
+        Unchanged(keys.record(compute, waiting.instance), revision_of(old_entry)),
+    ]
     with suppress(UnknownOutcome):
-        if sharing.write_end(store, last, unchanged, [key, keys.taker(key)]) is not None:
-            sharing.quietly_revoke(store, before.lease if before is not None else 0)
+        if sharing.write_end(store, last_record, unchanged, [key, keys.taker(key)]) is not None:
+            sharing.quietly_revoke(store, old_entry.lease if old_entry is not None else 0)
             return True
     return False
 
 
 class _Place:
-    """What etcd holds of one instance, and a commit that holds only while that is so."""
+    """The keys of one instance as read; commits hold only while these are unchanged."""
 
     def __init__(self, compute: str, store: Store, instance: str) -> None:
         self.store = store
@@ -420,28 +425,28 @@ class _Place:
         self._unchanged = [Unchanged(key, revision_of(self._there.get(key))) for key in read]
 
     def said(self) -> EtcdView:
-        """Unreadable if the record cannot be understood: a newer ecomp's, perhaps."""
+        """Parse what was read. Unreadable if the record is malformed or of a newer version."""
         entry = self._there.get(self.record_key)
         try:
             record = records.from_json(entry.value) if entry else self._older()
         except ValueError as error:
             raise Unreadable(self.record_key, error) from error
-        host = self._there.get(self.request_key)
-        wish = parse_request(self.compute, self.request_key, host.value) if host else None
+        request_entry = self._there.get(self.request_key)
+        wish = parse_request(self.compute, self.request_key, request_entry.value) if request_entry else None
         return EtcdView(wish, record, self.waiting_key in self._there)
 
     def commit(
         self, operations: Collection[Put | Delete], also: Collection[Unchanged], shared: Callable[[], Change]
     ) -> bool:
-        """False: it is not what it was, or the answer was lost: look again. `shared` is what others change, too."""
-        if self.record_key in {each.key for each in operations}:
+        """Commit with the change that `make_shared` returns; False on a conflict or a lost answer."""
+        if self.record_key in {operation.key for operation in operations}:
             operations = [*operations, *map(Delete, self._moved())]
         with suppress(UnknownOutcome):
             return sharing.commit_with(self.store, [*self._unchanged, *also], list(operations), shared) is not None
         return False
 
     def end(self, record: Record) -> bool:
-        """Write its last record, and remove its request and its address; False as of commit()."""
+        """Write the last record and delete request and address; False as of commit()."""
         with suppress(UnknownOutcome):
             removed = [self.request_key, self.booted_key, *self._moved()]
             return sharing.write_end(self.store, record, self._unchanged, removed) is not None
@@ -455,16 +460,16 @@ class _Place:
 
 
 def _queued(store: Store) -> Mapping[str, Sequence[Entry]]:
-    """{instance: its entries in the queues}, without their values."""
-    found: dict[str, list[Entry]] = {}
+    """Return the queue entries of each instance, without their values."""
+    entries: dict[str, list[Entry]] = {}
     for key, entry in store.snapshot(keys.QUEUES, keys_only=True).entries.items():
         if not key.endswith(keys.TAKER):
-            found.setdefault(keys.in_queue(key), []).append(entry)
-    return found
+            entries.setdefault(keys.in_queue(key), []).append(entry)
+    return entries
 
 
 def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection[Entry]) -> bool:
-    """Write it; False: look again. What a restored etcd has of it `queued` goes: it was taken from there since."""
+    """Carry out `step`; delete the `queued` entries of an older etcd. False on a conflict."""
     record = step.record
     if step.claim is not None:
         fault = _claimed(placement, step.claim)
@@ -477,28 +482,28 @@ def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection
         if fault not in (record.fault or ''):
             log.error('instance %s: %s', record.instance, fault)
             record = replace(record, fault='; '.join(filter(None, (record.fault, fault))))
-    mine, operations = change or ([], [])
+    name_conditions, operations = change or ([], [])
     request, is_new = step.request, at.said().wish is None
 
     def shared() -> Change:
-        """What other computes that publish write at this moment, too. What cannot be read the audit tells of."""
+        """Return the changes of group and quota; a malformed one is left to the audit."""
         conditions, changes = list[Unchanged](), list[Put | Delete]()
         if request is not None and not request.is_tombstone:
             with suppress(Unreadable):
-                theirs, joins = sharing.rejoined(at.store, request.group, record.instance, record.compute)
-                conditions, changes = [*conditions, *theirs], [*changes, *joins]
+                unchanged, joins = sharing.rejoined(at.store, request.group, record.instance, record.compute)
+                conditions, changes = [*conditions, *unchanged], [*changes, *joins]
         if request is not None and is_new and not queued:
             with suppress(Unreadable):
-                # Delivered after what this etcd was restored from, so it is not counted; its end will give it back.
-                theirs, counts = sharing.recharged(at.store, record.project_id, record.resources)
-                conditions, changes = [*conditions, *theirs], [*changes, *counts]
+                # It was delivered after the backup of this etcd, so the quota lacks it; its end will subtract it.
+                unchanged, counts = sharing.recharged(at.store, record.project_id, record.resources)
+                conditions, changes = [*conditions, *unchanged], [*changes, *counts]
         return conditions, changes
 
     if request is not None:
         operations.append(Put(at.request_key, requests.to_json(request)))
         for entry in queued if is_new else ():
-            # The quota counts it by this entry: whoever removes the entry first has given that back.
-            mine.append(Unchanged(entry.key, entry.revision))
+            # The quota charge belongs to this entry: a process that removed it first has subtracted it.
+            name_conditions.append(Unchanged(entry.key, entry.revision))
             operations += [Delete(entry.key), Delete(keys.taker(entry.key))]
     if record != at.said().record:
         operations.append(Put(at.record_key, records.to_json(record)))
@@ -506,38 +511,38 @@ def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection
             operations.append(Put(at.booted_key, record.address))
     if not operations and not shared()[1]:
         return True
-    if not at.commit(operations, mine, shared):
+    if not at.commit(operations, name_conditions, shared):
         return False
-    # Who asked for it meanwhile found nothing of it in etcd, and has released what it held.
+    # An attempt that found nothing of the instance in etcd may have released its claim: check it again.
     if step.claim is not None and (fault := _claimed(placement, step.claim)):
         log.error('instance %s: %s', record.instance, fault)
     return True
 
 
 def _find_other_home(placement: Placement, compute: str, instance: str) -> str:
-    """The other compute that the instance is claimed on, '' for none. It was placed again while this host was off."""
-    on = compute_of(allocations.consumer(placement, instance).allocations)
-    return on if on != compute else ''
+    """Return the other compute that got the claim while this host was off, or ''."""
+    claimed_on = compute_of(allocations.consumer(placement, instance).allocations)
+    return claimed_on if claimed_on != compute else ''
 
 
 def _claimed(placement: Placement, request: Request) -> str:
-    """Claim what the request asks for if nothing is held; what is wrong with it otherwise, in words, '' for nothing."""
+    """Claim for the request if nothing is held; return what is wrong with the claim, or ''."""
 
     def attempt() -> str:
         held = allocations.consumer(placement, request.instance)
         if held.allocations:
             return difference(request.allocations, held.allocations) or ''
-        who = request.user_id, request.project_id
+        owner = request.user_id, request.project_id
         try:
-            allocations.claim_once(placement, request.instance, request.allocations, *who, held.generation)
+            allocations.claim_once(placement, request.instance, request.allocations, *owner, held.generation)
         except (GenerationConflict, Unreachable):
             raise
         except EcompError as error:
             return f'it is here without a claim: {error}'
         return ''
 
-    lost = Unreachable(f'the claim of {request.instance} is changed by somebody else all the time')
-    return until_committed(attempt, lost, TRIES)
+    conflict = Unreachable(f'the claim of {request.instance} is changed by somebody else all the time')
+    return until_committed(attempt, conflict, TRIES)
 
 
 def _restless(instance: str) -> Unreachable:
