@@ -1,1 +1,1 @@
-"""The image cache of a hypervisor: where images come from, how they are fetched once, and what is kept of them."""
+"""The image cache: sources, checked connections, downloads, inspection and base volumes."""

@@ -94,8 +94,7 @@ class Bases:
     def note(self, what: str, url: str, when: float) -> None:
         """Write a monotonic time, which all processes of a boot share, if possible.
 
-        ASKED_PREFIX: the start of a check that the server answered. UNREACHABLE_PREFIX: when the server of a cached
-        image gave no answer.
+        ASKED_PREFIX: when a check began that the server answered. UNREACHABLE_PREFIX: when a check got no answer.
         """
         with suppress(OSError):
             self._file(what, _key(url)).write_text(f'{boot_id()} {when}')
@@ -257,10 +256,7 @@ def bad(directory: Path) -> list[str]:
 
 @contextmanager
 def idle(part: Path) -> Iterator[bool]:
-    """Yield whether no process writes this .part file, and keep others from starting to.
-
-    Always True for other files.
-    """
+    """Yield whether no process writes this .part file (True for others), and keep it so."""
     try:
         lock = try_lock(part.parent / LOCK, part.stem, create=False)
     except FileNotFoundError:
@@ -410,10 +406,7 @@ Checkpoint = Callable[[], None]
 
 @dataclass(frozen=True)
 class CacheLimits:
-    """Bytes above which an image is refused.
-
-    `cache_bytes` is of all base volumes and downloads together, `disk_bytes` of the largest disk of this host.
-    """
+    """Images are refused above `cache_bytes` (the whole cache) or `disk_bytes` (a disk here)."""
 
     cache: int
     disk: int

@@ -1,8 +1,8 @@
-"""Ask for an image and download it if it is new: from a web server (urllib3), or from a directory of this host.
+"""Check and download images, from a web server (urllib3) or a directory of this host.
 
-A source is asked with the version that is cached, and answers with a stream of the image, or with None if it still
-has that version. All of it blocks: reading from a server cannot be interrupted, nor can a DNS lookup, and a destroy
-must not wait for either. So it runs in a thread of its own, which its caller may abandon.
+A source is asked with the cached version; it returns a stream of the image, or None if it still has that version. Reads
+from a server and DNS lookups block and cannot be interrupted, but a destroy must not wait for them. So a thread of its
+own does both, and its caller may abandon that thread.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ log = logging.getLogger(__name__)
 CHUNK = 1024**2  # bytes of one read, at most
 SUMS = 'SHA256SUMS'
 MOST_SUMS = 1024**2
-"""Bytes of a file of checksums; a longer one on a server is refused."""
 
+# Time to connect, and between two reads; a server that takes longer is unavailable.
 TIMEOUT = (5.0, 60.0)
-"""Seconds to connect, and seconds between two bytes; a server that takes longer is away."""
+# The same for a HEAD: after it a GET must fit into MAX_CHECK_SECONDS.
 HEAD_TIMEOUT = (2.0, 2.0)
-"""The same of a HEAD; a server that takes longer is asked by GET, for which PATIENCE has to leave time."""
 REDIRECTS = 5
-"""How many redirects of one URL are followed; the next one is refused."""
 
+# http.client's error for a proxy that opens no tunnel to an https server.
 TUNNEL = re.compile('Tunnel connection failed: ([0-9]{3}) ')
-"""What http.client says of a proxy that does not lead on to an https server."""
+# Messages about an image server's certificate, to which `ca_cert` does not apply.
 IMAGE_SERVER_SENTENCES = {
     **{each: SENTENCES[each] for each in (TlsFailure.EXPIRED, TlsFailure.NOT_YET_VALID, TlsFailure.OTHER_NAME)},
     TlsFailure.OTHER_ADDRESS: 'its certificate is made out to another address',
@@ -57,40 +56,39 @@ IMAGE_SERVER_SENTENCES = {
     TlsFailure.NO_KEY_IDENTIFIER: 'its certificate is not believed here',
     TlsFailure.UNTRUSTED: 'its certificate is not believed here',
 }
-"""What users read of an image server's certificate, which no ca_cert of ours is about."""
 
+# Time for a whole download: a timeout between two reads alone would let a slow server drip for ever.
 DEADLINE = 3600.0
-"""Seconds a download may take in all, then it fails: a time-out between two bytes alone lets a slow drip go on."""
+# Time for an answer of a server, including redirects, and again for SHA256SUMS; then the download fails.
 ANSWER = 60.0
-"""Seconds a server has to answer, redirects included, and again for SHA256SUMS; then the download fails."""
+# A download that is slower than this rate for this period fails.
 RATE = 64 * 2**10
 SPELL = 60.0
-"""Bytes a second, and seconds: a download that is slower than RATE for as long as SPELL fails."""
+# Room that is reserved in advance if a server sends no length: reads are small, and each reservation lists the whole
+# directory.
 AHEAD = 64 * 2**20
-"""Bytes for which room is made at once where a server does not say how long an image is: its reads are small, and to
-make room takes a look at the whole directory."""
+# Time for an answer about a cached image; then the cached one is used.
 PATIENCE = 10.0
-"""Seconds a server has to answer about an image that is cached; then the cached one is used."""
+# Head start of the thread that uses the cached image: libvirt takes longer for a disk than the check takes, and in
+# Python two busy threads share one processor.
 HEAD_START = 0.001
-"""Seconds in which whoever has the known image gets on before its server is asked: a disk takes libvirt longer than the
-question takes, and two threads that both want to run have one processor between them in Python."""
 TICK = 0.2  # seconds between two calls of the checkpoint
 TOLD_EVERY = 1.0  # seconds between two calls of Tell
 
+# Called with the bytes downloaded and the total (None: unknown), at most once a second and if there are more.
 Tell = Callable[[int, int | None], None]
-"""Gets the bytes downloaded so far and those in all, None if not known; at most once a second, and only if more."""
 
 
 class Away(BuildFailed):
-    """The server gives no answer now and may later; until then its cached image is used."""
+    """The server does not answer now, but may later; until then its cached image is used."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """What tells an image at a URL from a later one: the server's ETag, its date, and the length in bytes.
+    """A version of the image at a URL: its server's ETag, its date, and the length in bytes.
 
-    '' and None mean that the server does not say. `answered` is the URL that it is of, after redirects and without its
-    query, which may be a signature; '' in what an older ecomp wrote down.
+    '' and None: the server does not say. `answered` is the URL after redirects, without its query, which may be a
+    signature; '' in files of an older ecomp.
     """
 
     etag: str = ''
@@ -99,22 +97,22 @@ class Version:
     answered: str = ''
 
     def is_same(self, other: Version) -> bool:
-        """Whether they are the same by their ETags; without those by date and length, if either is known.
+        """Compare the ETags; without ETags compare date and length, if either is known.
 
-        Of two places, such as the mirrors that one URL is redirected to, different ETags say nothing (RFC 9110, 8.8.3):
-        then date and length do, if both are known. The same goes where only one of the two has an ETag.
+        ETags of two URLs, such as the mirrors that a URL is redirected to, cannot be compared (RFC 9110, 8.8.3). Then,
+        and if only one version has an ETag, date and length must be known and the same.
         """
         moved = bool(self.answered and other.answered) and self.answered != other.answered
         if self.etag and other.etag and (self.etag == other.etag or not moved):
             return self.etag == other.etag
-        said = (bool(self.modified), self.length is not None)
-        is_known = all(said) if moved or self.etag or other.etag else any(said)
+        known_fields = (bool(self.modified), self.length is not None)
+        is_known = all(known_fields) if moved or self.etag or other.etag else any(known_fields)
         return is_known and (self.modified, self.length) == (other.modified, other.length)
 
 
 @dataclass(frozen=True)
 class Download:
-    """An image that was downloaded from a URL: its SHA-256, its size in bytes, and the server's version of it."""
+    """A downloaded image: SHA-256, size in bytes, and the server's version."""
 
     sha256: str
     size: int
@@ -123,16 +121,16 @@ class Download:
 
 @dataclass(frozen=True)
 class Stream:
-    """The bytes of an image from its first on, and the version they are of."""
+    """The bytes of an image from the first one, and their version."""
 
     version: Version
+    # The next bytes, at most CHUNK_BYTES; none at the end.
     read: Callable[[], bytes]
-    """The next bytes, at most CHUNK; none at the end."""
     close: Callable[[], None]
 
 
 class Local:
-    """An image on this host in `directory`, which file:// URLs may point into; None: every one is refused."""
+    """An image of this host in `directory`, where file:// URLs may point; None refuses them."""
 
     def __init__(self, url: str, directory: Path | None) -> None:
         self._url = url
@@ -144,8 +142,8 @@ class Local:
             if not path.is_file():
                 raise BuildFailed('image', f'{self._url}: no such file on this compute')
             file = path.open('rb')
-            found = os.fstat(file.fileno())  # of what is read: another file may be there by that name now
-            version = Version(f'{found.st_ino}-{found.st_size}-{found.st_mtime_ns}', '', found.st_size)
+            status = os.fstat(file.fileno())  # of the open file: its name may have another one now
+            version = Version(f'{status.st_ino}-{status.st_size}-{status.st_mtime_ns}', '', status.st_size)
             read = _translate_errors(self._url)(partial(file.read, CHUNK))
             return _unless_known(known, Stream(version, read, file.close))
 
@@ -163,10 +161,10 @@ class Local:
                 return file.read(MOST_SUMS).decode(errors='replace')
 
     def stop(self) -> None:
-        """Nothing waits."""
+        """No-op: nothing waits."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No-op: nothing is open."""
 
     def _path(self) -> Path:
         if self._directory is None:
@@ -180,7 +178,7 @@ class Local:
 
 
 class Remote:
-    """An image on a web server. `url` has no fragment."""
+    """An image on a web server; `url` has no fragment."""
 
     def __init__(self, url: str, reach: Reach) -> None:
         self._url = url
@@ -188,12 +186,12 @@ class Remote:
         self._found_at = url
 
     def open(self, known: Version | None) -> Stream | None:
-        """A stream of the image; None if it is the `known` one. `known` None: no image of this URL is cached."""
+        """Return a stream of the image, or None if the server still has `cached_version`."""
         return self._opened(self._url, known)
 
     def is_still(self, version: Version) -> bool:
-        """Whether it is this one at the place that open() has found it at."""
-        # Where it was found, for a redirect may lead to another mirror each time.
+        """Return whether the server still has this version, at the URL that open() was answered by."""
+        # Ask that URL, because a redirect may lead to another mirror each time.
         try:
             newer = self._opened(self._found_at, version)
         except Away:
@@ -201,13 +199,13 @@ class Remote:
         except BuildFailed:
             if self._found_at == self._url:
                 raise
-            newer = self._opened(self._url, version)  # that place was named for a short time, as by a signature
+            newer = self._opened(self._url, version)  # that URL was valid for a short time, such as a signed one
         if newer is not None:
             newer.close()
         return newer is None
 
     def _opened(self, url: str, known: Version | None) -> Stream | None:
-        # By its date alone nothing is asked: what is older than that is "not modified since", and may be another image.
+        # No if-modified-since: an older image is "not modified since" as well, and may be another one.
         headers = {'if-none-match': known.etag} if known is not None and known.etag else {}
         if known is not None and known.modified and not known.etag and self._says_by_head(url, known):
             return None
@@ -218,16 +216,13 @@ class Remote:
                 return None
             if answer.status != 200:
                 raise self._unwelcome(answer)
-            # Decoded, what is transferred with gzip would be unpacked, bombs included. read1, or a slow drip would be
-            # inside one read, deadline or not.
+            # Undecoded: gzip could be a bomb. read1, because a slow server could keep one read waiting past the
+            # deadline.
             read = _translate_errors(self._url)(partial(answer.read1, CHUNK, decode_content=False))
             return _unless_known(known, Stream(_version(answer, self._found_at), read, answer.close))
 
     def _says_by_head(self, url: str, known: Version) -> bool:
-        """Whether the server says to a HEAD that it has the known version; False where a GET has to tell.
-
-        Not every server answers a HEAD, or as it would a GET.
-        """
+        """Return whether a HEAD confirms the cached version: not every server answers it as a GET."""
         with suppress(BuildFailed), _translate_errors(self._url):
             answer, found_at = self._ask('HEAD', url, {})
             answer.close()
@@ -235,13 +230,13 @@ class Remote:
         return False
 
     def sums(self) -> str | None:
-        """The text of SHA256SUMS in the image's directory; None if there is none."""
+        """Return the text of SHA256SUMS in the image's directory; None if there is none."""
         url = urljoin(self._url, SUMS)
         with _translate_errors(url):
             answer, _ = self._ask('GET', url, {})
             with closing(answer):
                 if 400 <= answer.status < 500 and answer.status != 429:
-                    return None  # many servers say 403 of what is not there
+                    return None  # many servers answer 403 for a missing file
                 if answer.status != 200:
                     raise self._unwelcome(answer, f'{url}: ')
                 text = b''
@@ -252,7 +247,7 @@ class Remote:
         return text.decode(errors='replace')
 
     def stop(self) -> None:
-        """End every wait, here and in a stream's read(), soon, and ask nothing more; for another thread."""
+        """Interrupt every wait, also that of read(), and ask no more. For another thread."""
         self._connections.stop()
 
     def close(self) -> None:
@@ -261,18 +256,18 @@ class Remote:
     def _unwelcome(self, answer: BaseHTTPResponse, what: str = '') -> BuildFailed:
         answer.close()
         reason = f'{what or self._url + ": "}the server answers HTTP {_status(answer.status)}'
-        passing = answer.status >= 500 or answer.status == 429
-        return Away('image', reason) if passing else BuildFailed('image', reason)
+        is_temporary = answer.status >= 500 or answer.status == 429
+        return Away('image', reason) if is_temporary else BuildFailed('image', reason)
 
     def _ask(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[BaseHTTPResponse, str]:
-        """The answer, and the URL that gave it. Redirects are followed here: each is checked as the first."""
-        here, timeout = url, HEAD_TIMEOUT if method == 'HEAD' else TIMEOUT
+        """Return the response and the URL that sent it; each redirect is checked like a first URL."""
+        current_url, timeout = url, HEAD_TIMEOUT if method == 'HEAD' else TIMEOUT
         for hop in range(REDIRECTS + 1):
             try:
-                answer = self._connections.ask(method, here, timeout, headers)
+                answer = self._connections.ask(method, current_url, timeout, headers)
             except Refused as refused:
-                what = f'redirected to {refused.what}' if hop else f'{refused.where}, {refused.what}'
-                raise BuildFailed('image', f'{url}: {what}: no image is taken from there') from refused
+                reason = f'redirected to {refused.what}' if hop else f'{refused.where}, {refused.what}'
+                raise BuildFailed('image', f'{url}: {reason}: no image is taken from there') from refused
             except LocationValueError as error:
                 raise BuildFailed('image', f'{url}: names no server that can be asked') from error
             except HTTPError as error:
@@ -280,27 +275,27 @@ class Remote:
             location = answer.get_redirect_location()
             if not location:
                 if answer.headers.get('content-encoding', 'identity').lower() in ('', 'identity'):
-                    return answer, here
+                    return answer, current_url
                 answer.close()
-                what = 'the server sends it packed (Content-Encoding). Fix: have the server send the file as it is'
-                raise BuildFailed('image', f'{url}: {what}')
+                reason = 'the server sends it packed (Content-Encoding). Fix: have the server send the file as it is'
+                raise BuildFailed('image', f'{url}: {reason}')
             answer.close()
-            here = _redirected(url, here, location)
+            current_url = _redirected(url, current_url, location)
         raise BuildFailed('image', f'{url}: more than {REDIRECTS} redirects')
 
 
+# A place that images come from. Raises ServerUnavailable and BuildFailed('image', reason); no reason quotes a server's
+# answer.
 Source = Local | Remote
-"""A place an image comes from. Errors: BuildFailed('image', reason), Away; no reason quotes a server's answer."""
 
 
 def source(url: str, local: Path | None, reach: Reach) -> Source:
-    """The Source of the image at `url`, which check_image() accepted and which has no fragment."""
+    """Make the source for `url`, which check_image() accepted and which has no fragment."""
     return Local(url, local) if urlsplit(url).scheme == 'file' else Remote(url, reach)
 
 
 def _version(answer: BaseHTTPResponse, found_at: str) -> Version:
-    """The version that an answer from this URL is of."""
-    # In chunks it is as long as they are, whatever is said besides (RFC 9112, 6.3).
+    # A chunked response is as long as its chunks, whatever its content-length (RFC 9112, 6.3).
     length = '' if 'transfer-encoding' in answer.headers else answer.headers.get('content-length', '')
     return Version(
         answer.headers.get('etag', ''),
@@ -311,7 +306,7 @@ def _version(answer: BaseHTTPResponse, found_at: str) -> Version:
 
 
 def _unless_known(known: Version | None, stream: Stream) -> Stream | None:
-    """The stream; None, and it is closed, if it is of the known version: not every server looks at what it is asked."""
+    """Close the stream, and return None, if it has the cached version: some servers send it."""
     if known is not None and known.is_same(stream.version):
         stream.close()
         return None
@@ -320,37 +315,37 @@ def _unless_known(known: Version | None, stream: Stream) -> Stream | None:
 
 @contextmanager
 def _translate_errors(url: str) -> Iterator[None]:
-    """Turn each error of the block into BuildFailed, or Away, with a reason a person understands."""
+    """Turn errors of the block into BuildFailed or ServerUnavailable with a reason for users."""
     try:
         yield
     except HTTPError as error:
         raise Away('image', f'{url}: the connection broke: {type(error).__name__}') from error
     except OSError as error:
         raise BuildFailed('image', f'{url}: cannot be read: {error.strerror}') from error
-    except (ValueError, RuntimeError) as error:  # of a file: a zero byte in a path, a link that leads to itself
+    except (ValueError, RuntimeError) as error:  # from a file: a zero byte in its path, or a cyclic link
         is_local = urlsplit(url).scheme == 'file'
-        # What a server answered is in the words of its error.
+        # Such an error may quote the server's answer.
         raise BuildFailed('image', f'{url}: {error if is_local else "what the server answers is not HTTP"}') from error
 
 
 def why_away(error: HTTPError) -> str:
-    """Why a server gives no answer: a sentence, in which nothing is what the server said."""
-    who = 'the proxy' if isinstance(error, ProxyError) else 'the server'
+    """Describe why a server gives no answer, without quoting it."""
+    server = 'the proxy' if isinstance(error, ProxyError) else 'the server'
     if isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError):
-        return f'{who} gives no answer in time'
+        return f'{server} gives no answer in time'
     causes: list[BaseException] = [error]
-    for each in causes:  # grows as it goes: what urllib3 wraps may be wrapped again
-        inner = (each.__cause__, *each.args, getattr(each, 'reason', None))
+    for cause_error in causes:  # grows during the loop: urllib3 wraps errors repeatedly
+        inner = (cause_error.__cause__, *cause_error.args, getattr(cause_error, 'reason', None))
         causes += [cause for cause in inner if isinstance(cause, BaseException) and cause not in causes]
-    if (answered := next(filter(None, (TUNNEL.match(str(each)) for each in causes)), None)) is not None:
+    if (answered := next(filter(None, (TUNNEL.match(str(cause_error)) for cause_error in causes)), None)) is not None:
         return f'the proxy answers HTTP {_status(int(answered[1]))}'
-    return f'{who} cannot be reached' + next((f': {why}' for why in map(_cause, causes) if why), '')
+    return f'{server} cannot be reached' + next((f': {why}' for why in map(_cause, causes) if why), '')
 
 
 def _cause(error: BaseException) -> str | None:
     if isinstance(error, socket.gaierror):
-        known = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
-        return 'there is no such name' if known else 'its name cannot be looked up: is there a name server?'
+        is_missing = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
+        return 'there is no such name' if is_missing else 'its name cannot be looked up: is there a name server?'
     if isinstance(error, ssl.SSLError):
         return IMAGE_SERVER_SENTENCES.get(tls_failure(error), 'it does not speak TLS as this host does')
     if isinstance(error, ConnectionRefusedError):
@@ -361,7 +356,7 @@ def _cause(error: BaseException) -> str | None:
 
 
 def _status(code: int) -> str:
-    """A status code with its name from HTTP: the one in the answer is the server's own text."""
+    """Format a status code with HTTP's name: the one in the response is the server's text."""
     try:
         return f'{code} {HTTPStatus(code).phrase}'
     except ValueError:
@@ -369,26 +364,23 @@ def _status(code: int) -> str:
 
 
 def _redirected(url: str, here: str, location: str) -> str:
-    """The URL that `location`, the answer to `here`, names; `url` is where it began.
-
-    BuildFailed for one that is not followed, which the reason does not quote.
-    """
+    """Return the URL to follow to `location`; BuildFailed, not quoting it, if it is refused."""
     try:
-        there = check_image(urldefrag(urljoin(here, location)).url)
+        target = check_image(urldefrag(urljoin(here, location)).url)
     except ValueError:
-        what = 'what is no URL of an image, or has a user or a password'
-        raise BuildFailed('image', f'{url}: redirected to {what}, which is not followed') from None
-    if urlsplit(there).scheme == 'file':
+        reason = 'what is no URL of an image, or has a user or a password'
+        raise BuildFailed('image', f'{url}: redirected to {reason}, which is not followed') from None
+    if urlsplit(target).scheme == 'file':
         raise BuildFailed('image', f'{url}: redirected to a local file, which is not followed')
-    return there
+    return target
 
 
 @dataclass(eq=False)
 class Transfer:
-    """One question for the image of `url`, and its download into `part` unless it is the `known` one (None: none is).
+    """A check of the image of `url`, and its download to `part` if the cached one is outdated.
 
-    `pin` is the SHA-256 the content must have, None for any; `reserve(descriptor, size, ahead)` is called before the
-    file becomes `size` bytes long; its answer is how long it may become, which is `ahead` more at most.
+    `pin` is the SHA-256 that the content must have, None for any. `reserve(descriptor, size, ahead)` is called before
+    the file grows to `size` bytes, and returns to how many it may grow, at most `ahead` more.
     """
 
     url: str
@@ -412,53 +404,50 @@ class Transfer:
         self._total: int | None = None
 
     def ask(self) -> None:
-        """Begin, at `began`: the server is asked. is_known() and run() are to follow, and give_up() in any case."""
+        """Start the check. is_current() and run() follow it, and abandon() in any case."""
         self.began = time.monotonic()
         threading.Thread(target=self._run, name='download', daemon=True).start()
 
     def is_known(self, checkpoint: Callable[[], None]) -> bool:
-        """Whether the image is the known one, once the server has said so; nothing is downloaded before run().
-
-        BuildFailed, OSError, what the checkpoint raises.
-        """
+        """Wait until it is known whether the cached image is current. Raises what run() raises."""
         self._wait(self._has_answered, checkpoint, lambda *_: None)
         return self._ended.is_set()
 
     def run(self, checkpoint: Callable[[], None], tell: Tell) -> Download:
-        """Download the image, which is not the known one. BuildFailed, OSError, what the checkpoint raises."""
+        """Download the new image. Raises BuildFailed, OSError and what the checkpoint raises."""
         self._wait(self._has_answered, checkpoint, lambda *_: None)
-        # Not in the thread, which may be given up and go on when the name is another's.
+        # Not in the thread: an abandoned one could open the file when it is another download's.
         self._file = self.part.open('wb')
         self._may_download.set()
         self._wait(self._ended, checkpoint, tell)
-        assert isinstance(self._result, Download)  # else it was raised
+        assert isinstance(self._result, Download)  # an error was raised by _wait()
         return self._result
 
     def give_up(self) -> None:
-        """End it, if it has not ended. What its thread still writes, whatever it waits for, is nobody's."""
+        """Abandon the transfer, if unfinished: what its thread still writes is discarded."""
         self._given_up = True
         self._may_download.set()
         self.source.stop()
 
     def _wait(self, event: threading.Event, checkpoint: Callable[[], None], tell: Tell) -> None:
-        told_at = time.monotonic()
-        told = 0
+        reported_at = time.monotonic()
+        reported = 0
         pace = _Pace()
         while not event.wait(TICK):
             checkpoint()
             now = time.monotonic()
             if self.known is not None and not self._has_answered.is_set() and now - self.began > PATIENCE:
                 raise Away('image', f'{self.url}: the server gives no answer in time')
-            if (waits := self._waits_for) is not None and now - waits[1] > ANSWER:
-                raise Away('image', f'{self.url}: no {waits[0]} after {ANSWER:g} s')
+            if (wait := self._waits_for) is not None and now - wait[1] > ANSWER:
+                raise Away('image', f'{self.url}: no {wait[0]} after {ANSWER:g} s')
             if self._downloads and pace.is_slow(now, self._done):
                 slow = f'less than {RATE // 2**10} KiB/s for {SPELL:g} s'
                 raise Away('image', f'{self.url}: {slow}, {self._done} bytes so far')
             if now - self.began > DEADLINE:
                 raise Away('image', f'{self.url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
-            if now - told_at >= TOLD_EVERY and self._done != told:
-                told, told_at = self._done, now
-                tell(told, self._total)
+            if now - reported_at >= TOLD_EVERY and self._done != reported:
+                reported, reported_at = self._done, now
+                tell(reported, self._total)
         if isinstance(self._result, BaseException):
             raise self._result
 
@@ -493,22 +482,22 @@ class Transfer:
             with self._waiting(SUMS):
                 sums = self.source.sums()
             expected = None if sums is None else sum_of(sums, self.url)
-        found = self._download(stream, file, expected)
-        return found if expected is not None or self._is_still(found.version) else self._fetch_again(file, found)
+        result = self._download(stream, file, expected)
+        return result if expected is not None or self._is_still(result.version) else self._fetch_again(file, result)
 
     def _fetch_again(self, file: IO[bytes], first: Download) -> Download:
-        """Download again, for the version differs: several servers of one name may each have their own. BuildFailed."""
+        """Download again: servers of one name may differ in version. BuildFailed if in content."""
         with self._waiting('answer'):
             stream = self.source.open(None)
-        assert stream is not None  # nothing is known
+        assert stream is not None  # without a cached version there is a stream
         with closing(stream):
             self._done = file.seek(0)
             file.truncate()
             again = self._download(stream, file, None)
-        cure = 'put #sha256=… on its URL, and its server is asked once'
+        fix = 'put #sha256=… on its URL, and its server is asked once'
         if again.sha256 != first.sha256:
-            raise BuildFailed('image', f'{self.url}: changed while it was downloaded: ask again, or {cure}')
-        log.warning('%s: downloaded twice, for its server names another version each time. Fix: %s', self.url, cure)
+            raise BuildFailed('image', f'{self.url}: changed while it was downloaded: ask again, or {fix}')
+        log.warning('%s: downloaded twice, for its server names another version each time. Fix: %s', self.url, fix)
         modified = again.version.modified if again.version.modified == first.version.modified else ''
         return replace(again, version=replace(again.version, etag='', modified=modified))
 
@@ -537,15 +526,15 @@ class Transfer:
         if not self._done:
             raise BuildFailed('image', f'{self.url}: is empty')
         if expected not in (None, digest.hexdigest()):
-            where = 'its URL' if self.pin else f'the {SUMS} beside it'
-            raise BuildFailed('image', f'{self.url}: its SHA-256 is {digest.hexdigest()}, and {where} says {expected}')
-        file.truncate(self._done)  # what was reserved ahead is nobody's
+            origin = 'its URL' if self.pin else f'the {SUMS} beside it'
+            raise BuildFailed('image', f'{self.url}: its SHA-256 is {digest.hexdigest()}, and {origin} says {expected}')
+        file.truncate(self._done)  # release what was reserved in advance
         file.flush()
         os.fsync(file.fileno())
         return Download(digest.hexdigest(), self._done, stream.version)
 
     def _is_still(self, version: Version) -> bool:
-        """Whether the server still has the version it began to send; True if it cannot be asked."""
+        """Return whether the server still has this version; True if unversioned or unavailable."""
         if not version.etag and not version.modified:
             return True
         with suppress(Away), self._waiting('answer'):
@@ -554,7 +543,7 @@ class Transfer:
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Allow ANSWER seconds for the block, which waits for `what`."""
+        """Allow MAX_ANSWER_SECONDS for the block, which waits for `awaited`."""
         self._waits_for = what, time.monotonic()
         try:
             yield
@@ -563,21 +552,21 @@ class Transfer:
 
 
 class _Pace:
-    """Whether a download is too slow, looked at once in each SPELL; the first begins at the first is_slow()."""
+    """Finds whether a download is too slow, once in each SLOW_PERIOD_SECONDS."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._done = 0
 
     def is_slow(self, now: float, done: int) -> bool:
-        """Whether fewer than RATE bytes a second came in the SPELL that ends at `now`; `done` is the bytes so far."""
+        """Return whether the period that ends at `now` was too slow; `done_bytes` came in all."""
         if self._since is not None and now - self._since < SPELL:
             return False
-        # Less than before is the beginning of a second download.
+        # Fewer bytes than before mean that a second download began.
         slow = self._since is not None and 0 <= done - self._done < RATE * (now - self._since)
         self._since, self._done = now, done
         return slow
 
 
 class _GivenUp(Exception):
-    """The asker of a Transfer has given up."""
+    """The caller of a Transfer has abandoned it."""

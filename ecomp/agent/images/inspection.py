@@ -38,11 +38,8 @@ NO_QEMU_IMG = 127  # exit status of the child, as a shell's for a command that w
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
     """Return what virt.image.inspect() returns for the file at `path`, within the limits.
 
-    An error that `checkpoint` raises ends the child.
-
-    Raises:
-        BuildFailed: the image is refused, or takes more than MAX_SECONDS or memory.
-        EcompError: the child could not do its work, which may be temporary.
+    Raises BuildFailed if the image is refused or exceeds a limit, EcompError if the child could not work, which may be
+    temporary, and what `checkpoint` raises, which ends the child.
     """
     limits = [str(os.getpid()), str(SECONDS), str(MEMORY), str(QEMU_MEMORY)]
     deadline = time.monotonic() + SECONDS
@@ -69,8 +66,8 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
     if 'reason' in result:
         raise BuildFailed('image', result['reason'])
     if child.returncode != 0:
-        memory_reason = f'needs more than {QEMU_MEMORY // 2**20} MiB for it'
-        raise BuildFailed('image', f'QEMU cannot open the image, or {memory_reason}. Fix: qemu-img convert -O qcow2 OLD NEW')
+        needs = f'needs more than {QEMU_MEMORY // 2**20} MiB for it'
+        raise BuildFailed('image', f'QEMU cannot open the image, or {needs}. Fix: qemu-img convert -O qcow2 OLD NEW')
     return BaseImage(str(path), result['format'], result['virtual_size'])
 
 

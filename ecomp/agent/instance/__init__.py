@@ -1,1 +1,1 @@
-"""Building one instance, its power, its records, and the workers."""
+"""Build and control one instance, keep its record, and run the worker processes."""

@@ -25,11 +25,7 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Build:
-    """A guest to build.
-
-    `spec` gets its base volume in carry_out(). `requested_at` is monotonic, on a clock that all processes of a boot
-    share.
-    """
+    """A guest to build. `requested_at` is monotonic, which all processes of a boot share."""
 
     spec: GuestSpec
     image: str
@@ -42,8 +38,6 @@ class Build:
 
 @dataclass(frozen=True)
 class Step:
-    """A single operation on a guest of this compute."""
-
     instance: str
     compute: str
 
@@ -116,10 +110,8 @@ def carry_out(
     `report` gets each stage reached and the progress of the download. `checkpoint` is called before each step of a
     build and while it waits for the image, and raises Cancelled to stop it.
 
-    Raises:
-        BuildFailed: the guest cannot be built.
-        Conflict: a domain or volume of this name is not ecomp's, or the domain is another compute's.
-        EcompError: the hypervisor is unreachable, or the image could not be inspected.
+    Raises BuildFailed if the guest cannot be built, Conflict if a domain or volume of its name is not ecomp's or is
+    another compute's, and EcompError if the hypervisor is unreachable or the image could not be inspected.
     """
     if isinstance(job, Step):
         job.carry_out(hypervisor)

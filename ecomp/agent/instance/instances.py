@@ -95,10 +95,7 @@ def answer(asked: Future[Consumer]) -> Consumer:
 
 @dataclass(frozen=True)
 class ControlPlane:
-    """etcd and placement, as one compute uses them.
-
-    `now` returns ISO 8601 times. `query_aside` queries placement while the caller does something else.
-    """
+    """etcd and placement, as one compute uses them; `now` returns ISO 8601 times."""
 
     compute: str
     store: Store
@@ -109,10 +106,7 @@ class ControlPlane:
 
 @dataclass(frozen=True)
 class Host:
-    """The hypervisor of a host, its workers and the data for its metadata server.
-
-    `ensure_metadata_server` is called every minute. `can_serve_metadata`: guests could reach a metadata server here.
-    """
+    """A host's hypervisor, workers and metadata; `ensure_metadata_server` runs every minute."""
 
     hypervisor: Hypervisor
     runner: Runner
@@ -491,10 +485,7 @@ class Instances:
         log.info('instance %s is %s, as was asked', request.instance, record.state)
 
     def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool, starts: bool) -> None:
-        """Record a guest that exists already; a difference from its claim becomes its fault.
-
-        `has_lost_record`: etcd had none. `start_if_off`: its build was begun, so a guest that is off is started.
-        """
+        """Record a guest that exists already; a difference from its claim becomes its fault."""
         remembered = self.memory.all().get(record.instance)
         if lost and request.power is not None:
             # The power action may have been done long ago: only our own memory can tell that it was not.

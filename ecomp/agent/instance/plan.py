@@ -134,10 +134,7 @@ def _living(instance: str, record: Record | None, seen: Sightings) -> tuple[Kind
 
 
 def news(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
-    """Return whether there is an address to record: a new one, or the first since a boot.
-
-    `now` is the time of day in ISO 8601; '' if unknown.
-    """
+    """Return whether there is an address to record: a new one, or the first since a boot."""
     if any(
         interface.mac in addresses and addresses[interface.mac].address != interface.address
         for interface in record.addresses

@@ -316,10 +316,7 @@ class Workers:
         self._ends_builds = False
 
     def tend(self, timeout: float) -> None:
-        """Start missing workers, assign jobs, receive messages and reap dead workers.
-
-        Only the main thread calls this. It returns after `timeout` seconds at most, or when it is woken.
-        """
+        """Start, feed, read and reap workers once; waits until woken, `timeout` seconds at most."""
         now = time.monotonic()
         self._hand_out()
         worker_count, grows_at = self._wanted(now)

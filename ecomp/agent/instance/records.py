@@ -39,10 +39,7 @@ class Superseded(Exception):
 
 
 class RecordEntry(NamedTuple):
-    """A record as last read or written, None if there is none, and the revisions of its keys.
-
-    `old_revision` is that of keys.old_record(), where ecomp 1.0 has the records of all computes; 0 for no record there.
-    """
+    """A cached record (None: none, or malformed), and the revisions of its new and old key."""
 
     record: Record | None = None
     revision: int = 0
@@ -79,10 +76,7 @@ class Records:
         return record
 
     def to_end(self, instance: str) -> Record | None:
-        """Return the record of an instance to end; None also if malformed: a write replaces it.
-
-        Raises Unreadable for a record of a newer version, which may have fields that are unknown here.
-        """
+        """Return the record to end; None if malformed, to be overwritten; Unreadable if newer."""
         try:
             return self.get(instance)
         except Unreadable as error:
@@ -190,13 +184,11 @@ class Records:
         self._memory.ended(instance)
 
     def drop(self, instance: str, revision: int, kept: str | None) -> None:
-        """Delete the request of an ended instance, and its name, unless that is `kept_name`.
-
-        A failed instance keeps its name. A request that was malformed may have got a name when it was rewritten.
-        """
+        """Delete the request of an ended instance, and its name, unless that is `kept_name`."""
         key = keys.request(self._compute, instance)
         entry = self._store.get(key)
         name = shares(parse_request(self._compute, key, entry.value)).name if entry is not None else None
+        # A failed instance keeps its name. A malformed request may have got a name when it was rewritten.
         unchanged, change = sharing.freed(self._store, name, instance) if name != kept else ([], [])
         operations = [Delete(key), *change]
         self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
