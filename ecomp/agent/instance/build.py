@@ -20,7 +20,7 @@ class WorkerDied(EcompError):
 
 
 class Cancelled(Exception):
-    """The build was cancelled because of a destroy or a shutdown, and has undone itself."""
+    """The build was cancelled, by a destroy or stop_builds(), and nothing of it is left."""
 
 
 @dataclass(frozen=True)

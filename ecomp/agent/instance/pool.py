@@ -340,7 +340,7 @@ class Workers:
         self._hand_out()
 
     def stop(self) -> None:
-        """Stop the workers once their jobs are done; queued jobs fail with WorkerDied."""
+        """Stop workers once their jobs are done; queued or unreported jobs fail with WorkerDied."""
         for worker in self._workers:
             worker.to_send.put(None)
         for process in [*self._dismissed, *(worker.process for worker in self._workers)]:
