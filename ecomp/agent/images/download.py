@@ -339,7 +339,7 @@ def why_away(error: HTTPError) -> str:
         causes += [cause for cause in inner if isinstance(cause, BaseException) and cause not in causes]
     if (answered := next(filter(None, (TUNNEL.match(str(cause_error)) for cause_error in causes)), None)) is not None:
         return f'the proxy answers HTTP {_status(int(answered[1]))}'
-    return f'{server} cannot be reached' + next((f': {why}' for why in map(_cause, causes) if why), '')
+    return f'{server} cannot be reached' + next((f': {detail}' for detail in map(_cause, causes) if detail), '')
 
 
 def _cause(error: BaseException) -> str | None:

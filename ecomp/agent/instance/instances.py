@@ -490,8 +490,8 @@ class Instances:
         if lost and request.power is not None:
             # The power action may have been done long ago: only our own memory can tell that it was not.
             record = replace(record, power=remembered.record.power if remembered else request.power.id)
-        held = allocations.consumer(self.placement, request.instance)
-        claim_fault = difference(request.allocations, held.allocations)
+        consumer = allocations.consumer(self.placement, request.instance)
+        claim_fault = difference(request.allocations, consumer.allocations)
         spec = self.shape.spec(self.compute, request)
         if not record.addresses:
             interfaces = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))

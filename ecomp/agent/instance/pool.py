@@ -386,11 +386,11 @@ class Workers:
         return True
 
     def _start(self) -> None:
-        ours, theirs = self._context.Pipe()
+        parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
-            target=self._entry, args=(theirs, self._settings), name='ecompute worker', daemon=True
+            target=self._entry, args=(child_end, self._settings), name='ecompute worker', daemon=True
         )
-        worker = _Worker(process, ours, time.monotonic(), ends_only=False)
+        worker = _Worker(process, parent_end, time.monotonic(), ends_only=False)
         sender = threading.Thread(target=worker.send_all, name='to a worker', daemon=True)
         try:
             sender.start()
@@ -398,10 +398,10 @@ class Workers:
         except BaseException:
             worker.to_send.put(None)
             if not sender.is_alive():
-                ours.close()
+                parent_end.close()
             raise
         finally:
-            theirs.close()
+            child_end.close()
         with self._lock:
             # It is the last of the list, so that an idle worker of the other kind gets a job first.
             is_last = len(self._workers) >= self._size - 1

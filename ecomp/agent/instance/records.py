@@ -521,12 +521,12 @@ def _claimed(placement: Placement, request: Request) -> str:
     """Claim for the request if nothing is held; return what is wrong with the claim, or ''."""
 
     def attempt() -> str:
-        held = allocations.consumer(placement, request.instance)
-        if held.allocations:
-            return difference(request.allocations, held.allocations) or ''
+        consumer = allocations.consumer(placement, request.instance)
+        if consumer.allocations:
+            return difference(request.allocations, consumer.allocations) or ''
         owner = request.user_id, request.project_id
         try:
-            allocations.claim_once(placement, request.instance, request.allocations, *owner, held.generation)
+            allocations.claim_once(placement, request.instance, request.allocations, *owner, consumer.generation)
         except (GenerationConflict, Unreachable):
             raise
         except EcompError as error:
