@@ -1,4 +1,4 @@
-"""`ecompute --check`: look at this machine and at what it needs, change nothing, and say what mends it."""
+"""`ecompute --check`: examine this machine, etcd and placement, and report faults with fixes. Changes nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ PROXIES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTPS_PROXY'
 
 
 def check(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
-    """How etcd and placement are met, and all that is wrong."""
-    found = backends.look(config.etcd, config.placement, config.path, 'compute.yaml')
-    return found, [*health.of_backends(found), *health.of_machine(_machine(config, not found.no_placement))]
+    """Return the state of etcd and placement, and all ailments of these and of the machine."""
+    status = backends.look(config.etcd, config.placement, config.path, 'compute.yaml')
+    return status, [*health.of_backends(status), *health.of_machine(_machine(config, not status.no_placement))]
 
 
 def refused(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
-    """What of the configuration a start would refuse, and reading it does not: names, where placement answers, too."""
+    """Yield the errors for which a start would refuse this readable configuration.
+
+    The names of traits and resource classes are checked only if placement answers.
+    """
     classes = sorted({*NEEDED, *(config.inventory or ())})
     try:
         provider.with_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
@@ -41,31 +44,31 @@ def refused(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
     except UsageError as error:
         yield str(error)
     except EcompError:
-        pass  # it does not answer any more: what a start would wait for is no mistake
+        pass  # placement does not answer; a start would wait for it, so the configuration is not wrong
     finally:
         placement.close()
 
 
 def no_images(config: ComputeConfig) -> str:
-    """The directory of `images:` where that is none; '' where it is one, or where there are to be none."""
+    """Return the path of `images:` if it is not a directory; '' if it is one or `images:` is not set."""
     return '' if config.images is None or os.path.isdir(config.images) else str(config.images)
 
 
 def _machine(config: ComputeConfig, has_placement: bool) -> health.Machine:
-    there, why, no_library = None, '', ''
+    libvirt_state, no_libvirt, no_library = None, '', ''
     try:
         from ecomp.virt.libvirt_host import look
     except UsageError as error:
         no_library = str(error)
     else:
         try:
-            there = look(config.state, config.networks)
+            libvirt_state = look(config.state, config.networks)
         except EcompError as error:
-            why = str(error)
+            no_libvirt = str(error)
     return health.Machine(
         state=_state(config.state),
-        libvirt=there,
-        no_libvirt=why,
+        libvirt=libvirt_state,
+        no_libvirt=no_libvirt,
         no_library=no_library,
         has_libvirtd=shutil.which('libvirtd', path=f'{os.environ.get("PATH", os.defpath)}:/usr/sbin') is not None,
         configured=config.uuid,
@@ -80,13 +83,13 @@ def _machine(config: ComputeConfig, has_placement: bool) -> health.Machine:
 
 
 def _state(directory: Path) -> health.StateDirectory:
-    owner, kept = None, ''
+    owner, saved_uuid = None, ''
     try:
         owner = directory.stat().st_uid
-        kept = (directory / 'uuid').read_text().strip()
+        saved_uuid = (directory / 'uuid').read_text().strip()
     except (OSError, ValueError):
-        pass  # before the first start, or not for us to read, which its owner says
-    # os.path's is false, and no error, below what we may not enter.
-    nearest = next(each for each in (directory, *directory.absolute().parents) if os.path.exists(each))
-    free = shutil.disk_usage(nearest).free
-    return health.StateDirectory(str(directory), os.geteuid(), owner, kept, keys.is_uuid(kept), free)
+        pass  # before the first start, or not readable, which the owner explains
+    # Below a directory we may not enter, os.path.exists() returns False, where Path.exists() raises.
+    nearest = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
+    free_bytes = shutil.disk_usage(nearest).free
+    return health.StateDirectory(str(directory), os.geteuid(), owner, saved_uuid, keys.is_uuid(saved_uuid), free_bytes)

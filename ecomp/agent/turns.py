@@ -1,7 +1,6 @@
-"""The threads that the computes of a process share, the turns scheduled in them, back-off, and the log of failures.
+"""Thread pools shared by the computes of a process, jobs scheduled in them, back-off, and the log of failures.
 
-One thread keeps the time of all turns. A few threads of each kind do the work of all computes, so a process of a
-thousand computes has no more threads than one of a few.
+One timer thread serves all jobs. A process of a thousand computes has no more threads than a process of a few.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from ecomp.model.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
+# Delay before a job is retried that found no thread or raised an unexpected error.
 AGAIN = 1.0
-"""Seconds until what could not be begun, or failed unexpectedly, is tried again."""
-FIRST_DELAY, LAST_DELAY = 0.5, 15.0
-"""Seconds before what failed is tried again: the first time, and at most."""
+# Bounds of the back-off after failures.
+FIRST_DELAY = 0.5
+LAST_DELAY = 15.0
 
 Result = TypeVar('Result')
 
@@ -39,56 +39,56 @@ class _Delay(NamedTuple):
 
 
 class Delays:
-    """Back-off: when each name is tried again, on the monotonic clock. From any thread."""
+    """The times, on the monotonic clock, until which names are deferred. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Lock()
         self._later: dict[str, _Delay] = {}
 
     def put_off(self, name: str, seconds: float | None = None) -> float:
-        """Defer `name` by so many seconds; return when it is due. None: it failed, and waits longer each time."""
+        """Defer `name` and return when it is due; without `seconds` it failed, and each failure defers it longer."""
         with self._changed:
             backoff = None
             if seconds is None:
-                known = self._later.get(name)
-                backoff = (known.backoff if known else None) or Backoff(FIRST_DELAY, LAST_DELAY)
+                delay = self._later.get(name)
+                backoff = (delay.backoff if delay else None) or Backoff(FIRST_DELAY, LAST_DELAY)
                 seconds = backoff.next() * random.uniform(0.5, 1.0)
             self._later[name] = _Delay(time.monotonic() + seconds, backoff)
             return self._later[name].until
 
     def put_off_now(self, now: float) -> dict[str, float]:
-        """What is not to be tried yet, and until when. What did not fail is forgotten when its time has come."""
+        """Return {name: due time} of the deferred names; forget those that are due and did not fail."""
         with self._changed:
-            self._later = {name: each for name, each in self._later.items() if each.backoff or each.until > now}
-            return {name: each.until for name, each in self._later.items() if each.until > now}
+            self._later = {name: delay for name, delay in self._later.items() if delay.backoff or delay.until > now}
+            return {name: delay.until for name, delay in self._later.items() if delay.until > now}
 
     def when(self, name: str) -> float:
-        """The time from which `name` is to be tried again; inf if it is not put off."""
+        """Return the time when `name` is due; inf if it is not deferred."""
         with self._changed:
             delay = self._later.get(name)
             return delay.until if delay is not None else math.inf
 
     def next(self, besides: Collection[str]) -> float:
-        """Return when the first deferred name that is none of these is due; inf if there is none."""
+        """Return the earliest due time of the deferred names that are not excluded; inf if there are none."""
         with self._changed:
-            times = (each.until for name, each in self._later.items() if name not in besides)
-            return min(times, default=math.inf)
+            due_times = (delay.until for name, delay in self._later.items() if name not in besides)
+            return min(due_times, default=math.inf)
 
     def forget(self, name: str) -> bool:
-        """Put `name` off no longer; return whether it was put off."""
+        """Cancel the deferral and the back-off of `name`; return whether it had one."""
         with self._changed:
             return self._later.pop(name, None) is not None
 
     def forget_all_but(self, names: Collection[str]) -> list[str]:
-        """Cancel the deferral of every name that is not among these; return the names."""
+        """Cancel the deferral of every other name; return the names that had one."""
         with self._changed:
-            gone = [each for each in self._later if each not in names]
-            for each in gone:
-                del self._later[each]
-            return gone
+            removed = [name for name in self._later if name not in names]
+            for name in removed:
+                del self._later[name]
+            return removed
 
     def clear(self) -> None:
-        """Cancel every deferral: what failed may work now."""
+        """Cancel every deferral."""
         with self._changed:
             self._later.clear()
 
@@ -99,44 +99,45 @@ class _Loss(NamedTuple):
 
 
 class Complaints:
-    """What is failing now, by what was being done. From any thread.
+    """The failures that last, by the activity that failed. Thread-safe.
 
-    Each loss is logged once and each return once, in however many places it is met. What fails for want of a backend is
-    one loss with all else that does; anything else is one for its text.
+    A failure is logged once and its end once, even if several activities meet it. All failures to reach one backend are
+    one failure; other failures are the same if their texts are.
     """
 
     def __init__(self) -> None:
+        # Called after the end of a failure: activities that wait for the same backend can be retried now.
         self.on_return: Callable[[], None] = lambda: None
-        """Called after something works that failed before: what waits for the same may be tried at once."""
         self._lock = threading.Lock()
         self._open: dict[str, _Loss] = {}
         self._returned: dict[_Loss, float] = {}
 
     def complain(self, doing: str, error: EcompError, began: float = math.inf) -> None:
-        """This failed, and is tried again. What `began` (monotonic) before its backend's return proves no new loss.
+        """Log that an activity failed and is retried, unless the failure is known.
 
-        A worker frozen throughout an outage, say, meets its own broken connection long after everybody else.
+        An attempt started (monotonic) before its backend recovered proves no new failure: a worker that was frozen
+        during an outage, for example, finds its own connection broken long after the others.
         """
         if isinstance(error, StrangeEtcd):
-            return  # its guard has said so, and it is not tried again
+            return  # the guard has logged it, and the activity is not retried
         backend = error.backend if isinstance(error, Unreachable) else ''
         loss = _Loss(backend or str(error), bool(backend))
         with self._lock:
             if loss.backend and began < self._returned.get(loss, -math.inf):
                 return
-            known = loss in self._open.values()
+            is_known = loss in self._open.values()
             self._open[doing] = loss
-        if not known:
+        if not is_known:
             log.warning('%s; trying again until it %s', error, 'is back' if backend else 'works')
 
     def settle(self, doing: str) -> bool:
-        """Note that this works; return whether it failed before."""
+        """Log the end of the failure of an activity; return False if it had not failed."""
         with self._lock:
             loss = self._open.pop(doing, None)
             if loss is None:
                 return False
-            # One that is back is back for all; who finds otherwise complains anew.
-            self._open = {other: each for other, each in self._open.items() if each != loss}
+            # The failure ended for all activities; one that still fails reports it again.
+            self._open = {other: other_loss for other, other_loss in self._open.items() if other_loss != loss}
             if loss.backend:
                 self._returned[loss] = time.monotonic()
         log.info('%s is back' if loss.backend else 'what failed before works again: %s', loss.about)
@@ -146,7 +147,7 @@ class Complaints:
     def attempt(
         self, doing: str, work: Callable[[], Result], is_moot: Callable[[], bool] = lambda: False
     ) -> Result | None:
-        """Do `work` and return its result; log a failure, unless it is moot by then, and return None: try it again."""
+        """Return the result of `work`; if it raises any Exception, log that unless it is moot, and return None."""
         began = time.monotonic()
         try:
             result = work()
@@ -162,7 +163,7 @@ class Complaints:
         return None
 
     def hand_over(self, doing: str, to: str) -> None:
-        """This will not be tried any more: another thing that is, and needs the same, says when it works."""
+        """Forget an activity that is not retried; a lost backend's return is then noticed by `other_activity`."""
         with self._lock:
             loss = self._open.pop(doing, None)
             if loss is not None and loss.backend:
@@ -170,38 +171,38 @@ class Complaints:
 
 
 class Waker:
-    """A pipe that ends the main thread's wait. wake() is any thread's, all else the main thread's."""
+    """A pipe that ends the main thread's wait. Only wake() may be called from other threads."""
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(self._writer, False)
         self._on_signals = False
-        # One that a signal handler may take while its own thread has it.
+        # Reentrant, because a signal handler may need it while its own thread holds it.
         self._lock = threading.RLock()
         self._closed = False
 
     def wake(self) -> None:
-        """End the wait. Nothing once it is closed: by then its number may be another file's."""
-        with self._lock, suppress(BlockingIOError):  # full of wakes nobody has read yet: that will do
+        """End the wait; no-op after close(), when the descriptor may be another file's."""
+        with self._lock, suppress(BlockingIOError):  # the pipe is full of unread bytes, which end the wait as well
             if not self._closed:
                 os.write(self._writer, b'.')
 
     def wake_on_signals(self) -> None:
-        """From now on a signal ends the wait. The main thread's work."""
-        # The kernel may give a signal to any thread, and then the poll in the main thread, where alone Python's
-        # handlers run, does not end: the signal would be heard up to a minute later.
+        """Let signals end the wait. Call it in the main thread."""
+        # The kernel may deliver a signal to any thread. The poll in the main thread, where alone Python runs handlers,
+        # then does not end: the signal would be handled up to a minute later.
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._on_signals = True
 
     def clear(self) -> None:
-        """Forget the wakes so far."""
+        """Discard the wake-ups so far."""
         with suppress(BlockingIOError):
             while os.read(self.reader, 4096):
                 pass
 
     def close(self) -> None:
-        """Let the pipe go."""
+        """Close the pipe."""
         if self._on_signals:
             signal.set_wakeup_fd(-1)
         with self._lock:
@@ -211,10 +212,7 @@ class Waker:
 
 
 class TurnThreads:
-    """At most `most` threads, made when they are needed, that do what is handed in. Nobody waits for their end.
-
-    Python's own (ThreadPoolExecutor) is waited for when the process ends, and one of these may wait for placement then.
-    """
+    """A pool of daemon threads. Python waits for a ThreadPoolExecutor's at exit; these may be waiting for placement."""
 
     def __init__(self, name: str, most: int) -> None:
         self._name, self._most = name, most
@@ -223,7 +221,7 @@ class TurnThreads:
         self._threads, self._idle, self._waiting = 0, 0, 0
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have this done. RuntimeError: there is no thread, and none can be started; then it is not done."""
+        """Have a thread call `work`; raise RuntimeError if the pool has no thread and cannot start one."""
         with self._lock:
             if self._idle <= self._waiting and self._threads < self._most:
                 thread = threading.Thread(target=self._run, name=f'{self._name}_{self._threads}', daemon=True)
@@ -238,7 +236,7 @@ class TurnThreads:
             self._work.put(work)
 
     def close(self) -> None:
-        """Have the threads end when what was handed in is done."""
+        """Let the threads end after the work that was submitted."""
         with self._lock:
             for _ in range(self._threads):
                 self._work.put(None)
@@ -251,25 +249,25 @@ class TurnThreads:
                 work()
             except Exception:
                 log.exception('unexpected error in thread %s', threading.current_thread().name)
-            del work  # and with it whatever it is about, which may be long gone when the next comes
+            del work  # or the thread keeps its objects alive until the next one comes
             with self._lock:
                 self._idle += 1
 
 
 class Turn:
-    """`work`, done in a thread of `pool`; it returns when (monotonic; inf: not by itself) it is to be done again."""
+    """Calls `work` in a thread of `pool`; it returns when (monotonic; inf: never) it is due again."""
 
     def __init__(self, threads: Threads, pool: TurnThreads, work: Callable[[], float]) -> None:
         self._threads, self._pool, self._work = threads, pool, work
         self._when = math.inf
         self._ended = False
+        # Whether `work` is running or submitted.
         self.is_busy = False
-        """Whether it is being done, or about to be."""
+        # The time of the next timer that is set for this job. Only Threads changes it.
         self.woken_at = math.inf
-        """When it will be told next: Threads' own."""
 
     def at(self, moment: float = 0.0) -> None:
-        """Have it done at this moment at the latest; while it is being done: once more. From any thread."""
+        """Run the job at this moment (monotonic) or before; once more if it is running. From any thread."""
         with self._threads.changed:
             if moment < self._when and not self._ended:
                 self._when = moment
@@ -277,17 +275,17 @@ class Turn:
                     self._plan()
 
     def end(self) -> None:
-        """Begin it no more. What is under way goes on: see is_busy and wait()."""
+        """Start the job no more. A run in flight continues: see is_busy and wait()."""
         with self._threads.changed:
             self._ended, self._when = True, math.inf
 
     def wait(self) -> None:
-        """Return when it is not being done any more. Not for its own thread."""
+        """Wait for the run in flight. Must not be called by the job itself."""
         with self._threads.changed:
             self._threads.changed.wait_for(lambda: not self.is_busy)
 
     def woken(self, when: float) -> None:
-        """It is this moment now, for which wake() asked. With the threads' `changed` held."""
+        """Start the job if it is due. The timer thread calls this, holding `Threads.changed`."""
         if when == self.woken_at:
             self.woken_at = math.inf
         if not self.is_busy:
@@ -321,26 +319,22 @@ class Turn:
 
 
 class Threads:
-    """The threads that the computes of a process share, and the thread that begins each turn when it is due.
+    """The thread pools that the computes of a process share, and the timer thread that starts due jobs."""
 
-    `tasks`: how many are carried out at once, beside builds.
-    """
-
+    # Most builds may wait for one image's download: neither other tasks nor builds of other images may wait for them.
     BUILDS = 32
-    """Builds that are begun, most of which may wait for one image: nothing else is to wait for them, nor the builds
-    of other images for a few."""
+    # Size of the pools that many computes use concurrently: their threads wait for the same etcd and placement.
     SHARED = 16
-    """Those of a kind that many computes need at once at most: what they wait for is etcd and placement, which all of
-    them have in common."""
 
     def __init__(self, computes: int, tasks: int) -> None:
-        few, many = min(computes, 4), min(computes, self.SHARED)
-        self.plans = TurnThreads('planner', few)
+        """Make the pools for a number of computes, with at least `max_tasks` threads for tasks other than builds."""
+        few_threads, shared_threads = min(computes, 4), min(computes, self.SHARED)
+        self.plans = TurnThreads('planner', few_threads)
         self.builds = TurnThreads('build', max(tasks, self.BUILDS))
         self.tasks = TurnThreads('task', tasks if computes == 1 else max(tasks, self.SHARED))
-        self.minutes = TurnThreads('minute', few)
-        self.audits = TurnThreads('audits', few)
-        self.queues = TurnThreads('queues', many)
+        self.minutes = TurnThreads('minute', few_threads)
+        self.audits = TurnThreads('audits', few_threads)
+        self.queues = TurnThreads('queues', shared_threads)
         self.changed = threading.Condition()
         self._closed = False
         self._heap: list[tuple[float, int, Turn]] = []
@@ -348,7 +342,7 @@ class Threads:
         self._timer = threading.Thread(target=self._run, name='turns', daemon=True)
 
     def wake(self, turn: Turn, when: float) -> None:
-        """Have the turn told at this moment (monotonic), unless it will be before. With `changed` held."""
+        """Set the job's timer to `when` (monotonic), unless it is set to an earlier time. Call it holding `changed`."""
         if when >= turn.woken_at or self._closed:
             return
         turn.woken_at = when
@@ -359,12 +353,12 @@ class Threads:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Begin no further turn, and let the threads end."""
+        """Start no further jobs, and let the threads end."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
-        for each in (self.plans, self.builds, self.tasks, self.minutes, self.audits, self.queues):
-            each.close()
+        for pool in (self.plans, self.builds, self.tasks, self.minutes, self.audits, self.queues):
+            pool.close()
 
     def _run(self) -> None:
         with self.changed:
@@ -373,5 +367,5 @@ class Threads:
                 while self._heap and self._heap[0][0] <= now:
                     when, _, turn = heapq.heappop(self._heap)
                     turn.woken(when)
-                left = self._heap[0][0] - now if self._heap else threading.TIMEOUT_MAX
-                self.changed.wait(min(left, threading.TIMEOUT_MAX))
+                seconds = self._heap[0][0] - now if self._heap else threading.TIMEOUT_MAX
+                self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
