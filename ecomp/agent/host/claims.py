@@ -1,9 +1,7 @@
-"""Release a claim on this compute that no request owns, after two periodic checks (rule 4).
+"""Release claims on this compute that have no request, attempt or guest, after two periodic checks (rule 4).
 
-A half-made request is never finished here: whoever made the claim is dead, or it would have a key.
-
-A provider's generation changes with its inventory, its traits, its aggregates and each claim on it, but not when a
-consumer is deleted. What follows from an unchanged generation therefore also holds after a release.
+A provider's generation changes with its inventory, traits, aggregates and each claim on it, but not when a consumer is
+deleted. A conclusion from an unchanged generation therefore also holds after a release.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from ecomp.placement.client import Placement
 from ecomp.store.client import Store, at_it, in_requests, wanted
 from ecomp.store.sharing import note_released
 
+# How long the computes of one process share an answer of placement about all providers.
 KEPT = 20.0
-"""Seconds for which what placement said of all providers is believed by those of many computes."""
+# Checks skipped in a row because of an unchanged generation: a restored database may count up to it again.
 BELIEVED = 10
-"""Looks for which an unchanged one is believed, at most: a database that was restored may count up to it again."""
 
 
 class Generations:
-    """What is said of the computes of a process: of one alone, or of all that there are in one call."""
+    """Reads providers' generations; with `reads_all`, of all providers in one call, for processes of many computes."""
 
     def __init__(self, placement: Placement, several: bool) -> None:
         self._placement, self._several = placement, several
@@ -38,66 +36,63 @@ class Generations:
         self._until = 0.0
 
     def of(self, compute: str) -> int | None:
-        """The generation of a compute's provider, at most KEPT s old; None: there is none."""
+        """Return the generation of a compute's provider, or None if there is no such provider."""
         if not self._several:
             try:
                 return providers.generation(self._placement, compute)
             except NotFound:
                 return None
-        with self._lock:  # while placement is asked, too: the others want the same answer, and not a thousand questions
-            began = time.monotonic()
-            if began >= self._until:
+        with self._lock:  # held during the call to placement: all other computes wait for the same answer
+            started_at = time.monotonic()
+            if started_at >= self._until:
                 self._said = providers.generations(self._placement)
-                self._until = began + KEPT
+                self._until = started_at + KEPT
             return self._said.get(compute)
 
 
 class Settled:
-    """At which generation all was found as it should be, and how often that was believed."""
+    """The generation at which the last check found no difference, and how many more checks it may replace."""
 
     def __init__(self) -> None:
         self._generation: int | None = None
         self._left = 0
 
     def at(self, generation: int | None) -> bool:
-        """Whether it is still as it was found, by this generation; asked a few times, then not believed any more."""
+        """Return whether to skip a check because the generation is unchanged, and count the skipped check."""
         if generation is None or generation != self._generation or not self._left:
             return False
         self._left -= 1
         return True
 
     def note(self, generation: int | None) -> None:
-        """All was found as it should be after this generation was read; None: it was not."""
+        """Note that a check found no difference after it had read this generation; None: it found one."""
         self._generation, self._left = generation, BELIEVED
 
 
 log = logging.getLogger(__name__)
 
+# Least time between the first and the confirming sighting, on this compute's monotonic clock.
 APART = keys.ATTEMPT_SECONDS
-"""Seconds between the two looks, on our own clock."""
 
 
 def orphans(
     held: Collection[str], wished: Collection[str], guests: Collection[str], at_it: Collection[str]
 ) -> set[str]:
-    """The consumers that no request, no attempt and no guest accounts for. Pure.
+    """Return the consumers that have no request, no attempt and no guest. Pure.
 
-    A guest stands behind its claim even when its request key is missing: it is kept, and uses what it uses.
+    A guest whose request key is missing keeps its claim, because it still uses the resources.
     """
     return set(held) - set(wished) - set(guests) - set(at_it)
 
 
 def due(seen: Mapping[str, float], found: Collection[str], now: float) -> tuple[dict[str, float], set[str]]:
-    """(first sightings from now on, what was first seen APART ago or before). Pure; `now` is monotonic."""
-    first = {consumer: seen.get(consumer, now) for consumer in found}
-    return first, {consumer for consumer, when in first.items() if now - when >= APART}
+    """Return the new first sightings, and the names first seen at least CONFIRMATION_SECONDS ago. Pure."""
+    first_sightings = {consumer: seen.get(consumer, now) for consumer in found}
+    return first_sightings, {consumer for consumer, seen_at in first_sightings.items() if now - seen_at >= APART}
 
 
 class ClaimKeeper:
-    """Releases claims on this compute that nobody stands behind, once they were seen so for long enough (rule 4).
-
-    `takes` False: it takes nothing from queues, so what an attempt of its own claimed for what waits goes, too.
-    """
+    """Releases orphaned claims on this compute; without `takes_from_queues` those for queued requests, too (rule 4)."""
 
     def __init__(self, compute: str, store: Store, placement: Placement, takes: bool = True) -> None:
         self._compute = compute
@@ -105,17 +100,17 @@ class ClaimKeeper:
         self._store = store
         self._placement = placement
         self._seen: dict[str, float] = {}
+        # The generation at which this compute had no orphaned claim.
         self.settled = Settled()
-        """Since when all claims on this compute, or none at all, are accounted for."""
         self._held: Collection[str] = ()
 
     def look(
         self, guests: Collection[str], now: float, generation: int | None = None, asked: Collection[str] = ()
     ) -> None:
-        """Look once, and release what is due. Errors: Unreachable and its like; the next look does it then.
+        """Check the claims once, and release the confirmed orphans; errors of placement and etcd pass.
 
-        `generation` is the provider's, read before (None: not known), and `asked` what is asked of this compute by what
-        it follows. Where nothing was claimed since a look, and somebody stands behind all of it, nothing else is asked.
+        The check is skipped if the provider's `generation` (read before; None: not known) is unchanged and each
+        consumer of the last check has a guest or is among `requests`, the instances of the followed requests.
         """
         if not orphans(self._held, asked, guests, ()) and self.settled.at(generation):
             return
@@ -126,18 +121,18 @@ class ClaimKeeper:
         if not held:
             self._seen = {}
             return
-        # placement was read first: a claim made since cannot be in it, and one that was delivered
-        # meanwhile has its key by now. etcd is asked itself, for a followed state may be behind.
-        wished = [keys.last(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries]
-        placing = at_it(self._store) if self._takes else in_requests(self._store.snapshot(keys.ATTEMPTS))
-        self._seen, ready = due(self._seen, orphans(held, wished, guests, placing), now)
-        noting = partial(note_released, self._store)
-        for consumer, released in release(self._placement, ready, self._wanted, noting).items():
+        # Placement was read first: it holds no later claim, and any claim delivered since then has its request key.
+        # Etcd is queried, because the followed state may be stale.
+        requested = [keys.last(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries]
+        in_flight = at_it(self._store) if self._takes else in_requests(self._store.snapshot(keys.ATTEMPTS))
+        self._seen, confirmed = due(self._seen, orphans(held, requested, guests, in_flight), now)
+        note = partial(note_released, self._store)
+        for consumer, released in release(self._placement, confirmed, self._wanted, note).items():
             if released:
                 log.warning('released the claim of %s: no request stands behind it', consumer)
             self._seen.pop(consumer, None)
 
     def _wanted(self, holding: Mapping[str, allocations.Consumer]) -> set[str]:
         elsewhere = {consumer for consumer, held in holding.items() if self._compute not in held.allocations}
-        on = {consumer: held.allocations for consumer, held in holding.items()}
-        return elsewhere | wanted(self._store, on, waiting=self._takes)
+        computes_of = {consumer: held.allocations for consumer, held in holding.items()}
+        return elsewhere | wanted(self._store, computes_of, waiting=self._takes)

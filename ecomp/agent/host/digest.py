@@ -1,7 +1,7 @@
-"""Audits are answered: what is on this compute, told when eschedule asks, and leftovers removed when it asks for that.
+"""Answer audits: write a digest of this compute, and remove leftovers on request.
 
-Nothing is done while nobody asks. A compute that is read-only answers, too, unless another one is this compute now.
-In an etcd that is not the one it knew it says that, and not what it has: nothing there asks for its guests.
+A read-only compute answers, too, unless another ecompute is this compute now. In an unfamiliar etcd the answer is that
+error instead of a digest, because that etcd has no requests for this compute's guests.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
 
+# Lease of an answer, for an eschedule that was killed; longer than any audit waits.
 ANSWER_SECONDS = 240
-"""How long an answer stays whose asker was killed: longer than any audit waits."""
 
 
 def look(hypervisor: Hypervisor, data: GuestData, state: Path) -> Digest:
-    """Look at what this host has now. Errors: those of the hypervisor."""
+    """Return the digest of this host; errors are those of the hypervisor."""
     return Digest(
         guests=hypervisor.guests(),
         without_base=hypervisor.without_base(),
         metadata=data.all(),
         seeds=dict.fromkeys(hypervisor.seeds(), ''),
-        reservations={mac: f'{each.instance} {each.address}' for mac, each in hypervisor.reservations().items()},
+        reservations={
+            mac: f'{reserved.instance} {reserved.address}' for mac, reserved in hypervisor.reservations().items()
+        },
         parts=parts(state),
         open_dhcp=dict.fromkeys(hypervisor.open_dhcp(), ''),
         bad_bases=dict.fromkeys(bad(state / 'images'), ''),
@@ -45,26 +47,26 @@ def look(hypervisor: Hypervisor, data: GuestData, state: Path) -> Digest:
 
 
 def parts(state: Path) -> dict[str, str]:
-    """The half-written files that nobody is writing, by name in the state directory, with what changes if one is."""
-    found = {}
+    """Return the abandoned *.part files: {path below the state directory: a mark that changes if one is written}."""
+    marks = {}
     for path in [*state.glob('*.part'), *state.glob('*/*.part')]:
         try:
-            with idle(path) as left_over:
+            with idle(path) as is_abandoned:
                 status = path.stat()
-                if left_over:
-                    found[str(path.relative_to(state))] = f'{status.st_ino}/{status.st_mtime_ns}'
+                if is_abandoned:
+                    marks[str(path.relative_to(state))] = f'{status.st_ino}/{status.st_mtime_ns}'
         except OSError:
-            continue  # renamed this moment
-    return found
+            continue  # it was just renamed
+    return marks
 
 
 @dataclass(eq=False)
 class Answerer:
-    """Answers the audits that on_audits() is told of, from start() to stop().
+    """Answers the audits passed to on_audits(), from start() to stop().
 
-    `store` has a connection of its own, for an answer is long and must not hold up what the instances' threads write;
-    and no guard. `may_remove` is asked of an instance before anything of it is removed, and of '' before a half-written
-    file is, and before what is here is told: it raises where etcd is not the one that was known.
+    `store` has no guard, and a connection of its own, because a long answer must not delay the writes of instances.
+    `may_remove` takes an instance before something of it is removed, and '' before a part file is removed or a digest
+    written; it raises an EcompError if etcd is unfamiliar.
     """
 
     compute: str
@@ -78,30 +80,30 @@ class Answerer:
 
     def __post_init__(self) -> None:
         self._locks = InstanceLocks(self.state)
-        self._asked: Mapping[str, Entry] = {}  # never changed, only put in place of the one before
+        self._asked: Mapping[str, Entry] = {}  # replaced, never changed
         self._answered: set[str] = set()
-        self._leases: dict[str, int] = {}  # of each audit that is being answered
+        self._leases: dict[str, int] = {}  # the lease of the answer, by audit
         self._turn = Turn(self.threads, self.threads.audits, self._answer_all)
 
     def start(self) -> None:
         self._turn.at()
 
     def stop(self) -> None:
-        """End, when the answer in work is given."""
+        """Stop, after the answer in flight."""
         self._turn.end()
         self._turn.wait()
 
     def on_audits(self, state: Mapping[str, Entry]) -> None:
-        """Take all audits that are asked for now: a follower's callback, in one thread."""
+        """Replace the audits to answer. The follower's thread calls this."""
         before, self._asked = self._asked, state
         if state.keys() != before.keys():
             self._turn.at()
 
     def _answer_all(self) -> float:
-        asked = self._asked
-        new, self._answered = asked.keys() - self._answered, set(asked)
+        audits = self._asked
+        new, self._answered = audits.keys() - self._answered, set(audits)
         for key in sorted(new):
-            entry = asked[key]
+            entry = audits[key]
             try:
                 audit, _, compute = entry.key.removeprefix(keys.AUDIT).partition('/')
                 if compute in ('', self.compute) and self._is_ours():
@@ -114,12 +116,12 @@ class Answerer:
                 log.debug('audit %s is not answered: %s', entry.key, error)
             except Exception:
                 log.exception('unexpected error while answering %s', entry.key)
-        for audit in [each for each in self._leases if not any(each in key for key in self._asked)]:
+        for audit in [leased for leased in self._leases if not any(leased in key for key in self._asked)]:
             quietly_revoke(self.store, self._leases.pop(audit))
         return math.inf
 
     def _is_ours(self) -> bool:
-        """False if another ecompute is this compute now: it is to answer."""
+        """Return False if another ecompute holds the presence key now, and answers instead."""
         entry = self.store.get(keys.compute(self.compute))
         try:
             if entry is None or not entry.lease:
@@ -138,8 +140,8 @@ class Answerer:
             self._put(entry, audit, number, pages[number])
 
     def _put(self, entry: Entry, audit: str, part: int | str, value: str) -> None:
-        # Whoever asked and has gone is told nothing. Not on its lease, whose other keys are not ours to write: whoever
-        # asked removes the answer, or it runs out.
+        # The commit compares the audit's key: nothing is written for a finished audit. The answer is not on the audit's
+        # lease, whose other keys this compute may not write; the audit removes the answer, or it expires.
         if audit not in self._leases:
             self._leases[audit] = self.store.grant(ANSWER_SECONDS)
         put = Put(keys.digest(audit, self.compute, part), value, self._leases[audit])
@@ -147,20 +149,20 @@ class Answerer:
             raise EcompError('nobody waits for it any more')
 
     def _clear(self, entry: Entry) -> list[str]:
-        """Remove what is asked for, where it is still a leftover; what was done, a line each."""
+        """Remove the listed things that are still leftovers; return a line about each."""
         try:
             leftovers = clearance_from_json(entry.value)
         except ValueError as error:
             return [f'nothing is removed: {error}']
-        done = []
+        results = []
         for leftover in leftovers:
             try:
-                said = self._remove(leftover)
+                outcome = self._remove(leftover)
             except (EcompError, OSError) as error:
-                said = f'not removed: {error}'
-            done.append(f'{leftover.kind} {leftover.name}: {said}')
-            log.warning('audit: %s', done[-1])
-        return done
+                outcome = f'not removed: {error}'
+            results.append(f'{leftover.kind} {leftover.name}: {outcome}')
+            log.warning('audit: %s', results[-1])
+        return results
 
     def _remove(self, leftover: Leftover) -> str:
         kind, name = leftover.kind, leftover.name
@@ -171,7 +173,7 @@ class Answerer:
             return self._remove_part(leftover)
         if not keys.is_uuid(instance):
             return 'not removed: it names no instance'
-        # Nobody builds it inside: whoever wants to, has to wait, and then makes the disk anew.
+        # A build of this instance waits for the lock, and then recreates the disk.
         with self._locks.held(instance, lambda: None):
             guest = self.hypervisor.guests().get(instance)
             if self._is_wanted(instance):
@@ -196,17 +198,17 @@ class Answerer:
         if parts(self.state).get(leftover.name) != leftover.mark:
             return 'not removed: it was written again, or is gone'
         path = self.state / leftover.name
-        with idle(path) as left_over:
-            if left_over:
+        with idle(path) as is_abandoned:
+            if is_abandoned:
                 path.unlink(missing_ok=True)
-        return 'removed' if left_over else 'not removed: it is being written'
+        return 'removed' if is_abandoned else 'not removed: it is being written'
 
     def _is_wanted(self, instance: str) -> bool:
-        """True if anybody asks for it, or it lives anywhere, or nobody can tell."""
+        """Return whether the instance is requested here, in flight, or alive on any compute; True if unparsable."""
         if self.store.get(keys.request(self.compute, instance)) is not None or instance in at_it(self.store):
             return True
         try:
-            # Wherever that is: what lies here may be the only copy.
+            # On any compute: the leftover here may be the only copy.
             return lives(self.store, instance)
         except ValueError:
             return True

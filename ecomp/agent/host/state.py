@@ -1,19 +1,16 @@
-"""The state directory: one ecompute's lasting identity, the lock that keeps it one, and what it remembers.
+"""The state directory: an ecompute's lasting identity, its lock, and its memory of instances and of etcd.
 
 <state>/uuid   the provider's uuid, made once, so that a restart never orphans a provider
 <state>/token  identifies this state directory in etcd, with /computes/<uuid>
 <state>/lock   flocked while an ecompute runs here; holds its pid
-<state>/instances/<instance>.json  {"version", "request", "record"} of each instance that was begun here, and "failure":
-                                   {"stage", "reason"} once it is to end so; or {"version", "ended": ISO time} for a
-                                   day after its end
+<state>/instances/<instance>.json  {"version", "request", "record"} of each instance whose build began here, and
+                                   "failure": {"stage", "reason"} once it has failed and is being removed;
+                                   {"version", "ended": ISO time} for a day after its end
 <state>/boot   the machine's boot id, and the instances, one a line, that were here before that boot and have not been
                handled since
 
-A start that is refused changes nothing: what is new is written by keep(). The memory of instances is used only while
-etcd cannot be read, because it is behind etcd by what could not be written.
-
-etcd's highest revision changes with everything that happens, so a thread writes it, at most once a second; a kill
-loses what was seen in the last second.
+A start that is refused changes nothing, because save() writes the new uuid and token. The memory of instances may be
+older than etcd, if the disk was full, so it is used only while etcd cannot be read.
 """
 
 from __future__ import annotations
@@ -45,13 +42,13 @@ from ecomp.store.client import Guard, Store
 log = logging.getLogger(__name__)
 
 VERSION = 1
+# How many ends older than a day are forgotten at each new end, so that their number falls.
 SWEPT = 10
-"""Of what ended more than a day ago, how much is forgotten at each end: more than comes in."""
 
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """One instance as last written down. `failure` is what it is to end with: some of it may be removed already."""
+    """One instance as last saved. With a `failure` the instance is being removed, partly or wholly."""
 
     request: Request
     record: Record
@@ -59,10 +56,10 @@ class MemoryEntry:
 
 
 class Memory:
-    """What this compute remembers of its instances, in files. From any thread; `now` gives ISO 8601 times.
+    """This compute's memory of its instances, in files. Thread-safe; `now` returns ISO 8601 times.
 
-    Whoever asks is told of no change before its file is written, and does not wait for that.
-    What cannot be written, because the disk is full, is said in the log; what lives is written by put_right() later.
+    A change can be read only after its file was written; readers do not wait for writes. A write that fails, because
+    the disk is full, is logged and does not raise; repair() writes the file of a running instance later.
     """
 
     def __init__(self, state: Path, compute: str, now: Callable[[], str], boot_file: Path = BOOT_ID) -> None:
@@ -70,13 +67,13 @@ class Memory:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._boot_file = state / 'boot'
         self._boot_id = boot_id(boot_file)
-        self._left: frozenset[str] | None = None  # as written; None: nothing is, of this boot
+        self._left: frozenset[str] | None = None  # as written since this boot; None: not yet
         self._now = now
-        # For what is below alone, never while a file is written: a disk may take seconds, and it is one instance's.
+        # Guards the fields below. Not held while a file is written, which may take seconds and concerns one instance.
         self._changed = threading.Condition()
         self._at_work: set[str] = set()
         self._known: dict[str, MemoryEntry] = {}
-        # Those whose file could not be written, and those whose file is not understood, a newer ecomp's perhaps.
+        # Instances whose file could not be written, and those whose file is malformed or of a newer ecomp.
         self._unwritten: set[str] = set()
         self._left_alone: set[str] = set()
         self._ended: dict[str, str] = {}
@@ -85,70 +82,70 @@ class Memory:
         self._ended = dict(sorted(self._ended.items(), key=lambda each: each[1]))
 
     def remember(self, request: Request | None, record: Record, failure: Failure | None = None) -> None:
-        """Keep what is known of an instance; None: the request is as it was, nothing is kept without one.
+        """Save an instance; a `request` of None means the saved one.
 
-        `failure`: it is to end with this; None: it is not.
+        No-op for a tombstone, and for an instance without a request. With a `failure` the instance is being removed.
         """
         with self._alone_with(record.instance):
-            before = self._known.get(record.instance)
-            request = request or (before.request if before else None)
+            previous = self._known.get(record.instance)
+            request = request or (previous.request if previous else None)
             if request is None or request.is_tombstone:
                 return
-            new = MemoryEntry(request, record, failure)
-            if new != before:
-                self._keep(new)
+            entry = MemoryEntry(request, record, failure)
+            if entry != previous:
+                self._keep(entry)
 
     def put_right(self, request: Request, record: Record) -> None:
-        """Keep this of an instance that lives, by etcd, if it is not written down, or as one that is being built.
+        """Save an instance that is running by etcd's record, if its file is missing or says that it is being built.
 
-        So it is after a full disk, or where the state directory is an older copy. What was found and left alone stays.
+        This happens after a full disk and in an older copy of a state directory. Malformed files stay.
         """
         instance = record.instance
         with self._alone_with(instance):
-            known = self._known.get(instance)
-            is_right = known is not None and instance not in self._unwritten and known.record.state != BUILDING
-            is_to_end = known is not None and known.failure is not None
-            if not (is_right or is_to_end or instance in self._left_alone):
+            entry = self._known.get(instance)
+            is_saved = entry is not None and instance not in self._unwritten and entry.record.state != BUILDING
+            is_failing = entry is not None and entry.failure is not None
+            if not (is_saved or is_failing or instance in self._left_alone):
                 self._keep(MemoryEntry(request, record))
 
     def ended(self, instance: str) -> None:
-        """The instance is gone, or failed: nothing of it is here, and it is not to be made again."""
+        """Save that an instance is gone or failed, nothing of it is left here, and it must not be built again."""
         with self._alone_with(instance):
             when = self._now()
             self._write(instance, dump({'version': VERSION, 'ended': when}))
             with self._changed:
                 self._known.pop(instance, None)
-                self._ended.pop(instance, None)  # the oldest are first
+                self._ended.pop(instance, None)  # to keep the oldest first
                 self._ended[instance] = when
         self._sweep()
 
     def all(self) -> Mapping[str, MemoryEntry]:
-        """Everything that has not ended, by instance."""
+        """Return the entries of all instances that have not ended."""
         with self._changed:
             return dict(self._known)
 
     def all_ended(self) -> frozenset[str]:
-        """What ended here in the last day."""
+        """Return the instances that ended here in the last day."""
         with self._changed:
             return frozenset(self._ended)
 
     def before_reboot(self) -> frozenset[str]:
-        """What was here when the machine went down, if it was booted since, and has not been dealt with.
+        """Return the instances that were here before the last boot and have not been handled since; raises OSError.
 
-        Which of them ran, their records say: this may be behind etcd.
+        The first start writes the file. Records tell which of them ran, because this memory may be older than etcd.
         """
         try:
-            boot, *left = self._boot_file.read_text().split() or ['']
+            boot, *unhandled = self._boot_file.read_text().split() or ['']
         except FileNotFoundError:
             self.dealt_with_all_but(frozenset())  # the first start here
             return frozenset()
         if boot != self._boot_id:
             return frozenset(self.all())
-        self._left = frozenset(left)
+        self._left = frozenset(unhandled)
         return self._left
 
     def dealt_with_all_but(self, left: Set[str]) -> None:
-        """What ran before the reboot runs again, or its record says why not; these alone are left. OSError."""
+        """Save the instances from before the reboot that neither run again nor are recorded as off; raises OSError."""
         if left != self._left:
             write_durably(self._boot_file, '\n'.join((self._boot_id, *sorted(left))) + '\n')
             self._left = frozenset(left)
@@ -175,7 +172,7 @@ class Memory:
 
     @contextmanager
     def _alone_with(self, instance: str) -> Iterator[None]:
-        """Let nobody else change what is kept of the instance meanwhile: its file holds what was said of it last."""
+        """Exclude other writers of the instance's entry during the block, so that its file holds the last change."""
         with self._changed:
             self._changed.wait_for(lambda: instance not in self._at_work)
             self._at_work.add(instance)
@@ -188,13 +185,13 @@ class Memory:
 
     def _keep(self, entry: MemoryEntry) -> None:
         record, failure = entry.record, entry.failure
-        known = {'version': VERSION, 'request': json.loads(requests.to_json(entry.request))}
-        known['record'] = records.to_dict(record)
+        data = {'version': VERSION, 'request': json.loads(requests.to_json(entry.request))}
+        data['record'] = records.to_dict(record)
         if failure:
-            known['failure'] = {'stage': failure.stage, 'reason': failure.reason}
-        self._write(record.instance, dump(known))
+            data['failure'] = {'stage': failure.stage, 'reason': failure.reason}
+        self._write(record.instance, dump(data))
         with self._changed:
-            self._ended.pop(record.instance, None)  # a uuid used again: the file says that it lives
+            self._ended.pop(record.instance, None)  # the uuid was used again
             self._known[record.instance] = entry
 
     def _write(self, instance: str, text: str) -> None:
@@ -211,29 +208,31 @@ class Memory:
         limit = datetime.fromisoformat(self._now()) - timedelta(seconds=records.KEPT[records.GONE])
         with self._changed:
             oldest = list(itertools.islice(self._ended.items(), SWEPT))
-        # Oldest first: mostly one look is enough.
-        for instance, when in oldest:
-            if datetime.fromisoformat(when) >= limit:
+        # Oldest first: usually the first one ends the loop.
+        for instance, end_time in oldest:
+            if datetime.fromisoformat(end_time) >= limit:
                 return
             with self._alone_with(instance):
                 with self._changed:
-                    if self._ended.get(instance) != when:
-                        continue  # its uuid was used again meanwhile: the file says that it lives
+                    if self._ended.get(instance) != end_time:
+                        continue  # its uuid was used again
                     del self._ended[instance]
-                with suppress(OSError):  # the next start reads it, and tries again
+                with suppress(OSError):  # the next start reads the file, and tries again
                     (self._directory / f'{instance}.json').unlink(missing_ok=True)
 
 
+# How long a start waits for the lock. An ecompute killed while it started a program leaves the lock to that program
+# until execve(2) closes what fork(2) passed on; the wait lets an immediate restart succeed. Process locks (as in
+# ecomp.files) are not passed on, but an earlier version, which uses this one, may be running here.
 PATIENCE = 2.0
-"""Seconds in which the lock has to be free. One that was killed as it started a program leaves it to that one for the
-moment until it runs: fork(2) hands it on, execve(2) closes it. So who starts anew at once is not refused. Those of
-ecomp.files that are a process's are not handed on; this one is an earlier version's, too, which may run here."""
 
 
 class Identity:
-    """Who an ecompute lastingly is, by its state directory, which is open and locked.
+    """An ecompute's lasting identity: its state directory, locked until close().
 
-    Conflict if another ecompute has it, UsageError if it cannot be used.
+    Raises:
+        Conflict: another ecompute has the lock.
+        UsageError: the directory or its lock cannot be made or opened.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -257,36 +256,36 @@ class Identity:
         self._say(f'{os.getpid()}\n'.encode())
 
     def compute_uuid(self, configured: str | None) -> str:
-        """The provider's uuid: from compute.yaml, or the one kept here, or a new one."""
+        """Return the provider's uuid: configured, saved or new; OSError or UsageError if the saved one is unusable."""
         if configured is None:
             return self._lasting('uuid')
         self._new['uuid'] = configured
         return configured
 
     def token(self) -> str:
-        """A secret of this state directory, which a copy of its uuid elsewhere lacks."""
+        """Return this state directory's secret, which a copy of only the uuid lacks; errors as choose_uuid()."""
         return self._lasting('token')
 
     def keep(self) -> None:
-        """From now on the next start finds this uuid and this token here. Called once nothing refuses this one."""
-        # QEMU runs as another user and has to get through to its disks: x for all, r for nobody else.
+        """Save the uuid and token for the next start; raises OSError. Call it once nothing can refuse this start."""
+        # QEMU runs as another user and has to traverse the directory to its disks.
         self.directory.chmod(0o711)
-        # Of whoever was killed while writing: nobody else is at work in this state directory.
-        for part in [*self.directory.glob('*.part'), *self.directory.glob('*/*.part')]:
+        # Left by killed processes; the lock excludes a living writer.
+        for partial in [*self.directory.glob('*.part'), *self.directory.glob('*/*.part')]:
             with suppress(OSError):
-                part.unlink()
+                partial.unlink()
         for name, text in self._new.items():
             path = self.directory / name
             if not path.exists() or path.read_text().strip() != text:
                 write_durably(path, text + '\n')
 
     def close(self) -> None:
-        """Let the lock go; it says what it said before."""
+        """Release the lock, and restore the pid that the file held before."""
         self._say(self._holder)
         os.close(self._lock)
 
     def _say(self, holder: bytes) -> None:
-        with suppress(OSError):  # a full disk: who holds it is then not said, and all that matters is locked
+        with suppress(OSError):  # the disk is full: the lock holds without the pid
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, holder, 0)
 
@@ -304,32 +303,35 @@ class Identity:
 
 
 def _make(directory: Path) -> None:
-    """Make it, and what is missing above it, so that any user gets through, whatever the umask is. OSError."""
-    # QEMU's user has to, or this start is refused, and each later one too, for it finds the directory as it is.
-    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    """Make the directory and its missing parents, traversable for every user despite the umask; raises OSError."""
+    # QEMU's user must get through, or this start is refused, and so is every later one, which keeps the mode.
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        each.chmod(each.stat().st_mode | 0o111)
+    for path in missing:
+        path.chmod(path.stat().st_mode | 0o111)
 
 
+# Etcd's revision changes all the time; a kill loses what was seen since the last write.
 EVERY = 1.0
-"""Seconds between two writes at least."""
 
 
 def is_familiar(guard: Guard, store: Store, now: str) -> bool:
-    """Whether etcd is the one we knew; with nothing remembered, it is from now on (rule 10)."""
+    """Return whether etcd is the remembered one, and adopt it if none is remembered (rule 10).
+
+    Errors of etcd pass, except StrangeEtcd.
+    """
     try:
         if guard.known.identity:
             store.recognise()
         else:
             store.adopt(cluster.new(str(uuid.uuid4()), now))
     except StrangeEtcd:
-        return False  # not an end: started again and again, it would be away as often, and its guests' metadata with it
+        return False  # not an error: ecompute would be restarted repeatedly, its guests without metadata
     return True
 
 
 class KnownEtcd:
-    """The file of what is known of etcd. note() may be called from any thread; nothing is written before start()."""
+    """The file with what is known of etcd. Thread-safe; a thread writes it between start() and stop()."""
 
     def __init__(self, directory: Path) -> None:
         self._path, self._accepted = directory / 'etcd.json', directory / 'accepted'
@@ -340,7 +342,7 @@ class KnownEtcd:
         self._thread = threading.Thread(target=self._run, name='known etcd', daemon=True)
 
     def load(self) -> KnownCluster:
-        """What is remembered; nothing before the first time. UsageError if the file cannot be understood."""
+        """Read the file, empty if there is none; UsageError if it is malformed."""
         try:
             self._known = cluster.from_json(self._path.read_bytes())
         except FileNotFoundError:
@@ -350,19 +352,15 @@ class KnownEtcd:
         return self._known
 
     def accepted(self) -> int:
-        """Read the revision at which ecomp 1.1 accepted another etcd, for /accepted; 0 for none. UsageError."""
+        """Read the revision at which ecomp 1.1 accepted another etcd; 0 for none; UsageError if it is malformed."""
         return self._number(self._accepted)
 
     def first_seen(self) -> int:
-        """Read etcd's revision when this compute first saw or accepted it; 0: an older ecompute did. UsageError."""
+        """Read etcd's revision when this compute first saw or accepted it; 0 if an older ecompute did; UsageError."""
         return self._number(self._first)
 
     def note_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
-        """Remember that revision; `has_noted_acceptance`: etcd has what was in the file of 1.1, which goes.
-
-        Raises:
-            EcompError: it cannot be written.
-        """
+        """Save that revision, and remove the file of ecomp 1.1 if etcd has its content; EcompError if that fails."""
         try:
             if revision != self.first_seen():
                 write_durably(self._first, f'{revision}\n')
@@ -380,33 +378,33 @@ class KnownEtcd:
             raise UsageError(f'{path}: {error}. Fix: restore it, or ecompute --accept-new-etcd') from error
 
     def note(self, known: KnownCluster) -> None:
-        """Have this written soon."""
+        """Have the thread write this soon."""
         self._known = known
         self._changed.set()
 
     def start(self) -> None:
-        """Begin to write, what was noted before first."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Write the last, and end."""
+        """Stop the thread after the last write."""
         self._stopped.set()
         self._changed.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
-        written, failed, last = KnownCluster(), False, False
-        while not last:
+        written, has_failed, is_last = KnownCluster(), False, False
+        while not is_last:
             self._changed.wait()
             self._changed.clear()
-            last, known = self._stopped.is_set(), self._known
+            is_last, known = self._stopped.is_set(), self._known
             if known != written and known.identity:
                 try:
                     write_durably(self._path, cluster.to_json(known) + '\n')
-                    written, failed = known, False
+                    written, has_failed = known, False
                 except OSError as error:
-                    if not failed:
+                    if not has_failed:
                         log.warning('%s: %s: what is seen of etcd is not remembered', self._path, error.strerror)
-                    failed = True
+                    has_failed = True
             self._stopped.wait(EVERY)
