@@ -1,6 +1,6 @@
-"""What the metadata server knows of guests: one file each, mode 0600, named by MAC. Neither side imports the other.
+"""The metadata server's process, and the files, named by MAC, in which it and ecompute exchange data about guests.
 
-The server ends with ecompute, however that ends: it watches the pipe that is its stdin.
+The server ends with ecompute, even with a killed one, because its stdin is a pipe from ecompute.
 """
 
 from __future__ import annotations
@@ -31,85 +31,84 @@ from ecomp.yaml_file import check_owner
 if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt
 
+# How long mdserver may take to print a seed; then the build fails.
 SECONDS = 60.0
-"""How long mdserver may take to say it: beyond that the build fails."""
 
 
 def nocloud(config: ComputeConfig, is_served: Callable[[], bool]) -> Callable[[str], Mapping[str, bytes]] | None:
-    """What says what is on a guest's NoCloud disk; None where guests get none. `is_served`: metadata is served here."""
+    """Return read_seed() for a guest's MAC, or None if guests get no NoCloud disk; `is_served` is called each time."""
     if config.metadata == 'network':
         return None
     return lambda mac: seed(config.state / 'metadata', config.directory, mac, phones_home=is_served())
 
 
 def seed(guests: Path, directory: Path, mac: str, phones_home: bool) -> Mapping[str, bytes]:
-    """The files of the NoCloud disk of the guest with this MAC, by name. BuildFailed('scheduled', reason).
+    """Have mdserver make the files of a guest's NoCloud disk, {name: content}.
 
-    `guests` is GuestData's directory, `directory` may have an mdserver.conf. With `phones_home` a metadata server is
-    there to hear of it when its cloud-init is through.
+    With `phones_home` cloud-init reports its end to the metadata server. Raises BuildFailed at stage `scheduled` if
+    mdserver fails or times out, or if the mdserver.conf in `config_directory` is unusable.
     """
     try:
         options = [] if phones_home else ['--no-phone-home']
-        with configuration(directory) as (words, opened):
-            command = [*mdserver('seed', guests), *options, mac, *words]
-            done = subprocess.run(
+        with configuration(directory) as (conf_arguments, opened):
+            command = [*mdserver('seed', guests), *options, mac, *conf_arguments]
+            result = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, cwd='/', pass_fds=opened
             )
     except subprocess.TimeoutExpired as error:
         raise BuildFailed('scheduled', f'its seed is not known within {SECONDS:g} s') from error
     except UsageError as error:
         raise BuildFailed('scheduled', str(error)) from error
-    said = done.stderr.decode(errors='replace').strip().splitlines() or [f'mdserver.seed ended with {done.returncode}']
-    if done.returncode:
-        raise BuildFailed('scheduled', said[-1])
-    return {name: text.encode(errors='surrogateescape') for name, text in json.loads(done.stdout).items()}
+    error_lines = result.stderr.decode(errors='replace').strip().splitlines() or [
+        f'mdserver.seed ended with {result.returncode}'
+    ]
+    if result.returncode:
+        raise BuildFailed('scheduled', error_lines[-1])
+    return {name: text.encode(errors='surrogateescape') for name, text in json.loads(result.stdout).items()}
 
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 10.0
+# Allows binding to an address that this host does not have yet: ip(7). Python 3.11 has no name for it.
 IP_FREEBIND = 15
-"""Binds to an address that this host may get later: ip(7). Python 3.11 has no name for it."""
+# The uid of our server once it listens: unassigned, so it owns no file and no other process. `nobody` has files on NFS
+# and runs other daemons; dnsmasq's users exist on some distributions only, and belong to a DHCP server. systemd's table
+# of uids lists 65520 to 65533 as unused, Debian's policy (9.2.2) as reserved; containers have uids below 65536, too.
+# Only a lab runs two servers on one machine: either can end the other, and no more (ptrace(2): not dumpable).
 USER = '65520'
-"""Who ours is once it listens: a number that is nobody's, and so owns no file and no other process.
-
-`nobody` has files on NFS and is what other daemons are; dnsmasq's users are on some distributions only, and a DHCP
-server's. systemd's table of uids has 65520 to 65533 as unused, Debian's policy (9.2.2) as reserved; below 65536 a
-container has them too. Two of one machine are in a lab alone: either may end the other there, and can do no more to it
-(ptrace(2): not dumpable).
-"""
 
 
 def keep_served(libvirt: Libvirt, state: Path, directory: Path, wanted: bool, at_exit: ExitStack) -> Callable[[], None]:
-    """See that a metadata server answers; what keeps it so. `directory` may have its mdserver.conf.
+    """Start the metadata server if none answers; return a function that repeats this and may raise EcompError.
 
-    Where no bridge is libvirt's none can be served, which is said if it is `wanted`.
+    Without a bridge of libvirt's no metadata can be served: this is a no-op then, with a warning if it `is_required`.
     """
     bridge = libvirt.bridge_name()
     if bridge is None:
         if wanted:
-            none = 'networks: none of them is a network whose bridge libvirt made'
-            log.warning('%s: no metadata is served; `metadata: iso` puts it on a disk', none)
+            reason = 'networks: none of them is a network whose bridge libvirt made'
+            log.warning('%s: no metadata is served; `metadata: iso` puts it on a disk', reason)
         return lambda: None
     server = MetadataServer(state / 'metadata', directory, bridge)
-    # One that was killed left the address where it was: with this file it is ours to take off.
-    mark = state / 'metadata-address'
-    ours = mark.exists()
+    # A killed ecompute leaves the address on the bridge. This file says that ecompute added it, and may remove it.
+    marker = state / 'metadata-address'
+    is_ours = marker.exists()
 
     def ensure() -> None:
-        nonlocal ours
+        nonlocal is_ours
         if not libvirt.metadata_address_present():
-            ours = True
-            with suppress(OSError):  # a full disk
-                mark.touch()
+            is_ours = True
+            with suppress(OSError):  # the disk is full
+                marker.touch()
             libvirt.set_metadata_address(True)
             log.info("put %s on the guests' bridge", METADATA_ADDRESS)
         server.ensure()
 
     def take_off() -> None:
-        if ours:
+        if is_ours:
             libvirt.set_metadata_address(False)
-            mark.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
 
     at_exit.callback(take_off)
     at_exit.callback(server.stop)
@@ -118,22 +117,20 @@ def keep_served(libvirt: Libvirt, state: Path, directory: Path, wanted: bool, at
 
 
 class MetadataServer:
-    """The server at 169.254.169.254: somebody's, or ours."""
+    """The metadata server at 169.254.169.254: ours, or one that was started outside ecomp."""
 
     def __init__(self, guests: Path, directory: Path, bridge: str) -> None:
-        """Ours answers this host, whoever is on the guests' `bridge` and whoever has a lease, and no machine else.
-
-        Of root's it is USER once it listens.
-        """
+        """Prepare our server, which answers this host, the guests' `bridge` and holders of DHCP leases only."""
         self._guests = guests
         self._directory = directory
         self._bridge = bridge
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
-        """See that one answers; start one if not. EcompError if it does not come up.
+        """Start our server unless a metadata server answers.
 
-        Only to be called when this host itself has the address: elsewhere it may be a cloud's own service.
+        Call it only when this host has the address, which may otherwise be the service of a cloud around this host.
+        Raises EcompError if another service listens there or our server does not start, UsageError for mdserver.conf.
         """
         if self._process is not None:
             code = self._process.poll()
@@ -145,17 +142,17 @@ class MetadataServer:
             if is_metadata(page):
                 log.info('a metadata server answers at %s', METADATA_ADDRESS)
                 return
-            at = f'{METADATA_ADDRESS}:80'
-            raise EcompError(f'what listens on {at} is no metadata server: stop it, or bind it elsewhere')
-        own = ['--bridge', self._bridge, '--with-parent']
+            endpoint = f'{METADATA_ADDRESS}:80'
+            raise EcompError(f'what listens on {endpoint} is no metadata server: stop it, or bind it elsewhere')
+        options = ['--bridge', self._bridge, '--with-parent']
         if os.geteuid() == 0:
-            own += ['--user', USER]
-        with configuration(self._directory) as (words, opened):
-            command = [*mdserver('server', self._guests), *own, *words]
+            options += ['--user', USER]
+        with configuration(self._directory) as (conf_arguments, opened):
+            command = [*mdserver('server', self._guests), *options, *conf_arguments]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd='/', pass_fds=opened)
-        end = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_SECONDS
         while not is_metadata(answer()):
-            if self._process.poll() is not None or time.monotonic() > end:
+            if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 conf = self._directory / 'mdserver.conf'
                 raise EcompError(f'the metadata server did not start, for the reason above; is {conf} right?')
@@ -163,7 +160,7 @@ class MetadataServer:
         log.info('started a metadata server at %s, pid %d', METADATA_ADDRESS, self._process.pid)
 
     def stop(self) -> None:
-        """End the one we started."""
+        """Stop our server, if it runs."""
         if self._process is None:
             return
         assert self._process.stdin is not None  # it was made with a pipe
@@ -177,20 +174,20 @@ class MetadataServer:
 
 
 def mdserver(front_door: str, guests: Path) -> list[str]:
-    """The command of one of mdserver's programs, with the directory of GuestData."""
-    # -P: what lies in the directory that ecompute is started in is not root's to run.
+    """Return the command line of a program of mdserver."""
+    # -P: root must not import files from the directory in which ecompute is started.
     return [sys.executable, '-P', '-m', f'mdserver.{front_door}', '--guests', str(guests.resolve())]
 
 
 @contextmanager
 def configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
-    """The mdserver.conf in this directory, if there is one: as a word of that command, and what is open for it.
+    """Open the directory's mdserver.conf; yield arguments for mdserver, and the descriptors that these need.
 
-    UsageError: somebody else could have written it, or it cannot be looked at.
+    Both are empty if there is no such file. Raises UsageError if other users can write it or it cannot be opened.
     """
     path = directory / 'mdserver.conf'
     try:
-        # Looked at, and not opened for reading: a pipe would wait, and a device do whatever it does.
+        # O_PATH, because opening a pipe for reading blocks, and opening a device may have side effects.
         opened = os.open(path, os.O_PATH)
     except FileNotFoundError:
         yield [], []
@@ -198,7 +195,7 @@ def configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
     except OSError as error:
         raise UsageError(f'{path}: {error.strerror}: have it readable, or remove it') from error
     try:
-        # What was looked at is what is read: by its name the child could find another file there.
+        # The child gets the checked file's descriptor, because its name might lead to another file by then.
         check_owner(str(path), os.fstat(opened))
         yield [f'/proc/self/fd/{opened}'], [opened]
     finally:
@@ -206,22 +203,22 @@ def configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
 
 
 def is_metadata(page: bytes | None) -> bool:
-    """True for what a metadata server of EC2's kind lists at its root: its versions."""
+    """True if a page lists versions, as the root of an EC2 metadata server does."""
     return page is not None and {b'2009-04-04', b'latest'} <= {line.strip(b'/') for line in page.split()}
 
 
 def is_taken() -> bool:
-    """Whether another server than one for metadata listens where ours would, on that address or on all.
+    """Return whether a server other than a metadata server listens where ours would, or on all addresses.
 
-    Where this host has not got the address, nothing is sent there: in a cloud it is the cloud's own service.
+    Nothing is sent to the address unless this host has it, because in a cloud it is the cloud's own service.
     """
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what was closed a minute ago is in nobody's way
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore recently closed connections
         try:
             probe.bind((METADATA_ADDRESS, 0))
             listener = METADATA_ADDRESS
         except OSError:
-            listener = '127.0.0.1'  # who listens on all addresses answers here too
+            listener = '127.0.0.1'  # a server on all addresses answers here, too
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
@@ -233,7 +230,7 @@ def is_taken() -> bool:
 
 
 def answer(address: str = METADATA_ADDRESS) -> bytes | None:
-    """What an HTTP server says at the root of an address, the metadata's; None if none answers."""
+    """Fetch the root page of the HTTP server at an address; None if none answers."""
     connection = http.client.HTTPConnection(address, timeout=2)
     try:
         connection.request('GET', '/')
@@ -246,34 +243,33 @@ def answer(address: str = METADATA_ADDRESS) -> bytes | None:
 
 VERSION = 1
 READY = '.ready'
+# Suffix of the file, named by MAC, in which the metadata server writes why it refused a guest.
 REFUSED = '.refused'
-"""The suffix of the file, named by MAC, in which the metadata server says why it refused a guest."""
+# Suffix of the file in which the metadata server writes a guest's report, until it is complete or the server is killed.
 BEING_TOLD = '.said'
-"""Where the metadata server writes a guest's word, before that is whole; one that is killed leaves it."""
+# Size limit of a guest's report: a longer one is malformed, and means only that the guest is ready.
 WORD_LIMIT = 32 * 1024
-"""Bytes of a guest's word; what is longer cannot be read, and says no more than that the guest is ready."""
 
 
 class GuestData:
-    """What the metadata server is told of guests: files in one directory."""
+    """The directory of files that ecompute and the metadata server write for each other."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        # Never held while a file is written: a disk may take seconds, and it is one instance's.
+        # Not held while a file is written, which may take seconds and concerns one instance.
         self._lock = threading.Lock()
-        self._being_told: dict[str, str] = {}
-        """Of each MAC whose file is being written, the instance."""
+        self._being_told: dict[str, str] = {}  # the instances whose files are being written, by MAC
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, request: Request, macs: Sequence[str], here: Callable[[], Container[str]] = tuple) -> None:
-        """Tell the metadata server of an instance. Keys and user-data null: those of mdserver.conf.
+        """Write the files of an instance; null keys or user-data mean those of mdserver.conf. May raise OSError.
 
-        BuildFailed where a MAC is that of another instance that is `here`; what another one has left is overwritten.
+        Raises BuildFailed if a MAC belongs to another instance that is current, which includes one whose file is being
+        written. Files of other instances are overwritten.
         """
-        with self._lock:  # two that have one MAC may come at once, so who is here is asked under it
+        with self._lock:  # two instances with one MAC may be built concurrently
             for mac in macs:
                 other = self._being_told.get(mac) or self._whose(mac)
-                # Whoever is being told of is here, too.
                 if other not in (None, request.instance) and (mac in self._being_told or other in here()):
                     raise same_mac(mac, other)
             self._being_told.update(dict.fromkeys(macs, request.instance))
@@ -285,62 +281,59 @@ class GuestData:
                     self._being_told.pop(mac, None)
 
     def _write(self, request: Request, macs: Sequence[str]) -> None:
-        self.off(request.instance)  # a guest that was undone may have said that it is ready
-        keys, user_data = request.ssh_keys, request.user_data
+        self.off(request.instance)  # the guest of an undone build may have reported
+        ssh_keys, user_data = request.ssh_keys, request.user_data
         for mac in macs:
             data = {
                 'version': VERSION,
                 'instance': request.instance,
                 'mac': mac,
                 'hostname': request.name or f'vm-{request.instance[:8]}',
-                'public_keys': None if keys is None else list(keys),
-                # What is no UTF-8 (gzip) survives as halves of surrogate pairs, which JSON can say.
+                'public_keys': None if ssh_keys is None else list(ssh_keys),
+                # Bytes that are not UTF-8 (gzip) become lone surrogates, which JSON can represent.
                 'user_data': None if user_data is None else user_data.decode(errors='surrogateescape'),
                 'network_config': network_config(macs),
             }
             write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
 
     def all(self) -> dict[str, str]:
-        """Whose data is there: the instance of each MAC, and of each word that one is ready, by the instance itself.
-
-        A file that is none of ours is passed over.
-        """
-        words = (path for suffix in (READY, BEING_TOLD) for path in self.directory.glob(f'*{suffix}'))
-        found = {path.stem: path.stem for path in words}
+        """Return the instance of each file, by the MAC or, for reports, the instance in its name. Skip other files."""
+        reports = (path for suffix in (READY, BEING_TOLD) for path in self.directory.glob(f'*{suffix}'))
+        instances = {path.stem: path.stem for path in reports}
         for path in self.directory.glob('*.json'):
             if (instance := self._whose(path.stem)) is not None:
-                found[path.stem] = instance
-        return found
+                instances[path.stem] = instance
+        return instances
 
     def ready(self) -> set[str]:
-        """The instances whose cloud-init has said that it is through: the metadata server leaves a file for each."""
+        """Return the instances whose guests have reported that cloud-init has finished."""
         try:
             return {path.stem for path in self.directory.glob(f'*{READY}')}
         except OSError as error:
-            # It is seen at the next look; nothing that is planned may wait for it.
+            # The next plan reads it again; this one must not fail.
             log.debug('%s cannot be read: %s', self.directory, error)
             return set()
 
     def read_refusals(self) -> dict[str, str]:
-        """Return why the metadata server refuses guests, {MAC: reason}."""
-        with suppress(OSError):  # one is removed this moment, for it was answered: the next look has the others
+        """Return {MAC: reason} of the guests that the metadata server refuses; {} if a file cannot be read."""
+        with suppress(OSError):  # a file was just removed because its guest was answered: the next plan reads the rest
             paths = self.directory.glob(f'*{REFUSED}')
             return {path.stem: printable(path.read_text(errors='replace')[:REASON_LIMIT]) for path in paths}
         return {}
 
     def forget_refusals(self, macs: Iterable[str]) -> None:
-        """Remove what the metadata server said of refused guests, by MAC."""
+        """Remove the refusals of these MACs; errors are ignored."""
         for mac in macs:
-            with suppress(OSError):  # it is tried again at the next look
+            with suppress(OSError):  # the next plan tries again
                 (self.directory / f'{mac}{REFUSED}').unlink(missing_ok=True)
 
     def word(self, instance: str) -> GuestWord:
-        """What a guest said when its cloud-init was through. OSError."""
+        """Return a guest's report of the end of cloud-init, empty if malformed; OSError if it cannot be read."""
         with self._ready(instance).open('rb') as file:
             return parse_word(file.read(WORD_LIMIT))
 
     def on_ready(self, notify: Callable[[str], None]) -> Callable[[], None]:
-        """From now on notify(reason) when one says so; returns what ends it."""
+        """Call notify(reason) at each report, from any thread; return the function that stops this."""
         try:
             return watch(self.directory, READY, lambda path: notify(f'{path.name} was written'))
         except OSError as error:
@@ -348,32 +341,32 @@ class GuestData:
             return lambda: None
 
     def off(self, instance: str) -> None:
-        """Forget that the instance was ready: its guest is off, and is to say so again when it was started."""
+        """Remove a guest's report, because the guest is off and reports again after a start. Errors are logged."""
         try:
             self._take_back(instance)
         except OSError as error:
-            # What is written of a guest that went off does not wait for this; and where the file system is read-only,
-            # what is not there cannot be removed either.
+            # The record of a guest that went off must not wait for this. A read-only file system refuses to remove
+            # even a missing file.
             if instance in self.ready():
-                told = f'{error.filename}: {error.strerror}'
-                log.warning('%s: instance %s will be called ready as soon as it is started again', told, instance)
+                failure = f'{error.filename}: {error.strerror}'
+                log.warning('%s: instance %s will be called ready as soon as it is started again', failure, instance)
 
     def remove(self, instance: str, macs: Sequence[str]) -> None:
-        """Forget an instance. Nothing there is success."""
+        """Remove all files of an instance; missing files are no error. May raise OSError."""
         self.forget_refusals(macs)
         for mac in macs:
-            with self._lock:  # else it may be another's, that has the MAC, too, by the time that it is removed
+            with self._lock:  # or another instance with this MAC may write the file between check and removal
                 if (self._being_told.get(mac) or self._whose(mac)) in (None, instance):
                     (self.directory / f'{mac}.json').unlink(missing_ok=True)
-        self._take_back(instance)  # last: without the others the metadata server takes its word back
+        self._take_back(instance)  # last: once the other files are gone the metadata server writes no report
 
     def _take_back(self, instance: str) -> None:
-        """Remove the instance's word. OSError."""
+        """Remove the guest's report, complete or not; OSError if that fails."""
         (self.directory / f'{instance}{BEING_TOLD}').unlink(missing_ok=True)
         self._ready(instance).unlink(missing_ok=True)
 
     def _whose(self, mac: str) -> str | None:
-        """The instance in the MAC's file; None where there is none, or it is none of ours."""
+        """Return the instance in the MAC's file; None if the file is missing or malformed."""
         try:
             return str(json.loads((self.directory / f'{mac}.json').read_bytes())['instance'])
         except (OSError, ValueError, KeyError, TypeError):

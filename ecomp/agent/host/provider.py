@@ -1,11 +1,8 @@
-"""What this compute is in placement: its inventory, traits and aggregates, and whether it is open.
-
-`reserved` is what the machine uses for other things; placement counts our own guests as allocated, so they are not in
-it.
+"""This compute's provider in placement: its inventory, traits and aggregates, and whether it is disabled.
 
 <state>/provider.json  {"version", "compute", "traits": […], "aggregates": […]}: those that this ecompute added.
-Whatever else the provider has was added by others, and stays. The file is written before placement: after a kill in
-between, the next start removes what is no longer configured.
+Others were added outside this ecompute, and stay. The file is written before placement, so that after a kill in between
+the next start removes what is no longer configured.
 """
 
 from __future__ import annotations
@@ -31,16 +28,13 @@ from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import AGGREGATES, TRAITS
 
+# In placement's form: {class: {'total', 'reserved', 'allocation_ratio'}}.
 Inventory = dict[str, dict[str, float]]
-"""As placement has it: {class: {'total', 'reserved', 'allocation_ratio'}}."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Totals and use, in bytes (cores: a number). `*_ours` is what our own guests take of what is used.
-
-    `disk_cached` is what cached images take of it.
-    """
+    """The machine's totals and used amounts, in bytes. Guests and cached images are included in the used amounts."""
 
     cores: int
     memory: int
@@ -53,7 +47,7 @@ class Machine:
 
 
 def look(directory: Path, instances: Collection[str]) -> Machine:
-    """This machine now. `directory` is where disks are kept; `instances` are our guests, by uuid."""
+    """Measure this machine, its disk at the state `directory`, and the share of the guests of these instances."""
     memory = psutil.virtual_memory()
     disk = psutil.disk_usage(str(directory))
     return Machine(
@@ -62,7 +56,7 @@ def look(directory: Path, instances: Collection[str]) -> Machine:
         memory_used=memory.total - memory.available,
         memory_ours=_guest_memory(instances) if instances else 0,
         disk=disk.total,
-        # What is free to us, not what is free: file systems keep some back for root, and root's is not ours.
+        # Without the blocks that file systems reserve for root.
         disk_used=disk.total - disk.free,
         disk_ours=sum(_blocks(path) for path in (directory / 'images').glob('*.qcow2') if path.stem in instances),
         disk_cached=sum(_blocks(path) for path in (directory / 'images').glob('base-*')),
@@ -70,14 +64,15 @@ def look(directory: Path, instances: Collection[str]) -> Machine:
 
 
 def default_cache(directory: Path) -> int:
-    """How many GiB cached images may take where nobody says it: a tenth of the disk, at least 1 and at most 20."""
+    """Return the default limit of cached images in GiB: a tenth of the disk, at least 1 and at most 20."""
     return min(max(psutil.disk_usage(str(directory)).total // (10 * GIB), 1), 20)
 
 
 def inventory(machine: Machine, image_cache: int) -> dict[str, dict[str, int]]:
-    """Placement's inventory of a machine: {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
+    """Return a machine's inventory {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
 
-    `image_cache` GiB are reserved for cached images, whether or not there are so many yet.
+    Reserved are the amounts that others use, and `image_cache_gib` even if images use less. Our own guests are not
+    included, because placement counts them as allocated.
     """
     foreign = machine.disk_used - machine.disk_ours - machine.disk_cached
     return {
@@ -88,29 +83,29 @@ def inventory(machine: Machine, image_cache: int) -> dict[str, dict[str, int]]:
 
 
 def given(totals: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """The inventory for totals a person gave (`inventory:`, --fake): they know what is theirs to give."""
+    """Return the inventory of configured totals (`inventory:`, --fake), with nothing reserved."""
     return {name: {'total': total, 'reserved': 0} for name, total in totals.items()}
 
 
 def with_ratios(totals: Mapping[str, Mapping[str, int]], ratios: Mapping[str, float]) -> Inventory:
-    """The inventory with `allocation_ratios:`, 1 for every other class. UsageError for a class it does not have."""
+    """Add the configured ratios, and 1 for every other class; UsageError for a class that the inventory lacks."""
     unknown = sorted(ratios.keys() - totals.keys())
     if unknown:
         raise UsageError(f'allocation_ratios: there is no {", ".join(unknown)} here, only {", ".join(totals)}')
-    return {name: {**each, 'allocation_ratio': ratios.get(name, 1.0)} for name, each in totals.items()}
+    return {name: {**amounts, 'allocation_ratio': ratios.get(name, 1.0)} for name, amounts in totals.items()}
 
 
 def closed(current: Mapping[str, Mapping[str, float]]) -> Inventory:
-    """The same inventory with all VCPU reserved: nothing is scheduled there, what runs goes on."""
-    shut = {name: dict(each) for name, each in current.items()}
-    if 'VCPU' in shut:
-        shut['VCPU']['reserved'] = shut['VCPU']['total']
-    return shut
+    """Return the inventory with all VCPU reserved: nothing new is scheduled there."""
+    closed_inventory = {name: dict(amounts) for name, amounts in current.items()}
+    if 'VCPU' in closed_inventory:
+        closed_inventory['VCPU']['reserved'] = closed_inventory['VCPU']['total']
+    return closed_inventory
 
 
 def _class(total: int, foreign: int, unit: int) -> dict[str, int]:
     whole = max(total // unit, 1)
-    # Rounded up: the part of a unit somebody uses cannot be given away.
+    # Rounded up, because a partly used unit cannot be allocated.
     return {'total': whole, 'reserved': min(max(-(-foreign // unit), 0), whole)}
 
 
@@ -129,14 +124,14 @@ def _blocks(path: Path) -> int:
     try:
         return path.stat().st_blocks * 512
     except OSError:
-        return 0  # destroyed this moment
+        return 0  # it was just destroyed
 
 
 def registered(inventory: Inventory) -> dict[str, model.Inventory]:
-    """The inventory as it is reckoned with, of which nothing is used."""
+    """Convert an inventory in placement's form to the model's, with nothing used."""
     return {
-        name: model.Inventory(int(each['total']), int(each.get('reserved', 0)), each.get('allocation_ratio', 1.0))
-        for name, each in inventory.items()
+        name: model.Inventory(int(parts['total']), int(parts.get('reserved', 0)), parts.get('allocation_ratio', 1.0))
+        for name, parts in inventory.items()
     }
 
 
@@ -149,9 +144,9 @@ Names = frozenset[str]
 
 @dataclass(eq=False)
 class Registration:
-    """The provider, as it is to be. `configured` traits are a person's word, those `found` out are this host's.
+    """Keeps this compute's provider in placement as configured. Errors of placement pass from every public method.
 
-    Every method asks placement, and raises what that raises.
+    A `detected_traits` name that placement does not know is left out; of `configured_traits` it is a UsageError.
     """
 
     placement: Placement
@@ -167,41 +162,41 @@ class Registration:
         self._path = self.state / 'provider.json'
         self._ours = _load(self._path, self.compute)
         self._settled = Settled()
+        # The generation at which register() made the provider, with no claims on it; None: it existed before.
         self.new_at: int | None = None
-        """The generation at which the provider was just made, when nothing was claimed of it; None: it was not."""
+        # Whether the provider had the trait of a disabled compute when its traits were last read.
         self.is_disabled = False
-        """Whether placement was told to offer nothing here, when this was looked at last."""
 
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
-        """See that the provider is there and is as it is to be, and open, unless an operator disabled it.
+        """Make or correct the provider, and enable it unless an operator disabled it; write nothing once is_closing().
 
-        The inventory comes last: as long as it is right, so is the rest. UsageError: placement does not know a trait.
+        The inventory is written last, so a right inventory means that an earlier run was complete. Raises EcompError if
+        provider.json cannot be written, UsageError if placement does not know a configured trait.
         """
         is_right = providers.is_as(self.placement, self.compute, self.inventory)
-        made = is_right is None and providers.ensure(self.placement, self.compute)
-        if made:
+        is_new = is_right is None and providers.ensure(self.placement, self.compute)
+        if is_new:
             log.info('made resource provider %s', self.compute)
         else:
             self._report()
         failpoint('registered')
-        # One that was just made has no traits, and is at its first generation.
-        described = (bool(self.aggregates or self._wanted[TRAITS]) or not made) and self._describe(is_closing)
+        # A new provider has no traits, and is at generation 0.
+        has_changed_names = (bool(self.aggregates or self._wanted[TRAITS]) or not is_new) and self._describe(is_closing)
         failpoint('described')
         if not is_right:
-            known = 0 if made and not described else None
+            known = 0 if is_new and not has_changed_names else None
             generation = providers.set_inventory(self.placement, self.compute, self.inventory, known, is_closing)
             self._settled.note(generation)
-            self.new_at = generation if made else None
+            self.new_at = generation if is_new else None
 
     def keep(self, is_closing: Callable[[], bool], generation: int | None = None) -> None:
-        """Register again if placement has it otherwise: its database may have been restored, or somebody was at it.
+        """Register again if the provider was changed outside ecomp, or placement's database was restored.
 
-        `generation` is the provider's, read before; None: not known. Where it is as when all was found right, nothing
-        else is asked.
+        The check is skipped if `generation`, read before (None: not known), has not changed since the last good one.
         """
         if self._settled.at(generation):
             return
-        # Asked afterwards: what is found closed is closed by us, and then this says so by now.
+        # is_closing() is called after the check: if close() has changed the provider, it returns True by then.
         if self._is_as_it_should():
             self._settled.note(generation)
         elif not is_closing():
@@ -209,7 +204,7 @@ class Registration:
             self.register(is_closing)
 
     def close(self) -> None:
-        """Reserve all VCPU, and say that it is stopped: nothing is scheduled here until the next start."""
+        """Reserve all VCPU and disable the provider, so that nothing is scheduled here until the next start."""
         providers.set_inventory(self.placement, self.compute, closed(self.inventory))
         failpoint('closed')
         providers.change_names(self.placement, self.compute, TRAITS, status.stopped)
@@ -218,19 +213,19 @@ class Registration:
         used = providers.usages(self.placement, self.compute)
         log.info('resource provider %s is there, with usages %s', self.compute, used or 'none')
         for name, amount in used.items():
-            have = self.inventory.get(name, {'total': 0})
-            there = capacity(have['total'], have.get('allocation_ratio', 1))
-            if amount > there:
-                log.warning('%s of %s is used, and there is only %s of it now', amount, name, there)
+            amounts = self.inventory.get(name, {'total': 0})
+            total = capacity(amounts['total'], amounts.get('allocation_ratio', 1))
+            if amount > total:
+                log.warning('%s of %s is used, and there is only %s of it now', amount, name, total)
 
     def _is_as_it_should(self) -> bool:
         if not providers.is_as(self.placement, self.compute, self.inventory):
             return False
-        there = {kind: providers.names_of(self.placement, self.compute, kind) for kind in self._kinds()}
-        return all(names == self._right(kind, names) for kind, names in there.items())
+        current = {kind: providers.names_of(self.placement, self.compute, kind) for kind in self._kinds()}
+        return all(names == self._right(kind, names) for kind, names in current.items())
 
     def _kinds(self) -> list[str]:
-        # Of aggregates, most computes have none.
+        # Most computes have no aggregates, so a call to placement is saved.
         return [kind for kind in (TRAITS, AGGREGATES) if kind == TRAITS or self._wanted[kind] or self._ours[kind]]
 
     def _right(self, kind: str, there: Names) -> Names:
@@ -240,7 +235,7 @@ class Registration:
         return status.opened(names) if kind == TRAITS else names
 
     def _describe(self, is_closing: Callable[[], bool]) -> bool:
-        """True if the provider was changed."""
+        """Write the traits and aggregates; return whether that changed the provider."""
         self._make_known()
         changed = False
         for kind in self._kinds():
@@ -248,8 +243,8 @@ class Registration:
             def to(there: Names, kind: str = kind) -> Names:
                 if is_closing():
                     return there
-                then = status.ours_then(there, self._wanted[kind], self._ours[kind])
-                self._remember(kind, self._ours[kind] | then)
+                own_names = status.ours_then(there, self._wanted[kind], self._ours[kind])
+                self._remember(kind, self._ours[kind] | own_names)
                 return self._right(kind, there)
 
             changed = providers.change_names(self.placement, self.compute, kind, to) or changed
@@ -258,7 +253,7 @@ class Registration:
         return changed
 
     def _make_known(self) -> None:
-        """See that placement knows the traits. What was found out and is unknown to an older one is left out."""
+        """Create custom traits; drop detected traits unknown to placement; UsageError for configured ones."""
         if not self._wanted[TRAITS]:
             return
         missing = self._wanted[TRAITS] - providers.names_of(self.placement, self.compute, TRAITS)
@@ -269,24 +264,23 @@ class Registration:
     def _remember(self, kind: str, ours: Names) -> None:
         if ours == self._ours[kind]:
             return
-        new = {**self._ours, kind: ours}
-        names = {each: sorted(found) for each, found in new.items()}
+        own_names = {**self._ours, kind: ours}
+        names = {name_kind: sorted(found) for name_kind, found in own_names.items()}
         try:
             write_durably(self._path, json.dumps({'version': VERSION, 'compute': self.compute, **names}))
         except OSError as error:
             raise EcompError(f'{self._path}: {error.strerror}: traits and aggregates stay as they are') from error
-        self._ours = new
+        self._ours = own_names
         failpoint('described-here')
 
 
 def check_names(placement: Placement, configured: Collection[str], classes: Collection[str]) -> None:
-    """UsageError for a trait of `configured` or a class of `inventory:` that placement does not know.
+    """Raise UsageError for a configured trait or resource class that placement does not know. Changes nothing.
 
-    Nothing is changed. Asked before the inventory is written: placement's own refusal of that does not say which key of
-    compute.yaml is wrong.
+    Placement's own refusal of an inventory would not name the wrong key of compute.yaml.
     """
-    if strange := frozenset(classes).difference(NEEDED):
-        never, yet = providers.unknown_names(placement, Named(strange, frozenset()))
+    if unusual := frozenset(classes).difference(NEEDED):
+        never, yet = providers.unknown_names(placement, Named(unusual, frozenset()))
         if never or yet:
             raise UsageError(f'inventory: {"; ".join(filter(None, (never, yet)))}')
     unknown = providers.unknown(placement, [*configured, status.DISABLED])
@@ -308,6 +302,6 @@ def _load(path: Path, compute: str) -> dict[str, Names]:
     except ValueError as error:
         raise UsageError(f'{path}: cannot be understood ({error}): remove it, and the traits it named stay') from error
     if data.get('compute') != compute:
-        data = {}  # another provider's, from before `uuid:` was changed
-    named = {kind: data.get(kind) for kind in (TRAITS, AGGREGATES)}
-    return {kind: frozenset(map(str, names if isinstance(names, list) else ())) for kind, names in named.items()}
+        data = {}  # `uuid:` was changed: these are another provider's
+    listed = {kind: data.get(kind) for kind in (TRAITS, AGGREGATES)}
+    return {kind: frozenset(map(str, names if isinstance(names, list) else ())) for kind, names in listed.items()}
