@@ -1,10 +1,7 @@
-"""One compute: its parts, each begun after those it needs and ended before them, and its loop.
+"""One compute: its parts, each started after the parts it needs and stopped before them, and its planning loop.
 
-A host is opened by a function that registers with `at_exit` how each part ends, beside the line that begins it.
-
-The loop plans at every nudge and once a minute, and has tasks carried out side by side. An event only ever nudges the
-planner. What is asked of placement once a minute, and little else, is asked in another thread, for placement may take a
-minute to say nothing. The threads are the process's, which all of its computes share.
+The loop plans at every wake-up and every minute; events only wake it. Periodic checks that need placement run in
+another thread, because placement may take a minute to time out.
 """
 
 from __future__ import annotations
@@ -56,74 +53,76 @@ log = logging.getLogger(__name__)
 
 
 def note_ends(compute: str, store: Store, memory: Memory, here: Collection[str]) -> None:
-    """Remember as ended what nobody asks for, of which nothing is `here` and whose record says no other.
+    """Remember instances as ended that have no request, no guest here, and no record of ours that is not an end.
 
-    An end's last transaction comes before the state directory: killed in between, or with a full disk, the directory
-    says that it lives. Believed, its address would be reserved again at every start, and nobody could mend it.
-    Only with the etcd that we know. Errors: those of etcd.
+    An end is written to etcd before the state directory. A kill in between, or a full disk, leaves an entry that would
+    reserve the instance's address at every start. Call it only with a familiar etcd, whose errors pass.
     """
-    asked = {keys.last(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries}
+    requested = {keys.last(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries}
     remembered = memory.all()
-    for instance in remembered.keys() - asked - set(here):
-        # Read after the requests were: its end takes both in one transaction, so what lives has one of them.
-        places = keys.record(compute, instance), keys.old_record(instance)
-        there, known = store.read(places).values(), remembered[instance]
-        if not there and known.record.state == BUILDING and known.failure is None:
-            continue  # begun, and killed before its record said so: the planner takes back what is reserved for it
-        if all(_has_ended(compute, each) for each in there):
+    for instance in remembered.keys() - requested - set(here):
+        # Read after the requests: an end changes both in one transaction, so a living instance has one of the two.
+        record_keys = keys.record(compute, instance), keys.old_record(instance)
+        records, entry = store.read(record_keys).values(), remembered[instance]
+        if not records and entry.record.state == BUILDING and entry.failure is None:
+            continue  # killed before the first record of its build: the planner releases what is reserved for it
+        if all(_has_ended(compute, record) for record in records):
             memory.ended(instance)
             log.info('instance %s had ended, and this compute had not written that down', instance)
 
 
 def reserve_again(hypervisor: Hypervisor, memory: Memory) -> None:
-    """Reserve what was removed by hand, or with a network that was defined anew. Errors: those of the hypervisor."""
-    there = hypervisor.reservations()
+    """Restore DHCP reservations that were removed manually or with a redefined network; log those that fail.
+
+    Errors of the hypervisor other than BuildFailed pass.
+    """
+    reservations = hypervisor.reservations()
     for instance, remembered in memory.all().items():
         if remembered.record.state not in (ACTIVE, STOPPED):
-            continue  # its build, or its destroy, sees to it
-        for each in remembered.record.addresses:
-            if each.expected is None or there.get(each.mac) == ReservedAddress(instance, each.expected):
+            continue  # its build or destroy changes the reservations
+        for nic in remembered.record.addresses:
+            if nic.expected is None or reservations.get(nic.mac) == ReservedAddress(instance, nic.expected):
                 continue
             try:
-                got = hypervisor.reserve(instance, each.mac, each.network, each.expected)
+                ip = hypervisor.reserve(instance, nic.mac, nic.network, nic.expected)
             except BuildFailed as error:
-                log.warning('instance %s: %s cannot be reserved again: %s', instance, each.expected, error.reason)
+                log.warning('instance %s: %s cannot be reserved again: %s', instance, nic.expected, error.reason)
             else:
-                log.warning('instance %s: %s was not reserved on %s, %s is', instance, each.expected, each.network, got)
+                log.warning('instance %s: %s was not reserved on %s, %s is', instance, nic.expected, nic.network, ip)
 
 
 def _has_ended(compute: str, entry: Entry) -> bool:
     try:
         record = from_json(entry.value)
     except ValueError:
-        return False  # a newer ecomp's, perhaps
+        return False  # malformed, or of a newer ecomp
     return record.state in (GONE, ERROR) or record.compute != compute
 
 
+# Worker processes without `workers:` in compute.yaml: one a processor, but no more than these.
 MOST_WORKERS = 8
-"""Worker processes at most, one a processor, where compute.yaml has no `workers:`."""
 
+# Takes the computes that have guests on this host; raises Conflict if this compute must not start beside them.
 Admit = Callable[[Set[str]], None]
-"""Told the computes whose guests are here, it raises where this one must not begin beside them."""
 
 
 def pretended(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
-    """A host for `ecompute --fake`: no libvirt, and a job runs in the thread that asks for it."""
+    """Make the host of `ecompute --fake`, without libvirt: each job runs in its caller's thread; `at_exit` stops it."""
     from ecomp.virt.fake import FakeHypervisor
 
     hypervisor = FakeHypervisor(config.state)
     hypervisor.prepare()
     hypervisor.virt_type(config.virt_type)
-    admit({each.compute for each in hypervisor.guests().values() if each.compute})
+    admit({guest.compute for guest in hypervisor.guests().values() if guest.compute})
     runner = Inline(hypervisor, FakeImages())
     at_exit.callback(runner.stop)
     return Host(hypervisor, runner, GuestData(config.state / 'metadata'))
 
 
 def real(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
-    """This machine, of which nothing is changed before `admit` has let this compute begin.
+    """Open this machine as a host, whose parts `at_exit` stops; change nothing before `admit` returns.
 
-    Errors: those of the hypervisor, and EcompError where no metadata server comes up.
+    Errors of `admit` and of the hypervisor pass; EcompError if no metadata server starts.
     """
     from ecomp.virt.libvirt_host import Libvirt
 
@@ -133,11 +132,11 @@ def real(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
     libvirt.virt_type(config.virt_type)
     admit(libvirt.computes())
     libvirt.prepare()
-    # After the networks are there: the server listens on an address of their bridge.
-    look_after = keep_served(libvirt, config.state, config.directory, config.metadata == 'network', at_exit)
-    # No instance is given more than what there is in all, so no image above that is of use here.
-    disk = (config.inventory or {}).get('DISK_GB', 0) * GIB or provider.look(config.state, []).disk
-    limits = CacheLimits(_image_cache(config) * GIB, disk)
+    # After the networks were started: the server listens on an address of their bridge.
+    ensure_metadata_served = keep_served(libvirt, config.state, config.directory, config.metadata == 'network', at_exit)
+    # No instance gets a larger disk than the whole, so a larger image is useless here.
+    disk_bytes = (config.inventory or {}).get('DISK_GB', 0) * GIB or provider.look(config.state, []).disk
+    limits = CacheLimits(_image_cache(config) * GIB, disk_bytes)
     settings = WorkerSettings(
         config.state, config.images, os.getpid(), limits, libvirt.filters, reach_of(config), config.hold_addresses
     )
@@ -147,20 +146,20 @@ def real(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
     at_exit.callback(scrubber.stop)
     scrubber.start()
     data = GuestData(config.state / 'metadata')
-    return Host(libvirt, pool, data, look_after, lambda: libvirt.bridge_name() is not None)
+    return Host(libvirt, pool, data, ensure_metadata_served, lambda: libvirt.bridge_name() is not None)
 
 
 def inventory_of(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> Inventory:
-    """What placement is told that there is here. UsageError for an allocation ratio of what there is not."""
-    found = {}
+    """Return the inventory to register; UsageError for an allocation ratio of a class that is not in it."""
+    measured = {}
     if not fake:
-        found = provider.inventory(provider.look(config.state, list(hypervisor.guests())), _image_cache(config))
-    # What `inventory:` does not name keeps the machine's own truth.
-    return provider.with_ratios({**found, **provider.given(config.inventory or {})}, config.allocation_ratios)
+        measured = provider.inventory(provider.look(config.state, list(hypervisor.guests())), _image_cache(config))
+    # Classes that `inventory:` does not name have the measured amounts.
+    return provider.with_ratios({**measured, **provider.given(config.inventory or {})}, config.allocation_ratios)
 
 
 def traits_of(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
-    """The traits of what this host's guests run on."""
+    """Return the traits of this host's guest processor; empty if the hypervisor does not report its features."""
     features = hypervisor.cpu_features(virt_type)
     if not features:
         return frozenset()
@@ -170,7 +169,7 @@ def traits_of(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
 
 
 def workers(config: ComputeConfig) -> int:
-    """How many worker processes there are."""
+    """Return the number of worker processes."""
     return config.workers or min(os.cpu_count() or 1, MOST_WORKERS)
 
 
@@ -178,18 +177,20 @@ def _image_cache(config: ComputeConfig) -> int:
     return config.image_cache or provider.default_cache(config.state)
 
 
-PLANNING, HERE, FAR = 'planning', 'looks in turn with plans', 'looks beside plans'
+PLANNING = 'planning'
+HERE = 'looks in turn with plans'
+FAR = 'looks beside plans'
 FOLLOWING = 'following etcd'
+# Minutes between checks of the key with this host's name.
 NAMED = 10
-"""Minutes between two looks at the key of its host's name."""
 
 
 @dataclass(eq=False)
 class Daemon:
-    """The loop: begin(), run() until stop() is called, then drain().
+    """The planning loop: begin(), run() until stop() is called, then drain().
 
-    `far` is what is asked once a minute beside plans, mostly of placement, by what it is called; first after `first`
-    seconds. `on_planned` is called after each plan, in its thread.
+    `remote_checks` are the periodic checks that run beside plans, mostly queries to placement, by activity; the first
+    ones run after `first_check_seconds`. `on_planned` is called after each plan, in the planning thread.
     """
 
     host: Host
@@ -203,33 +204,33 @@ class Daemon:
         self._complaints = self.planner.complaints
         self._here = {'reading records again': self.planner.recheck, 'plugging guests in': self.host.hypervisor.plug_in}
         self._here['looking after the metadata server'] = self.host.look_after
-        # The back-off of planning and of the two rounds of looks.
+        # The back-off of planning and of the two groups of checks.
         self._delays = Delays()
         self._turn = Turn(self.threads, self.threads.plans, self._look)
         self._far_turn = Turn(self.threads, self.threads.minutes, partial(self._look_at, FAR, self.far))
         self._next_minute = time.monotonic() + self.first
-        # Never changed, only put in place of the one before, and then there is a nudge.
+        # Replaced, never changed; the planner is woken after that. None: not read yet.
         self._state: Mapping[str, Entry] | None = None
-        # False until it is True for good. No lock, for a signal handler sets it.
+        # Set once, and without a lock, because a signal handler sets it.
         self._stopping = False
         self.read_only = False
 
     def begin(self) -> None:
-        """Work, as far as nobody need tend the workers. run() is to follow, unless another one's does for both."""
+        """Start planning. The workers are tended only by run(), which one Daemon of a process runs for all."""
         self.host.hypervisor.on_change(self.planner.nudge, self.look_soon)
         self.planner.on_nudge = self._turn.at
-        self._turn.at()  # for what there was a nudge before
+        self._turn.at()  # for wake-ups before this
 
     def run(self, alive: Callable[[], float]) -> None:
-        """Work, until stop(). Called by the main thread after begin().
+        """Tend the workers in the main thread until stop().
 
-        `alive` is called whenever the loop goes around, and says after how many seconds it has to have done so again.
+        `notify_alive` is called in each round, and returns the seconds after which it must be called again.
         """
         while not self._stopping:
             self.host.runner.tend(min(EVERY, alive()))
 
     def drain(self) -> None:
-        """Begin nothing more, and return when what is in work has ended."""
+        """Start nothing more, stop builds, and wait for the tasks in flight."""
         self._stopping = True
         self._turn.end()
         self._far_turn.end()
@@ -238,71 +239,71 @@ class Daemon:
             self.host.runner.tend(0.2)
 
     def stop(self) -> None:
-        """End soon. Safe in a signal handler."""
+        """End run() soon. Safe in a signal handler."""
         self._stopping = True
         self.host.runner.waker.wake()
 
     def become_read_only(self, reason: str) -> None:
-        """Begin nothing more, before become_writable(): somebody else is this compute now (rule 9). What runs goes on.
+        """Start no tasks until become_writable(): another ecompute is this compute now, or etcd is unfamiliar (rule 9).
 
-        A build stops at its next step and undoes itself: the other one makes it.
+        Builds in flight stop at their next step and undo themselves. Guests keep running.
         """
         self.read_only = True
         self.planner.stop_builds()
         log.error('%s. From now on this one only watches; what runs goes on', reason)
 
     def become_writable(self) -> None:
-        """Begin again after become_read_only(): this process is the compute once more, and reads its requests anew."""
+        """Resume after become_read_only(), because this process is the compute again."""
         self.read_only = False
         self.planner.allow_builds()
         log.warning('the presence key is held by this ecompute again: it builds and destroys again')
         self.planner.nudge('it may write again')
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
-        """Take all requests there are for this compute, and plan. The follower's callback."""
+        """Replace this compute's requests, and plan. The follower's callback."""
         self._state = state
         self.planner.nudge('its requests were read')
 
     def look_soon(self, reason: str) -> None:
-        """Plan now, and do now what is done once a minute. From any thread."""
+        """Plan and make the periodic checks now. From any thread."""
         self._next_minute = 0.0
         self.planner.nudge(reason)
 
     def is_ending(self) -> bool:
-        """Return whether nothing more is begun: for good, or until become_writable()."""
+        """Return whether no more tasks are started: for good, or until become_writable()."""
         return self._stopping or self.read_only
 
     def _look(self) -> float:
-        """Plan if there is anything to plan from; when (monotonic) to look again if nothing happens. Never raises."""
+        """Plan once the requests were read; return when (monotonic) to plan again. Errors are logged and deferred."""
         if self.is_ending():
             return math.inf
-        again = self._complaints.attempt(PLANNING, self._plan)
-        if again is None:
-            again = self._delays.put_off(PLANNING)
-            self._next_minute = min(self._next_minute, again)
+        next_time = self._complaints.attempt(PLANNING, self._plan)
+        if next_time is None:
+            next_time = self._delays.put_off(PLANNING)
+            self._next_minute = min(self._next_minute, next_time)
         else:
             self._delays.forget(PLANNING)
-        return again
+        return next_time
 
     def _plan(self) -> float:
         now, state = time.monotonic(), self._state
         if state is None:
-            return now + EVERY  # the first list nudges
+            return now + EVERY  # the first list wakes the planner
         is_minute = now >= self._next_minute
         if is_minute:
             self._next_minute = now + EVERY * random.uniform(0.9, 1.1)
         for work in self.planner.step(state):
             self._begin(work)
         self.on_planned()
-        self._complaints.settle(PLANNING)  # before the looks below, which may fail
+        self._complaints.settle(PLANNING)  # before the checks below, which may fail
         if is_minute or self._delays.when(HERE) <= time.monotonic():
             self._look_at(HERE, self._here)
-        # One that waits for placement still is the next one, too.
+        # Checks that still wait for placement are not started twice.
         if is_minute and not self._far_turn.is_busy:
             self._far_turn.at()
-        # Whatever is overdue is not to be met a thousand times a second.
-        due = self._next_minute, self._delays.when(HERE), *self.planner.due()
-        return max(min(due), time.monotonic() + 0.01)
+        # A pause, so that something overdue does not make this loop spin.
+        due_times = self._next_minute, self._delays.when(HERE), *self.planner.due()
+        return max(min(due_times), time.monotonic() + 0.01)
 
     def _begin(self, work: Work) -> None:
         self.planner.begin(work)
@@ -313,9 +314,9 @@ class Daemon:
             self.planner.hand_back(work, f'no thread can be started for it: {error}')
 
     def _look_at(self, name: str, looks: Mapping[str, Callable[[], None]]) -> float:
-        """Take one look after the other: a failed one hinders no other. Return when to look again before the minute."""
-        worked = [self._works(doing, look) for doing, look in looks.items()]
-        if not all(worked):
+        """Make the checks one after the other, all of them; return when (monotonic) to retry failed ones, or inf."""
+        results = [self._works(doing, look) for doing, look in looks.items()]
+        if not all(results):
             return self._delays.put_off(name)
         self._delays.forget(name)
         return math.inf
@@ -325,21 +326,22 @@ class Daemon:
             look()
             return True
 
-        # A look that is under way at the end fails because its connections are closed.
+        # A check in flight at the end fails because its connections are closed.
         return self.is_ending() or self._complaints.attempt(doing, work, self.is_ending) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What a compute finds in its process.
+    """The parts and settings of a process that all its computes share.
 
-    `fake`: its guests are pretended; `accept`: etcd is to be told what lives here; `familiar`: etcd is the one that was
-    known. Where it is not, the compute is read-only from its beginning (rule 10). `accepted` is the revision at which
-    this compute accepted it, to be written to etcd (0: it is there already, or none); `first_seen`: see Puller. Over
-    `spread` seconds the computes of a process begin to ask placement, for they all hear of their requests at once. They
-    share the `threads`, the `lease` on which they are alive, the `offers` of the queues, what is said of `generations`,
-    and `audits`, an etcd connection for answers. `checks_names`: it sees whether placement knows the configured traits
-    and classes, which is not known yet.
+    Attributes:
+        accepts_new_etcd: republish the instances to an etcd that may be another one (--accept-new-etcd).
+        is_familiar_etcd: etcd is the remembered one; if not, the compute is read-only from the start (rule 10).
+        accepted_revision: the revision of that acceptance, to be written to etcd; 0: none, or written already.
+        first_seen_revision: see Puller.
+        spread_seconds: time over which the computes, which all start together, send their first queries to placement.
+        audits: an etcd connection without a guard, for answers to audits.
+        checks_names: each compute must check that placement knows the configured traits and classes.
     """
 
     fake: bool
@@ -359,10 +361,9 @@ class Environment:
 
 
 class Compute:
-    """The parts: register(), start() and, whatever became of these, stop(). Any thread's, one after the other.
+    """One compute: register(), start() and, even if one of these failed, stop(); one call at a time.
 
-    What is asked of it is followed by whoever made it, from start() on: the on_… are the followers' threads'. `at_exit`
-    ends what it was made from.
+    From start() on the threads that follow etcd for this compute call the on_… methods.
     """
 
     def __init__(
@@ -383,20 +384,20 @@ class Compute:
         self._named_until = 0.0
         self._hostname = socket.gethostname()
         self.has_noted_acceptance = False
-        who = {'version': __version__, 'hostname': self._hostname, 'since': now(), 'token': self._token}
-        who |= {'boot': boot_id(), 'pid': str(os.getpid())}  # what two with the same token differ in
+        facts = {'version': __version__, 'hostname': self._hostname, 'since': now(), 'token': self._token}
+        facts |= {'boot': boot_id(), 'pid': str(os.getpid())}  # to tell two processes with the same token apart
         key = keys.compute(self.uuid)
-        self._presence = Presence(store, key, who, self._become_read_only, environment.lease, self._become_writable)
+        self._presence = Presence(store, key, facts, self._become_read_only, environment.lease, self._become_writable)
 
     def register(self) -> None:
-        """See that this compute may be one here, and that placement knows it; and make all that start() begins.
+        """Check that this compute may run here, register it in placement, and make its parts.
 
-        Errors: Conflict where another ecompute is this compute, or has guests here; those of etcd, of placement and of
-        the hypervisor.
+        Raises Conflict if another ecompute is this compute, or if a compute that is not alive has guests here;
+        UsageError for a wrong configuration. Errors of etcd, placement and the hypervisor pass.
         """
         config, fake, familiar = self._config, self._environment.fake, self._environment.familiar
         placement = self._environment.placement
-        # First, for nothing of a host is touched that a living ecompute looks after.
+        # First, because another ecompute may be this compute, and must not be disturbed.
         if familiar:
             self._presence.check()
         self.host = (pretended if fake else real)(config, self._at_exit, self._admit)
@@ -417,35 +418,35 @@ class Compute:
         if familiar:
             if self._environment.checks_names:
                 check_names(placement, config.traits, config.inventory or ())
-            # Before placement hears of it, and not before nothing refuses it any more: the next start is this compute.
+            # Before placement knows the uuid, and after the last refusal: the next start is this compute, too.
             self._state.keep()
         self._memory = memory = Memory(config.state, self.uuid, now)
         if familiar:
-            # First, for what is told to etcd anew is claimed on it.
+            # First, because republished instances claim on the provider.
             self._provider.register()
             self.has_noted_acceptance = self._note_acceptance()
             if self._environment.accept:
                 republish(self.uuid, self._store, placement, memory, set(hypervisor.guests()), now())
                 failpoint('republished')
-            # After that: with etcd's word on what lives the memory is put right, and DHCP after the memory.
+            # After that: etcd's records correct the memory, and the memory corrects DHCP.
             note_ends(self.uuid, self._store, memory, set(hypervisor.guests()))
             reserve_again(hypervisor, memory)
-        seed = nocloud(config, self.host.serves_metadata)
-        shape = Shape(virt_type, config.resize, config.networks, self._hostname, seed)
+        read_seed = nocloud(config, self.host.serves_metadata)
+        shape = Shape(virt_type, config.resize, config.networks, self._hostname, read_seed)
         instances = Instances(self._control, self.host, shape, memory)
         self._planner = Planner(instances, self._complaints)
         self._claims = ClaimKeeper(self.uuid, self._store, placement, config.queues)
         self._claims.settled.note(self._provider.new_at)
-        far = {'writing down its host name': self._keep_hostname, LOOKING: self._look_at_claims}
-        far |= {'looking at the provider': self._keep_registered}
-        first = random.uniform(0.0, self._environment.spread)
+        remote_checks = {'writing down its host name': self._keep_hostname, LOOKING: self._look_at_claims}
+        remote_checks |= {'looking at the provider': self._keep_registered}
+        delay = random.uniform(0.0, self._environment.spread)
         threads = self._environment.threads
-        self.daemon = Daemon(self.host, self._planner, far, threads, first=first, on_planned=self._say_room)
+        self.daemon = Daemon(self.host, self._planner, remote_checks, threads, first=delay, on_planned=self._say_room)
         self.queues = None
         if config.queues and familiar:
             taker = Taker(self._control, lambda: self._presence.lease)
-            has, first_seen = registered(self._inventory), self._environment.first_seen
-            puller = Puller(taker, self._environment.offers, self._may_take, has, first_seen, hypervisor.guests)
+            inventory, first_seen = registered(self._inventory), self._environment.first_seen
+            puller = Puller(taker, self._environment.offers, self._may_take, inventory, first_seen, hypervisor.guests)
             self.queues = Queues(puller, self._complaints, threads)
         token, audits = hashed(self._token), self._environment.audits
         self.answerer = Answerer(
@@ -453,25 +454,25 @@ class Compute:
         )
 
     def start(self) -> None:
-        """Begin to take requests. Errors: Conflict where another ecompute is this compute by now; those of etcd."""
+        """Begin to take requests; Conflict if another ecompute is this compute now; errors of etcd pass."""
         familiar, at_exit = self._environment.familiar, self._at_exit
-        if not self._environment.fake:  # a pretended guest has no cloud-init, and fakes are many
+        if not self._environment.fake:  # fake guests have no cloud-init, and a watch costs a thread for each compute
             at_exit.callback(self.host.guest_data.on_ready(self._planner.nudge))
-        # Before anything can be asked: in another etcd nothing is begun.
+        # Before any request can arrive: nothing is started for an unfamiliar etcd.
         self._environment.guard.when_strange(self._become_read_only)
-        # Before it is seen alive, for then it is asked; and also where it is read-only.
+        # Before the presence key, which makes audits expect an answer; also if the compute is read-only.
         self.answerer.start()
         at_exit.callback(self.answerer.stop)
-        # Before it writes anything: every write compares the key that this puts (rule 9).
+        # Before any other write, because every write compares the presence key (rule 9).
         if familiar:
             self._presence.start()
             failpoint('published')
             at_exit.callback(self._presence.stop)
-            # Whoever sees it alive may call it so; where that cannot be written, the looks of every minute say why.
+            # Users may name an alive compute by its host name. If the write fails, the periodic check logs why.
             with suppress(EcompError):
                 self._keep_hostname()
-        # At the end, the last of these first: nothing is taken any more, nothing more is scheduled here, what is in
-        # work ends; and until then it is alive.
+        # The end runs these in reverse: stop planning, take no more requests, close the provider, wait for the tasks in
+        # flight; only then remove the presence key.
         at_exit.callback(self.daemon.drain)
         at_exit.callback(self._close_provider)
         if self.queues is not None:
@@ -481,39 +482,39 @@ class Compute:
         self.daemon.begin()
 
     def stop(self) -> None:
-        """End what was begun, in reverse, and wait for it. The guests go on."""
+        """Stop all parts in reverse order, and wait for them. Guests keep running."""
         self._at_exit.close()
 
     def __str__(self) -> str:
-        have = (f'{name} {each["total"]} ({each["reserved"]} reserved)' for name, each in self._inventory.items())
-        return f'{self._guests} guests with {", ".join(have)}'
+        amounts = (f'{name} {parts["total"]} ({parts["reserved"]} reserved)' for name, parts in self._inventory.items())
+        return f'{self._guests} guests with {", ".join(amounts)}'
 
     def on_requests(self, state: Entries) -> None:
-        """Hand on all requests there are for this compute."""
+        """Pass all requests of this compute to its parts."""
         self._asked = state
         self.daemon.on_state(state)
         if self.queues is not None:
             self.queues.on_hosts(state)
 
     def on_computes(self, state: Entries) -> None:
-        """See whether it is still there among those that are alive."""
+        """Check that this compute's presence key is unchanged among those of all computes."""
         self._presence.on_computes(state)
 
     def on_lost(self, error: EcompError) -> None:
-        """Note that etcd cannot be followed."""
+        """Log that etcd cannot be followed."""
         self._complaints.complain(FOLLOWING, error)
 
     def on_back(self) -> None:
-        """Note that etcd can be followed again: what failed is tried at once."""
+        """Retry what failed, because etcd can be followed again."""
         self._presence.look()
         self._complaints.settle(FOLLOWING)
         if self.queues is not None:
             self.queues.nudge('etcd is back')
 
     def _note_acceptance(self) -> bool:
-        """Write at which revision this compute accepted etcd, for computes that do not know it; False: not allowed.
+        """Write the revision at which this compute accepted etcd; return False if a role of ecomp 1.1 denies that.
 
-        A role of ecomp 1.1 does not allow that, which is an error only while it accepts.
+        If this start accepts an etcd, Denied is raised instead. Other errors of etcd pass.
         """
         try:
             if self._environment.accepted:
@@ -534,7 +535,7 @@ class Compute:
             self.queues.nudge('it may write again')
 
     def _admit(self, here: Set[str]) -> None:
-        """Conflict if guests of another compute are here that nobody looks after (rule 9)."""
+        """Raise Conflict if there are guests of another compute that is not alive (rule 9), in a familiar etcd."""
         for other in sorted(here - {self.uuid}) if self._environment.familiar else ():
             if not is_alive(self._store, other):
                 raise Conflict(
@@ -545,27 +546,27 @@ class Compute:
     def _look_at_claims(self) -> None:
         self._generation = None
         self._generation = self._environment.generations.of(self.uuid)
-        asked = {keys.last(key) for key in self._asked}
-        self._claims.look(self.host.hypervisor.guests(), time.monotonic(), self._generation, asked)
+        requests = {keys.last(key) for key in self._asked}
+        self._claims.look(self.host.hypervisor.guests(), time.monotonic(), self._generation, requests)
 
     def _keep_registered(self) -> None:
-        # By the answer that the look at claims got.
+        # With the generation that the check of claims has read.
         self._provider.keep(lambda: not self._may_take(), self._generation)
 
     def _keep_hostname(self) -> None:
-        """See that this compute can be called by its host's name also while it is away; now and then, once it is so."""
+        """Keep the key that maps this host's name to this compute, even while it is down; rarely once it is right."""
         if time.monotonic() < self._named_until:
             return
         key = keys.hostname(self.uuid)
-        there = self._store.get(key)
-        if is_hostname(self._hostname) and (there is None or hostname_in(there.value) != self._hostname):
-            condition = Unchanged(key, there.revision if there else 0)
-            # Where somebody was faster, the next look says with what.
+        entry = self._store.get(key)
+        if is_hostname(self._hostname) and (entry is None or hostname_in(entry.value) != self._hostname):
+            condition = Unchanged(key, entry.revision if entry else 0)
+            # If another process was faster, the next check reads its value.
             self._store.commit([condition], [Put(key, to_json(self._hostname))])
         self._named_until = time.monotonic() + NAMED * EVERY
 
     def _say_room(self) -> None:
-        """Say what is left here, as far as this compute knows: a hint for who seeks a place, see ecomp.model.host."""
+        """Publish the room hint of ecomp.model.host with the presence; None if the room is unknown or closed."""
         given = self._planner.given
         known = given is not None and not self._provider.is_disabled and self._may_take()
         self._presence.say(room=host.room_hint(self._inventory, [given]) if known and given is not None else None)
@@ -574,12 +575,12 @@ class Compute:
         return not self.daemon.is_ending()
 
     def _may_remove(self, instance: str) -> bool:
-        self._store.recognise()  # raises where nothing is to be believed
+        self._store.recognise()  # raises StrangeEtcd
         return not self.daemon.read_only and instance not in self._memory.all()
 
     def _close_provider(self) -> None:
         if self.daemon.read_only:
-            return  # it is somebody else's provider now
+            return  # the provider belongs to another ecompute now
         failpoint('closing')
         try:
             self._provider.close()
@@ -589,5 +590,5 @@ class Compute:
 
 
 def now() -> str:
-    """The time of day, ISO 8601."""
+    """Return the current time, ISO 8601."""
     return timestamp(datetime.now(UTC))
