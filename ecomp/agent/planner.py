@@ -281,8 +281,8 @@ class Planner:
             if task.instance in deferred:
                 continue
             revision, wish = self._wishes[task.instance]
-            refused_at = self._refused.get(task.instance)
-            if task.kind is Kind.REFUSE and (refused_at == revision or (refused_at and not keys.is_uuid(task.instance))):
+            refusal = self._refused.get(task.instance)
+            if task.kind is Kind.REFUSE and (refusal == revision or (refusal and not keys.is_uuid(task.instance))):
                 continue  # logged once, even if it is written again; ecompute must not delete such a key
             if task.kind is Kind.VANISHED and task.instance in self._instances.hypervisor.guests():
                 continue  # it has just come back

@@ -1,4 +1,4 @@
-"""The computes of one process (one, or `--count` pretended ones), and what follows etcd for all of them."""
+"""The computes of one process (one, or `--count` fake ones), and the threads that follow etcd for all of them."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ ready = logging.getLogger('ecomp.ready')
 
 Each = TypeVar('Each')
 
+# Computes that start or stop concurrently: the number of connections that the placement client keeps.
 AT_ONCE = POOL
-"""Computes that begin or end at a time: as many as placement's session keeps connections."""
+# The first queries to placement are spread over this time for each compute, but not over more than a minute.
 SPREAD = 0.1
-"""Seconds that each of many computes adds to those over which they begin to ask placement; a minute at most."""
+# (limit, need of one compute, need of each further one, unit, where to raise it)
 NEEDED = (
-    # And each of many pretended computes, for its locks and its waker's pipe.
+    # Each further compute needs descriptors for its locks and its waker's pipe.
     (resource.RLIMIT_NOFILE, 256, 8, 'file descriptors', 'ulimit -n, or LimitNOFILE= of its unit'),
-    # Threads, which are reserved 8 MiB of it each and 64 MiB for what they allocate; what each of many knows.
+    # Each thread reserves 72 MiB for stack and heap; each further compute needs memory for its state.
     (resource.RLIMIT_AS, 2 * 1024**3, 1024**2, 'bytes of address space', 'ulimit -v, or LimitAS= of its unit'),
 )
 
 
 @dataclass(eq=False)
 class Process:
-    """All of it: register(), then run(). `at_exit` ends what was begun, also where one of these fails.
+    """All computes of the process: register(), then run(). `at_exit` stops them, even if one of these failed.
 
-    `count` is how many pretended computes there are; None: one, of this machine or, with `fake`, a pretended one.
-    `accept`: etcd is another one, and is to be told what lives here. `service` is what systemd knows it as. Errors:
-    those of Compute, and those of a start.
+    `count` is the number of fake computes, or None for one compute, fake or of this machine. With `accepts_new_etcd`
+    the computes republish their instances to an etcd that may be another one.
     """
 
     config: ComputeConfig
@@ -79,25 +79,28 @@ class Process:
         self._offers = Offers(self._widening.at)
 
     def register(self) -> None:
-        """Take the state directory, see that etcd is the one we knew, and register each compute."""
+        """Lock the state directory, check whether etcd is the remembered one, and register each compute.
+
+        Raises UsageError if a system limit is too low; errors of Identity, etcd, placement and Compute.register() pass.
+        """
         config, at_exit = self.config, self.at_exit
         _check_limits(self.count or 1)
-        # First, for whoever has it is the only one that reads or writes what is remembered there.
+        # First, because only the holder of its lock may read or write the files there.
         self._state = Identity(config.state)
         at_exit.callback(self._state.close)
-        known = KnownEtcd(config.state)
-        before = KnownCluster() if self.accept else known.load()
-        self._guard = Guard(before, known.note)
+        etcd_file = KnownEtcd(config.state)
+        remembered = KnownCluster() if self.accept else etcd_file.load()
+        self._guard = Guard(remembered, etcd_file.note)
         self._store = Store(config.etcd, self._guard)
         at_exit.callback(self._store.close)
         placement = Placement(config.placement)
         at_exit.callback(placement.close)
         familiar = is_familiar(self._guard, self._store, now())
-        self._offers.began_at = now_at = self._guard.known.revision
+        self._offers.began_at = revision = self._guard.known.revision
         self._offers.term = lambda: self._guard.known.term
-        accepted = now_at if self.accept else known.accepted()
-        # Like one that accepts, a compute that remembers no etcd knows nothing of what is older than this moment.
-        first_seen = max(accepted, known.first_seen()) if before.identity else now_at
+        accepted = revision if self.accept else etcd_file.accepted()
+        # A compute that remembers no etcd knows nothing older than now, like one that accepts a new etcd.
+        first_seen = max(accepted, etcd_file.first_seen()) if remembered.identity else revision
         spread = min(SPREAD * (self.count or 0), EVERY)
         lease, audits = Lease(self._store, SECONDS), Store(config.etcd)
         at_exit.callback(audits.close)
@@ -123,35 +126,35 @@ class Process:
             _warn_of_holes(config, self._store)
         if self.count is not None:
             for name in ('ecomp.compute', 'ecomp.agent.compute', 'ecomp.agent.host.provider'):
-                logging.getLogger(name).setLevel(logging.WARNING)  # of each of a thousand it would say the same
+                logging.getLogger(name).setLevel(logging.WARNING)  # a thousand computes would log the same
         at_exit.callback(self._threads.close)
-        # The computes end first: whoever follows for them only tells them what they do not do any more.
-        at_exit.callback(known.stop)
+        # Callbacks run in reverse: the computes stop before the followers.
+        at_exit.callback(etcd_file.stop)
         at_exit.callback(self._stop_followers)
         at_exit.callback(self._stop_computes)
         _each(self._register_one, range(1, (self.count or 1) + 1))
-        # Not before: killed until now, the next start is to find the same strange etcd.
+        # Last, so that after a kill before this the next start finds the same unfamiliar etcd.
         if familiar:
-            known.note_first_seen(first_seen, all(each.has_noted_acceptance for each in self._computes))
-            known.start()
+            etcd_file.note_first_seen(first_seen, all(compute.has_noted_acceptance for compute in self._computes))
+            etcd_file.start()
 
     def run(self) -> None:
-        """Have each compute begin, tell them what is asked of them, and work until end_soon(). For the main thread."""
+        """Start each compute, whose errors pass, and run in the main thread until end_soon()."""
         self._computes[0].host.runner.waker.wake_on_signals()
         _each(Compute.start, self._computes)
         requests: list[Subscription] = [(keys.HOSTS, self._on_hosts)]
         if self.count is None:
-            requests = [(keys.request_prefix(each.uuid), each.on_requests) for each in self._computes]
+            requests = [(keys.request_prefix(compute.uuid), compute.on_requests) for compute in self._computes]
         if self.config.queues:
-            # In this order: what waits is judged by the other two.
+            # In this order, because the queues are judged by the other two.
             requests += [(keys.ACCEPTED, self._offers.on_accepted), (keys.COMPUTES, self._on_computes)]
             requests.append((keys.QUEUES, self._offers.on_queues))
         elif self.count is None:
             requests.append((keys.compute(self._computes[0].uuid), self._on_computes))
         else:
             requests.append((keys.COMPUTES, self._on_computes))
-        # A stream of its own, without a guard: audits are answered whatever etcd this is. That it is away is said by
-        # the other one.
+        # Audits have a stream without a guard, because they are answered in an unfamiliar etcd, too. The other stream
+        # logs that etcd is unreachable.
         audits: list[Subscription] = [(keys.AUDIT, self._on_audits)]
         self._followers.append(Follower(self.config.etcd, audits, on_lost=lambda _: None, on_back=lambda: None))
         if self._environment.familiar:
@@ -166,8 +169,8 @@ class Process:
             self._followers.append(follower)
         for follower in self._followers:
             follower.start()
-        for each in self._computes if self._environment.familiar else ():
-            ready.info('ready: %s', each if self.count is None else f'compute {each.uuid}, {each}')
+        for compute in self._computes if self._environment.familiar else ():
+            ready.info('ready: %s', compute if self.count is None else f'compute {compute.uuid}, {compute}')
         if self.count is not None:
             log.info('%d computes are ready, after %.1f s', self.count, time.monotonic() - self._began)
         self.service.ready(self._status())
@@ -180,95 +183,94 @@ class Process:
         return f'{len(self._computes)} computes' if self.count is not None else str(self._computes[0])
 
     def end_soon(self) -> None:
-        """End run(). Safe in a signal handler."""
-        for each in self._computes:
-            each.daemon.stop()
+        """Let run() return soon. Safe in a signal handler."""
+        for compute in self._computes:
+            compute.daemon.stop()
 
     def _register_one(self, number: int) -> None:
         config, state, store = self.config, self._state, self._store
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             if self.count is not None:
                 config = replace(config, state=config.state / str(number))
                 state = Identity(config.state)
-                opened.callback(state.close)
-                # Its own, for what it may write is fenced by its own presence (rule 9).
+                stack.callback(state.close)
+                # A store of its own, because its own presence fences its writes (rule 9).
                 store = store.beside()
-            compute = Compute(config, state, store, self._environment, opened.pop_all())
+            compute = Compute(config, state, store, self._environment, stack.pop_all())
         self._computes.append(compute)
         compute.register()
 
     def _on_hosts(self, state: Entries) -> None:
-        """Tell each of many what is asked of it, if that changed: a list of its own for each would take a second."""
+        """Pass each of many computes its requests, if they changed: to list them for each would take a second."""
         before, self._asked = self._asked, state
         changed = changed_hosts(before or {}, state, self._asked_of)
-        for compute, asked in changed.items():
-            if asked:
-                self._asked_of[compute] = asked
+        for compute, requests in changed.items():
+            if requests:
+                self._asked_of[compute] = requests
             else:
-                self._asked_of.pop(compute, None)  # whoever writes there may use ever new names
-        for each in self._computes:
-            if before is None or each.uuid in changed:
-                each.on_requests(changed.get(each.uuid, {}))
+                self._asked_of.pop(compute, None)  # or writers of ever new names would fill the memory
+        for candidate in self._computes:
+            if before is None or candidate.uuid in changed:
+                candidate.on_requests(changed.get(candidate.uuid, {}))
 
     def _on_computes(self, state: Entries) -> None:
         if self.config.queues:
             self._offers.on_computes(state)
         before, self._alive = self._alive, state
-        for each in self._computes:
-            key = keys.compute(each.uuid)
+        for compute in self._computes:
+            key = keys.compute(compute.uuid)
             if state.get(key) is not before.get(key) or key not in state:
-                each.on_computes(state)
+                compute.on_computes(state)
 
     def _on_audits(self, state: Entries) -> None:
-        for each in self._computes:
-            each.answerer.on_audits(state)
+        for compute in self._computes:
+            compute.answerer.on_audits(state)
 
     def _on_lost(self, error: EcompError) -> None:
-        for each in self._computes:
-            each.on_lost(error)
+        for compute in self._computes:
+            compute.on_lost(error)
 
     def _on_back(self) -> None:
-        for each in self._computes:
-            each.on_back()
+        for compute in self._computes:
+            compute.on_back()
 
     def _stop_followers(self) -> None:
-        for each in self._followers:
-            each.stop()
+        for follower in self._followers:
+            follower.stop()
 
     def _stop_computes(self) -> None:
-        began = time.monotonic()
+        started_at = time.monotonic()
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix='end') as threads:
-            ended = [threads.submit(each.stop) for each in self._computes[1:]]
-            for each in self._computes[:1]:
-                each.stop()  # in the main thread, for it is the first one that hears of signals
-        for future in ended:
+            futures = [threads.submit(compute.stop) for compute in self._computes[1:]]
+            for compute in self._computes[:1]:
+                compute.stop()  # in the main thread, whose waker gets the signals
+        for future in futures:
             future.result()
         if self.count is not None:
-            log.info('%d computes are stopped, after %.1f s', len(self._computes), time.monotonic() - began)
+            log.info('%d computes are stopped, after %.1f s', len(self._computes), time.monotonic() - started_at)
 
 
 def _check_limits(computes: int) -> None:
-    """UsageError naming the limit that is too low for so many: with less a library aborts, or a thread is missing."""
-    for limit, alone, each, what, where in NEEDED:
-        least = alone + each * (computes - 1)
+    """Raise UsageError for a too low system limit, under which a library would abort or a thread could not start."""
+    for limit, base, further, unit, where in NEEDED:
+        minimum = base + further * (computes - 1)
         soft, _ = resource.getrlimit(limit)
-        if soft != resource.RLIM_INFINITY and soft < least:
-            raise UsageError(f'limited to {soft} {what}, and {least} are needed: raise the limit ({where})')
+        if soft != resource.RLIM_INFINITY and soft < minimum:
+            raise UsageError(f'limited to {soft} {unit}, and {minimum} are needed: raise the limit ({where})')
 
 
 def _each(work: Callable[[Each], None], of: Sequence[Each]) -> None:
-    """Do this for each, side by side; of one alone in this thread, whose child its worker processes have to be.
+    """Call `work` for each item concurrently; for a single one in this thread, the parent of its worker processes.
 
-    Where one fails, or a signal comes, no further one is begun, and the error is raised when those under way are
-    through.
+    After an error or a signal no further call is started, and the error is raised after the calls in flight.
     """
     if len(of) == 1:
         work(of[0])
         return
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix='start') as threads:
-        begun = [threads.submit(work, each) for each in of]
+        futures = [threads.submit(work, item) for item in of]
         try:
-            for future in begun:
+            for future in futures:
                 future.result()
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
@@ -280,6 +282,6 @@ def _warn_of_holes(config: ComputeConfig, store: Store) -> None:
         log.warning('%s is asked in plain text: whoever is on the way there can do everything (insecure)', host)
     for path in open_secrets(config.etcd, config.placement):
         log.warning('%s can be read or changed by every user of this machine. Fix: chmod o= %s', path, path)
-    with suppress(EcompError):  # what it is about is said by whoever needs etcd
+    with suppress(EcompError):  # the next use of etcd reports the error
         if warning := holes(store.version()):
             log.warning('%s', warning)
