@@ -1,45 +1,43 @@
-"""ecompute's use cases: what it has, what it is asked for, and the difference carried out.
+"""The compute agent (ecompute): compares requests with what is on its host, and carries out the difference.
 
-`instance` carries out one instance, `host` looks after the host, `queue` takes from the queues, `images` has the base
-volumes; here is the loop that uses them.
+`instance` carries out the tasks of one instance, `host` looks after the host, `queue` takes queued requests, `images`
+has the base volumes; the modules here are the loop that uses them.
 
-The threads of an ecompute, by name: what each does, whose state that is and who else may touch it, and how it ends. All
-are the process's: of `--count` computes there are no more of them, only more of those with a number (turns.Threads says
-how many at most). What is one compute's, or one instance's, is done by one of them at a time.
+The threads of an ecompute, by name: the state each one owns, who else may touch it, and how the thread ends. All
+computes of the process (`--count`) share them; turns.Threads limits the numbered ones. Each compute and each instance
+is handled by one of these threads at a time.
 
-    main                      starts, hears and buries the worker processes (Workers); others hand jobs in, under its
-                              lock. A signal sets flags here and wakes it. Ends last, and waits for all that is joined
-    turns                     keeps the time: begins what is to be looked at again now (Threads). Told to end at the end
-                              (Threads.close()), as all of the numbered ones are that are not waited for
-    planner_N                 lists, plans and begins tasks: what Planner knows is its own, but for what is in work and
-                              put off. A compute's plans end, for good, at a signal or where it becomes read-only.
-                              Widens offers (Offers)
-    build_N                   carries out a build; one instance is one thread's at a time, and its record with it. What
-                              was done goes to the planner by a queue. What is in work is waited for at the end
-    confirm                   asks placement what the instance of one build holds, which waits for that before anything
-                              is made. Ends with the answer
-    task_N                    the same for all other tasks
-    minute_N                  asks placement of claims (ClaimKeeper) and the provider (Registration), which nobody else
-                              touches while the compute runs, and writes its host's name; one at a time. Not waited for
+    main                      starts, tends and reaps the worker processes (Workers), which take jobs from other threads
+                              under a lock; signals set flags and wake it. Ends last, after the threads that are joined
+    turns                     starts scheduled jobs when they are due (Threads). Ends at Threads.close(), as do the
+                              numbered threads that are not waited for
+    planner_N                 reads requests, plans and starts tasks. Owns the Planner, except for what is in flight or
+                              deferred, and widens offers (Offers). Planning stops at a signal, and while read-only
+    build_N                   carries out a build. Owns the instance and its record while it does; passes the result to
+                              the planner by a queue. Builds in flight are waited for at the end
+    confirm                   queries placement for a build's claim, while the build prepares. Ends with the answer
+    task_N                    like build_N, for all other tasks
+    minute_N                  makes periodic checks: of claims (ClaimKeeper), the provider (Registration) and the key of
+                              the host name, all owned by it while the compute runs. Not waited for
     presence                  keeps /computes/<compute> of all computes on their lease (Lease). Joined
-    follow /hosts/            follows requests (of one compute its own), queues and who is alive, and tells: its calls
-                              set a flag or hand a state over, under a lock. Joined
-    follow /audit/            follows audits, and puts them into the queue of `audits_N`. Joined
-    audits_N                  answers audits, by an etcd connection of their own (Answerer). Waited for
-    known etcd                writes <state>/etcd.json (KnownEtcd): others leave a value there for it. Joined
-    queues_N                  with `queues: True`: takes from the queues (Puller, and what it puts off). Waited for
-    start_N                   with --count: registers and starts computes, some at a time. Joined when all are begun
-    end_N                     the same for their ends
-    libvirt-events            libvirt's event loop, here and in each worker; its calls only nudge. Ends with the process
+    follow /hosts/            follows requests (of a single compute only its own), queues and presence keys; callbacks
+                              set a flag, or replace a state under a lock. Joined
+    follow /audit/            follows audits, and passes them to `audits_N`. Joined
+    audits_N                  answers audits, by an etcd connection of their own (AuditAnswerer). Waited for
+    known etcd                writes <state>/etcd.json (KnownEtcd); other threads leave a value for it. Joined
+    queues_N                  with `queues: True`: takes from the queues; owns the Puller and its deferrals. Waited for
+    start_N                   with --count: registers and starts computes concurrently. Joined when all have started
+    end_N                     with --count: stops them. Joined when all have stopped
+    libvirt-events            libvirt's event loop, here and in each worker; callbacks only wake. Ends with the process
     libvirt-open              opens a connection to libvirtd, here and in each worker. Ends when libvirtd answers
-    libvirt-reopen            opens it again when it is lost. Ends when the connection is closed
-    agents                    asks guests' agents for addresses; who wants them reads the last answer. Ends at close
-    to a worker               writes jobs into one worker's pipe, from a queue. Ends with that worker
-    scrub                     reads base volumes (Scrubber). Joined
-    libvirt-ask               in a worker: asks one guest to turn itself off. Ends when its QEMU has heard it
-    ending_N                  in a worker: ends a guest or turns it off, some at a time; what they tell goes into
-                              the pipe under a lock. Joined when the pipe ends
-    download                  in a worker: fetches one image; the job reads how far it is. Ends with the download
-    etcd                      makes a connection to a member of etcd, for whoever asks it first. Ends when it is made
-    Thread-N                  not ours: watchdog's, which sees .ready files
+    libvirt-reopen            reopens a lost connection. Ends when the connection is closed
+    agents                    asks guest agents for addresses; callers read the last answer. Ends at close
+    to a worker               writes jobs from a queue into the pipe of one worker. Ends with that worker
+    scrub                     verifies base volumes (Scrubber). Joined
+    libvirt-ask               in a worker: asks one guest to shut down. Ends when QEMU has accepted that
+    ending_N                  in a worker: destroys guests or switches them off, several concurrently; they write to the
+                              pipe under a lock. Joined when the pipe ends
+    download                  in a worker: fetches one image; the job reads its progress. Ends with the download
+    etcd                      connects to a member of etcd, for the first thread that needs it. Ends once connected
+    Thread-N                  not ours: watchdog's, which watches for .ready files
 """

@@ -1,16 +1,14 @@
-"""Take requests from the flavors' queues for one compute, without a thread of its own.
+"""Take requests from the queues for one compute, without a thread of its own.
 
-The compute knows from placement what it has left, and looks again whenever that changes. It takes the oldest request
-that fits and that it may take at this time (ecomp.model.queue), after a delay that grows with its own load, in
-which emptier computes go first. Where others are faster it takes one of the next few requests: otherwise every
-compute with room would race for every single request.
+A compute takes the oldest request that fits its room and that it may take at this time (ecomp.model.queue), after a
+delay that grows with its load, so that emptier computes go first. After lost races it chooses among the next few
+requests at random; otherwise every compute with room would race for every request.
 
-To take a request is to mark it, claim it against ourselves and move it to our own /hosts key. The mark is on our
-lease, and the move compares it: a compute that was frozen for longer than its lease moves nothing. A claim that a
-dead attempt left on another compute is released by that compute, and by no other (rule 13).
+To take a request is to put the taker key, claim on the own provider, and move the request to the own /hosts key. The
+taker key is on the presence's lease and the move compares it, so a compute that was frozen for longer than its lease
+moves nothing. A claim that a dead attempt left on another compute is released by that compute only (rule 13).
 
-Offers knows what waits, for all computes of the process; Taker and Puller take for one of them. They share a module of
-more than 700 lines because they are one protocol: a take that fails tells the other computes by Offers that they may.
+Offers knows the queues for all computes of the process; Taker and Puller take for one of them.
 """
 
 from __future__ import annotations
@@ -66,13 +64,12 @@ Nudge = Callable[[str], None]
 log = logging.getLogger(__name__)
 
 QUOTED = 3
-"""How many silent computes a log line names at most."""
+# How long the list of silent computes is cached.
 SILENT_FOR_SECONDS = 5.0
-"""How long it is not asked again which computes are silent."""
 
 
 class _Offer(NamedTuple):
-    """A place that was heard of at `since` (monotonic), and in which order computes may take it."""
+    """A queued request, when it was heard of (monotonic), and {compute: its place in the order to take it}."""
 
     place: Place
     since: float
@@ -80,10 +77,10 @@ class _Offer(NamedTuple):
 
 
 class Offers:
-    """What waits in the queues, and which compute of this process may take it when.
+    """The queued requests, and when which compute of this process may take them.
 
-    The on_… are a follower's thread's; widen() is called at the moments that `later` is told, all else by any thread.
-    What is in the queues when they are first read is everybody's: others have been asked for it before.
+    The follower's thread calls the on_… methods. widen() must be called at the times (monotonic) passed to `schedule`.
+    All else is thread-safe. Requests found by the first read are open to all, as they were offered before.
     """
 
     def __init__(self, later: Callable[[float], None]) -> None:
@@ -92,51 +89,46 @@ class Offers:
         self._nudges: dict[str, Nudge] = {}
         self._takers: Takers | None = None
         self._open: dict[str, _Offer] = {}
-        # What a compute here is trying to take; and what one tried in vain, so that others are told of it again.
+        # Keys that a compute here is trying to take, and those that one failed to take, to be offered to others again.
         self._tried: set[str] = set()
         self._left: set[str] = set()
-        # All computes of this process ask which others are silent: it is found out once for all of them.
+        # The list of silent computes is found out once for all computes of this process.
         self._presence: State = {}
         self._followed_since, self._asked = math.inf, -math.inf
         self._term = 0
         self._asking = threading.Lock()
         self._silent: list[str] = []
-        self.accepted = 0
-        """The highest revision at which any compute accepted this etcd."""
-        self.began_at = 0
-        """Etcd's revision when this process began."""
+        self.accepted = 0  # the highest revision at which any compute accepted this etcd
+        self.began_at = 0  # etcd's revision when this process started
+        # Returns etcd's raft term: a new leader gives each lease its whole time again.
         self.term: Callable[[], int] = lambda: 0
-        """Return etcd's raft term: a new leader gives each lease its whole time again."""
-        self.backlog: Backlog | None = None
-        """None before the queues were read."""
+        self.backlog: Backlog | None = None  # None before the queues were read
 
     def add(self, compute: str, nudge: Nudge) -> None:
-        """A compute of this process takes part."""
+        """Offer requests to a compute of this process, from now on."""
         with self._lock:
             self._nudges = {**self._nudges, compute: nudge}
 
     def remove(self, compute: str) -> None:
-        """It does not any more."""
+        """Stop offering requests to a compute."""
         with self._lock:
-            self._nudges = {each: nudge for each, nudge in self._nudges.items() if each != compute}
+            self._nudges = {other: nudge for other, nudge in self._nudges.items() if other != compute}
 
     def on_computes(self, state: State) -> None:
-        """Take all computes that are alive."""
+        """Replace the presence keys."""
         if self._takers is None:
             self._followed_since, self._term = time.monotonic(), self.term()
         self._presence = state
         self._takers = queue.takers_of(state, self._takers or Takers())
 
     def on_accepted(self, state: State) -> None:
-        """Take the revisions at which computes accepted this etcd."""
+        """Replace the revisions at which computes accepted this etcd."""
         self.accepted = accepted_in(state.values())
 
     def silent(self, placement: Placement) -> list[str]:
-        """List the computes that placement knows and that are not proven to live: see unproven().
+        """List the computes in placement that are not proven to be alive, cached for SILENT_CACHE_SECONDS.
 
-        That requests are left alone because of them is logged whenever there are others.
-
-        Errors: those of placement.
+        A changed list is logged, because older requests are left alone. Errors of placement pass.
         """
         with self._asking:
             now = time.monotonic()
@@ -145,58 +137,58 @@ class Offers:
                     self._followed_since, self._term = now, term
                 has_lease_ended = now - self._followed_since > SECONDS + LATE
                 names = providers.names(placement)
-                found = unproven(names, self._presence, self.began_at, has_lease_ended)
-                shares = providers.shares(placement, found) if found else {}
-                silent = [each for each in found if InPlacement(each, each, shares.get(each, {})).is_ours]
+                silent_uuids = unproven(names, self._presence, self.began_at, has_lease_ended)
+                shares = providers.shares(placement, silent_uuids) if silent_uuids else {}
+                silent = [uuid for uuid in silent_uuids if InPlacement(uuid, uuid, shares.get(uuid, {})).is_ours]
                 if silent and silent != self._silent:
-                    named = some(silent, QUOTED)
-                    log.info('older queued requests are left alone, for they may run on silent computes: %s', named)
+                    shown = some(silent, QUOTED)
+                    log.info('older queued requests are left alone, for they may run on silent computes: %s', shown)
                 self._silent, self._asked = silent, now
             return self._silent
 
     def on_queues(self, state: State) -> None:
-        """Take all that waits, and tell those that may take what is new."""
-        before = self.backlog
-        backlog = queue.backlog_of(state, before or Backlog())
-        now, told = time.monotonic(), list[str]()
+        """Replace the queues, and wake the computes that may take the new requests."""
+        previous = self.backlog
+        backlog = queue.backlog_of(state, previous or Backlog())
+        now, woken = time.monotonic(), list[str]()
         with self._lock:
             nudges = self._nudges
-            for key in [key for key, each in self._open.items() if backlog.places.get(key) is not each.place]:
+            for key in [key for key, offer in self._open.items() if backlog.places.get(key) is not offer.place]:
                 del self._open[key]
             self._tried = {key for key in self._tried if key in backlog.parsed}
-            if before is None or self._takers is None:
-                told += nudges if backlog.places else ()
+            if previous is None or self._takers is None:
+                woken += nudges if backlog.places else ()
             elif backlog.has_more:
                 for key, place in backlog.places.items():
-                    if before.places.get(key) is not place:
-                        told += self._offer(key, place, now)
+                    if previous.places.get(key) is not place:
+                        woken += self._offer(key, place, now)
             self.backlog = backlog
-        known = before.marks if before is not None else {}
-        told += (each for each, marks in backlog.marks.items() if each in nudges and marks != known.get(each))
-        for compute in dict.fromkeys(told):
+        old_marks = previous.marks if previous is not None else {}
+        woken += (uuid for uuid, marks in backlog.marks.items() if uuid in nudges and marks != old_marks.get(uuid))
+        for compute in dict.fromkeys(woken):
             nudges[compute]('something waits')
 
     def widen(self) -> float:
-        """Tell those that may take by now what nobody took; when (monotonic) this is worth while again."""
-        now, told, again = time.monotonic(), list[str](), math.inf
+        """Wake further computes for requests not taken yet; return when (monotonic) to call this again."""
+        now, woken, next_time = time.monotonic(), list[str](), math.inf
         with self._lock:
             nudges = self._nudges
-            left, self._left = self._left, set()
-            if self.backlog is not None and any(key in self.backlog.places and key not in self._open for key in left):
-                told += nudges
-            for key, (_, since, numbers) in list(self._open.items()):
-                if queue.takers_allowed(now - since, len(numbers)) >= len(numbers):
+            idle, self._left = self._left, set()
+            if self.backlog is not None and any(key in self.backlog.places and key not in self._open for key in idle):
+                woken += nudges
+            for key, (_, since, order) in list(self._open.items()):
+                if queue.takers_allowed(now - since, len(order)) >= len(order):
                     del self._open[key]
-                    told += nudges  # also those that nobody sees alive
+                    woken += nudges  # also those whose presence key is missing
                     continue
-                told += (each for each in nudges if since + queue.opens_after(numbers.get(each, len(numbers))) <= now)
-                again = min(again, now + queue.WIDER)
-        for compute in dict.fromkeys(told):
+                woken += (uuid for uuid in nudges if since + queue.opens_after(order.get(uuid, len(order))) <= now)
+                next_time = min(next_time, now + queue.WIDER)
+        for compute in dict.fromkeys(woken):
             nudges[compute]('more may take what waits')
-        return again
+        return next_time
 
     def is_open(self, place: Place, compute: str) -> bool:
-        """Whether this compute may take it by now, and no other one of this process is at it."""
+        """Return whether the compute may take the request now, and no other one of this process is taking it."""
         if place.waiting.key in self._tried:
             return False
         offer = self._open.get(place.waiting.key)
@@ -206,14 +198,14 @@ class Offers:
         return offer.since + queue.opens_after(number) <= time.monotonic()
 
     def begin(self, place: Place) -> bool:
-        """Try to take it, until end(); False: another compute here is at it."""
+        """Begin to take the request, until end(); False: another compute of this process is taking it."""
         with self._lock:
             is_free = place.waiting.key not in self._tried
             self._tried.add(place.waiting.key)
         return is_free
 
     def end(self, place: Place, taken: bool) -> None:
-        """It is `taken`, and gone as soon as etcd says so; or it is left to the others."""
+        """Finish taking the request: a taken one leaves the queue in etcd; another one is offered to other computes."""
         if taken:
             return
         with self._lock:
@@ -222,7 +214,7 @@ class Offers:
         self._later(0.0)
 
     def among(self, place: Place) -> int:
-        """How many computes may take it by now."""
+        """Return the number of computes that may take the request now, by their hints; at least 1."""
         takers, offer = self._takers, self._open.get(place.waiting.key)
         if offer is not None:
             return queue.takers_allowed(time.monotonic() - offer.since, len(offer.order))
@@ -232,16 +224,16 @@ class Offers:
 
     def _offer(self, key: str, place: Place, now: float) -> list[str]:
         assert self._takers is not None
-        numbers = queue.order(place.waiting.instance, place.waiting.flavor.resources, self._takers)
-        if len(numbers) > queue.FIRST:
-            self._open[key] = _Offer(place, now, numbers)
+        order = queue.order(place.waiting.instance, place.waiting.flavor.resources, self._takers)
+        if len(order) > queue.FIRST:
+            self._open[key] = _Offer(place, now, order)
             self._later(now + queue.WIDER)
-            return [each for each in self._nudges if queue.opens_after(numbers.get(each, len(numbers))) == 0.0]
+            return [compute for compute in self._nudges if queue.opens_after(order.get(compute, len(order))) == 0.0]
         return list(self._nudges)
 
 
 class Taker:
-    """Takes for one compute, one request at a time. `lease` is the lease that says that the compute is alive."""
+    """Takes requests for one compute, one at a time. `lease` returns the lease of its presence key."""
 
     def __init__(self, control: ControlPlane, lease: Callable[[], int]) -> None:
         self.compute = control.compute
@@ -251,12 +243,12 @@ class Taker:
         self.lease = lease
 
     def take(self, place: Place, marked: int = 0, still_fits: Callable[[], bool] = lambda: True) -> bool:
-        """Take it; False if somebody else was faster, or it was cancelled: nothing of it is left here then.
+        """Take the request; return False after a lost race or cancellation, or if it or its group does not fit here.
 
-        `marked` is the revision of our own mark, if an earlier attempt left one; `still_fits` is asked once there is a
-        mark. Errors: NoCapacity (placement has no room here), PlacementRefusal (it takes no such claim), Unreachable,
-        Conflict, GenerationConflict: it waits again, and what may be claimed for it is released by let_go(), or used by
-        this compute's next take; ClaimedElsewhere: another compute holds a claim for it, and nothing is claimed here.
+        `taker_revision` is that of our taker key, if an earlier attempt left one; `still_fits` is called once it
+        is put. Raises NoCapacity (placement has no room here), PlacementRefusal (it never accepts this claim) and
+        ClaimedElsewhere (another compute holds a claim; nothing is claimed here). Other errors but Conflict pass: the
+        request stays queued, and a claim that was made is released by release_claim(), or used by the next take.
         """
         waiting = place.waiting
         mark = self._mark(place, marked)
@@ -285,49 +277,51 @@ class Taker:
         return False
 
     def refuse(self, place: Place, reason: str) -> bool:
-        """End one in error that no compute can take, with the reason; False if somebody is at it, or it is not there.
+        """End a request in error that no compute can take; False if it is gone, being taken, or claimed elsewhere.
 
-        The record of one that ended here before says the reason as its fault; what lives here stays as it is.
-        Where another compute holds a claim for it nothing is done. Errors: Unreachable and its like; asked again it is
-        done, or found done.
+        An instance that ended here before keeps its record, with the reason as its fault; one that lives here is not
+        changed. Errors of etcd and placement pass; the call can be repeated.
         """
         waiting, now = place.waiting, self.now()
         if compute_of(consumer(self.placement, waiting.instance).allocations) not in ('', self.compute):
             return False
         key, own = waiting.key, self._own(waiting.instance)
-        there = self.store.read(own)
+        stored = self.store.read(own)
         record = new_record(self.compute, waiting.request(self.compute, now), now)
         conditions = [Unchanged(key, place.revision), Unchanged(keys.taker(key), 0)]
-        conditions += [Unchanged(each, revision_of(there.get(each))) for each in own]
-        if not there:
+        conditions += [Unchanged(own_key, revision_of(stored.get(own_key))) for own_key in own]
+        if not stored:
             failure = Failure('scheduled', reason, 'nothing was made of it')
             record = replace(record.at(ERROR, now, 'error'), error=failure)
             return sharing.write_end(self.store, record, conditions, [key]) is not None
         operations, shared = list[Put | Delete]([Delete(key)]), sharing.unshared
-        past = older_record(there.get(own[0]), self.compute, waiting.instance)
-        if past is not None and past.state in KEPT and own[1] not in there:  # what lives keeps what it shares
-            operations.append(Put(own[0], record_to_json(replace(past, fault=reason)), there[own[0]].lease))
+        old = older_record(stored.get(own[0]), self.compute, waiting.instance)
+        if old is not None and old.state in KEPT and own[1] not in stored:  # others keep their name, group and quota
+            operations.append(Put(own[0], record_to_json(replace(old, fault=reason)), stored[own[0]].lease))
             shared = partial(sharing.ended, self.store, record.at(GONE, now))
         return sharing.commit_with(self.store, conditions, operations, shared) is not None
 
     def is_used(self, instance: str) -> bool:
-        """Whether this compute has or had the instance: no take of it can succeed, and a claim would change its own."""
+        """Return whether this compute has or had the instance, so that a take cannot succeed, and must not claim."""
         return bool(self.store.read(self._own(instance)))
 
     def _own(self, instance: str) -> list[str]:
         return [keys.record(self.compute, instance), keys.request(self.compute, instance)]
 
     def give_back(self, queue_key: str, mark: int) -> bool:
-        """Take our mark away, so that others may take the request; False if it was not there any more as it was."""
+        """Delete our taker key, so that others may take the request; False if the key was changed or is gone."""
         return withdraw(self.store, keys.taker(queue_key), mark)
 
     def let_go(self, instance: str) -> bool:
-        """Release what this compute holds for a request that it does not take after all; True if nothing is held."""
+        """Release this compute's claim for a request that it does not take; True if no claim for it is left anywhere.
+
+        The claim is kept if this compute has a request for the instance, or an attempt for it is in flight.
+        """
 
         def wanted(holding: Mapping[str, Consumer]) -> Collection[str]:
             if self.compute not in holding[instance].allocations:
                 return holding
-            # Its uuid may have been asked for again meanwhile: whoever is at it holds what it has taken over from us.
+            # A new order may use the uuid again, and its attempt then takes over our claim.
             if instance in in_requests(self.store.snapshot(keys.ATTEMPTS)):
                 return holding
             return () if self.store.get(keys.request(self.compute, instance)) is None else holding
@@ -335,14 +329,14 @@ class Taker:
         return bool(release(self.placement, [instance], wanted, partial(sharing.note_released, self.store))[instance])
 
     def _mark(self, place: Place, marked: int, is_taken: bool = True) -> int | None:
-        """Put our mark; its revision, None if the request is not there any more or somebody else has marked it.
+        """Put our taker key; return its revision, or None if the request is gone, or another taker key is there.
 
-        `is_taken` False: not to take it.
+        With `needs_flavor` also None if the flavor is gone, whose requests no compute takes. Errors of etcd pass.
         """
         queue_key, lease = place.waiting.key, self.lease()
         key = keys.taker(queue_key)
         conditions: list[Unchanged | Exists] = [Unchanged(queue_key, place.revision), Unchanged(key, marked)]
-        if is_taken:  # of a flavor that is not there nobody takes
+        if is_taken:
             conditions.append(Exists(keys.flavor(place.waiting.flavor.name)))
         try:
             return self.store.commit(conditions, [Put(key, queue.mark_to_json(self.compute), lease)])
@@ -364,7 +358,10 @@ class Taker:
         claim(self.placement, wanted, waiting.user_id, waiting.project_id, check, above)
 
     def _move(self, place: Place, mark: int) -> tuple[bool, int]:
-        """Deliver it to ourselves, once: True when it is, False when it is known that it is not; and our mark then."""
+        """Move the request to our own key; return whether that is known to be done, and our taker key's revision.
+
+        Raises Conflict if its group excludes this compute; other errors of etcd pass.
+        """
         waiting = place.waiting
         queue_key, instance = waiting.key, waiting.instance
         mark_key, request_key = keys.taker(queue_key), keys.request(self.compute, instance)
@@ -385,7 +382,7 @@ class Taker:
         except sharing.Excluded as error:
             raise Conflict(f'{instance}: its group allows it here no more') from error
         except UnknownOutcome:
-            # A move that is still on its way could land after a mere look: without its mark as it was it cannot.
+            # A move in flight could still land after a read; once its taker key has changed it cannot.
             again = self._mark(place, mark, is_taken=False)
             if again is not None:
                 return False, again
@@ -400,35 +397,33 @@ class Taker:
             log.debug('the mark at %s is looked at again, or goes with our lease: %s', queue_key, error)
 
 
-EVERY, SPREAD_OVER = 60.0, 10.0
-"""Seconds between two looks at what this compute has left, while requests wait that do not fit; and over how many those
-of many computes are spread, which all hear of a request at once."""
+# While queued requests do not fit, the room is read at this interval. Computes hear of a request at the same moment, so
+# their reads are spread.
+EVERY = 60.0
+SPREAD_OVER = 10.0
+# Greatest age of the room at a take; a claim by an older room would only be refused. A claim does not check traits, so
+# these are read before each take, except shortly after the room.
 BELIEVED = 10.0
-"""Seconds for which placement's last answer about inventory and usages is good enough to take by: where it is too old,
-the claim is refused. Traits refuse no claim, so they are read before each take."""
 JUST_NOW = 1.0
-"""Seconds after a look at all of it for which traits are not read again, as before the first take of many."""
+# Time in which etcd shows a race that we lost.
 BEHIND = 0.5
-"""Seconds in which a race that we lost has to be seen in etcd."""
-LEFT_ALONE, AT_MOST = 5.0, 30.0
-"""Seconds for which a request is left alone whose group does not allow it here, whose flavor is gone, or that another
-compute holds or may run: at first, and at most, where that stays so. A thousand computes may ask for as many groups,
-and each may allow it soon."""
+# Back-off, first and greatest, for a request whose group excludes this compute, whose flavor is gone, or that another
+# compute holds or may run. A thousand computes may read as many groups, and each may soon allow it.
+LEFT_ALONE = 5.0
+AT_MOST = 30.0
 
 
 @dataclass(eq=False)
 class Puller:
-    """What waits, what is left here, and what was tried. step() is one thread's; on_hosts() is any thread's.
+    """Chooses and takes requests for one compute. One thread calls step(); on_hosts() is thread-safe.
 
-    What it is at nobody else is to be tried for a moment: that is put off in `delays`. `may_take` is False while it is
-    to take nothing. `registered` is what placement was told that this compute has: as long as nothing is asked of it,
-    all of that is believed to be free, and a claim says if it is not. None: it looks first. `guests` lists the
-    instances that have a domain here.
+    `may_take` returns False while nothing may be taken. `registered_inventory` counts as free while the compute has no
+    requests, and a claim corrects that; None: read the room first. `list_guests` returns the instances with a domain.
 
-    A request that another compute holds a claim for is left alone, however silent that compute is (rule 13). So is one
-    that is older than `first_seen`, etcd's revision when this compute first saw or accepted it, or than what any other
-    compute accepted, while one of the others is silent: that one may have taken it, and etcd and placement may both
-    have been restored to before that.
+    A request for which another compute holds a claim is left alone, even if that compute is silent (rule 13). So is a
+    request older than `first_seen_revision`, at which this compute first saw or accepted etcd, or than any compute's
+    acceptance, while a compute is silent: it may have taken the request, and etcd and placement may both have been
+    restored to before that.
     """
 
     taker: Taker
@@ -442,63 +437,60 @@ class Puller:
         self._compute, self._store, self._placement = self.taker.compute, self.taker.store, self.taker.placement
         self.delays = Delays()
         self._rng = random.Random()
-        # Between those who follow etcd and step().
+        # Guards the next three between step() and the followers of etcd.
         self._lock = threading.Lock()
         self._changed_here = True
-        # What is asked of this compute, and what of that we have moved there ourselves.
+        # The instances of this compute's requests (None: not read yet), and those that we moved there ourselves.
         self._here: set[str] | None = None
         self._moved: set[str] = set()
-        # What placement said no to: of a flavor, with so much left here, and until when; of one request, until when.
+        # Claims that placement refused: by query, the room at that time and when to try again; and by request.
         self._refused: dict[str, tuple[Provider, float]] = {}
         self._doubted, self._asked_for = Delays(), Delays()
         self._left: dict[str, Backoff] = {}
-        self._claimed_elsewhere: set[str] = set()  # the instances that another compute holds a claim for
+        self._claimed_elsewhere: set[str] = set()  # instances for which another compute holds a claim
         self._takes: dict[str, bool] = {}
         self._room = Provider(self._compute)
         self._read, self._look_at, self._looked = -math.inf, math.inf, False
         self._among = 1
-        # What it is about to take, and when: emptier computes go first until then.
+        # The request to take next, and when (monotonic): emptier computes go first until then.
         self._next_take: tuple[Place, float] | None = None
         self._tidy = True
 
     def on_hosts(self, state: State) -> bool:
-        """What is asked of this compute, whole: what comes and goes there changes what it has left.
-
-        True if that is worth a step.
-        """
+        """Note the requests of this compute; return whether others than our own moves changed its room."""
         here = {keys.last(key) for key in state}
         with self._lock:
-            foreign = (here ^ (self._here or set())) - self._moved
+            changed = (here ^ (self._here or set())) - self._moved
             self._here, self._moved = here, self._moved - here
-            self._changed_here = self._changed_here or bool(foreign)
-        return bool(foreign)
+            self._changed_here = self._changed_here or bool(changed)
+        return bool(changed)
 
     def failed(self) -> None:
-        """A step raised something: what was claimed before that may be held still."""
+        """Prepare for a step after one that raised an error, and may have left a claim."""
         self._read, self._tidy, self._next_take = -math.inf, True, None
 
     def step(self) -> float:
-        """Take until nothing fits any more; seconds until it is worth another look if nothing changes.
+        """Take requests until none fits; return the seconds until the next step if nothing changes.
 
-        Errors: those of etcd and placement; then failed() is to be said before the next step.
+        Errors of etcd and placement pass; then reset() must be called before the next step.
         """
         while self.may_take():
             now = time.monotonic()
-            passed_over = self.delays.put_off_now(now)
+            deferred = self.delays.put_off_now(now)
             self._doubted.put_off_now(now)
-            self._refused = {query: each for query, each in self._refused.items() if each[1] > now}
+            self._refused = {query: refusal for query, refusal in self._refused.items() if refusal[1] > now}
             backlog = self.offers.backlog
             if backlog is None:
-                return EVERY  # the first list is worth a step: before it nothing is known of what a dead attempt holds
+                return EVERY  # the first list causes a step; before it, claims of dead attempts are unknown
             places = backlog.places.values()
-            # What we have just been at is left out: the state may be behind.
-            ours = [
+            # Without what we have just tried, because the followed state may be stale.
+            own_takes = [
                 (key, *mark)
                 for key, mark in backlog.marks.get(self._compute, {}).items()
-                if keys.last(key) not in passed_over
+                if keys.last(key) not in deferred
             ]
-            for key, mark, place in ours:
-                # An earlier attempt of ours ended in the middle, or what we were at was cancelled.
+            for key, mark, place in own_takes:
+                # An earlier take of ours was interrupted, or its request was cancelled.
                 self.delays.put_off(keys.last(key), BEHIND)
                 if place is None or self._is_held_elsewhere(place) or self._may_run_elsewhere(place):
                     self.taker.give_back(key, mark)
@@ -507,7 +499,7 @@ class Puller:
             if not places:
                 self._look_at, self._among, self._next_take = math.inf, 1, None
                 return BEHIND if self.delays.put_off_now(now) else EVERY
-            if ours:
+            if own_takes:
                 continue
             if self._next_take is not None:
                 place, when = self._next_take
@@ -515,61 +507,61 @@ class Puller:
                 if is_there and when > now:
                     return when - now
                 self._next_take, taken = None, False
-                if is_there and self.offers.begin(place):  # and nobody else has marked it
+                if is_there and self.offers.begin(place):  # it has no taker key
                     try:
                         taken = self._compete(place, backlog)
                     finally:
                         self.offers.end(place, taken)
-                # Who was let go first may have it: if a thousand then waited for the next one in the queue, all of them
-                # would choose anew whenever one is taken. A few computes keep to the queue's order.
+                # If a thousand computes all waited for the first request, each take would make all of them choose
+                # again, so after a lost race the choice widens. A few computes keep to the queue's order.
                 self._among = min(queue.widened(self._among, taken), self.offers.among(place))
                 continue
-            found = self._next(backlog)
-            if found is not None:
-                allowed, theirs = self._group(found.waiting)
-                if self._is_held_elsewhere(found):
-                    self._leave([found], backlog)
-                elif self._may_run_elsewhere(found):
+            chosen = self._next(backlog)
+            if chosen is not None:
+                allowed, group = self._group(chosen.waiting)
+                if self._is_held_elsewhere(chosen):
+                    self._leave([chosen], backlog)
+                elif self._may_run_elsewhere(chosen):
                     self._leave(filter(self._is_older, places), backlog)
                 elif not allowed:
-                    self._leave(self._elsewhere(found, backlog), backlog)
+                    self._leave(self._elsewhere(chosen, backlog), backlog)
                 else:
-                    self._left.pop(found.waiting.instance, None)
-                    # The others go first for as long as our load says.
-                    wait = queue.patience(self._room, theirs, self.offers.among(found), self._rng)
-                    self._next_take = found, time.monotonic() + wait
+                    self._left.pop(chosen.waiting.instance, None)
+                    # Emptier computes go first.
+                    wait_seconds = queue.patience(self._room, group, self.offers.among(chosen), self._rng)
+                    self._next_take = chosen, time.monotonic() + wait_seconds
             else:
-                self._among = 1  # once there is room again the oldest one is first
-                again = min([self._look_at, *self.delays.put_off_now(now).values()])
-                return min(max(again - now, 0.01), EVERY)
+                self._among = 1  # once there is room again, start with the oldest request
+                next_time = min([self._look_at, *self.delays.put_off_now(now).values()])
+                return min(max(next_time - now, 0.01), EVERY)
         return EVERY
 
     def _next(self, backlog: Backlog) -> Place | None:
-        """What to take, by what this compute had left when it looked last."""
-        if not any(self.offers.is_open(each, self._compute) for each in backlog.places.values()):
-            return None  # nothing is asked of placement for it
+        """Choose the request to take next, by the room when it was last read; None if none fits or is open."""
+        if not any(self.offers.is_open(other, self._compute) for other in backlog.places.values()):
+            return None  # without a call to placement
         if self.registered is not None and self._here == set():
-            # Of traits nothing is known, but these are asked for when something is taken.
+            # Without traits, which are read before a take.
             self._room, self._takes, self._changed_here = Provider(self._compute, self.registered), {}, False
             self._read = time.monotonic()
         elif self._changed_here or self._read == -math.inf:
             self._look(backlog)
         is_known, self.registered = self.registered is None, None
-        found = self._chosen(backlog)
+        place = self._chosen(backlog)
         now = time.monotonic()
-        if found is None and (not is_known or now >= self._look_at):
+        if place is None and (not is_known or now >= self._look_at):
             self._look_at = math.inf
             self._look(backlog)
-            found = self._chosen(backlog)
-        if found is not None:
+            place = self._chosen(backlog)
+        if place is not None:
             self._look_at = math.inf
         elif self._look_at == math.inf:
-            every = BELIEVED if DISABLED in self._room.traits else EVERY  # who enables it waits for it
-            self._look_at = max(now, self._read + every) + self._rng.uniform(0.0, SPREAD_OVER)
-        return found
+            interval = BELIEVED if DISABLED in self._room.traits else EVERY  # an operator who enables it waits
+            self._look_at = max(now, self._read + interval) + self._rng.uniform(0.0, SPREAD_OVER)
+        return place
 
     def _still_fits(self, place: Place, backlog: Backlog) -> bool:
-        """Whether what was chosen fits indeed: asked by the one that has its mark, or all would look."""
+        """Check that the chosen request still fits; only the compute with its taker key does that, not all of them."""
         age = time.monotonic() - self._read
         if age > BELIEVED:
             self._look(backlog)
@@ -578,39 +570,39 @@ class Puller:
         return queue.fits(place.waiting.flavor, self._room)
 
     def _is_open(self) -> bool:
-        """Whether this compute is not disabled, by its traits as they are now, which are remembered."""
-        there = providers.names_of(self._placement, self._compute, providers.TRAITS)
-        if there != self._room.traits:
-            self._room, self._takes = replace(self._room, traits=there), {}
-        return DISABLED not in there
+        """Read the provider's traits, and return whether it is enabled."""
+        traits = providers.names_of(self._placement, self._compute, providers.TRAITS)
+        if traits != self._room.traits:
+            self._room, self._takes = replace(self._room, traits=traits), {}
+        return DISABLED not in traits
 
     def _chosen(self, backlog: Backlog) -> Place | None:
         self._takes = queue.subscribed(backlog.flavors, self._room, self._takes)
-        takes = self._takes | {query: False for query, (then, _) in self._refused.items() if then == self._room}
+        takes = self._takes | {query: False for query, (provider, _) in self._refused.items() if provider == self._room}
         if not any(takes.values()):
             return None
-        passed_over = self.delays.put_off_now(time.monotonic())
-        ours = (each for each in backlog.places.values() if self.offers.is_open(each, self._compute))
-        return queue.next_of(ours, takes, passed_over, self._among, self._rng)
+        deferred = self.delays.put_off_now(time.monotonic())
+        open_places = (place for place in backlog.places.values() if self.offers.is_open(place, self._compute))
+        return queue.next_of(open_places, takes, deferred, self._among, self._rng)
 
     def _look(self, backlog: Backlog) -> None:
-        """Read what this compute has left, without what a dead attempt of ours holds for a request that waits."""
+        """Read this compute's room, after releasing claims of our dead attempts for queued requests."""
         with self._lock:
             self._changed_here = False
-        began = time.monotonic()  # a slow placement's answer is as old as that: a drain waits no longer for who has it
+        started_at = time.monotonic()  # an answer is as old as its query; a drain relies on that
         try:
             held = allocations.of_provider(self._placement, self._compute)
-        except NotFound:  # it is registered anew within the minute
+        except NotFound:  # the periodic check registers the provider again
             held = {}
         if self._tidy:
-            # One that another is at is that one's to move; it may also give it back as it is.
-            theirs = [marks for whose, marks in backlog.marks.items() if whose != self._compute]
-            self._tidy = any(keys.last(key) in held for marks in theirs for key in marks)
-            waiting = [each.waiting.instance for each in backlog.places.values()]
+            # A request with another compute's taker key may be moved, or return to the queue with our claim.
+            other_marks = [marks for whose, marks in backlog.marks.items() if whose != self._compute]
+            self._tidy = any(keys.last(key) in held for marks in other_marks for key in marks)
+            waiting = [place.waiting.instance for place in backlog.places.values()]
             claimed = [instance for instance in waiting if instance in held]
             here = self.guests() if claimed else ()
             for instance in claimed:
-                if instance in here:  # its state directory was lost: building it once more finds the guest
+                if instance in here:  # the state directory was lost: a new build finds the guest
                     continue
                 if self.taker.let_go(instance):
                     log.info('released the claim of %s, which waits in its queue again', instance)
@@ -618,74 +610,74 @@ class Puller:
                 else:
                     self._tidy = True
         used = summed(held.values())
-        found = look(self._placement, self._compute, True, traits=True, aggregates=False, used=used)
-        found = found or Provider(self._compute)
-        if found != self._room:
-            self._room, self._takes = found, {}
-        self._read, self._looked = began, True
+        provider = look(self._placement, self._compute, True, traits=True, aggregates=False, used=used)
+        provider = provider or Provider(self._compute)
+        if provider != self._room:
+            self._room, self._takes = provider, {}
+        self._read, self._looked = started_at, True
 
     def _is_held_elsewhere(self, place: Place) -> bool:
-        """Return whether another compute still holds the claim because of which a take failed."""
+        """Return whether another compute still holds the claim that made a take fail; errors of placement pass."""
         instance = place.waiting.instance
         if instance not in self._claimed_elsewhere:
-            return False  # the take finds it out: it claims as if nothing was held
-        on = compute_of(allocations.consumer(self._placement, instance).allocations)
-        if on in ('', self._compute):
+            return False  # a take finds out: its claim expects that nothing is held
+        holder = compute_of(allocations.consumer(self._placement, instance).allocations)
+        if holder in ('', self._compute):
             self._claimed_elsewhere.discard(instance)
         return instance in self._claimed_elsewhere
 
     def _is_older(self, place: Place) -> bool:
-        """Return whether it waited before this compute knew this etcd, so that what became of it may be forgotten."""
+        """Return whether the request is older than our knowledge of etcd, so that a take of it may be forgotten."""
         return place.revision <= max(self.first_seen, self.offers.accepted)
 
     def _may_run_elsewhere(self, place: Place) -> bool:
-        """Return whether a silent compute may run it, though neither etcd nor placement knows of that any more."""
+        """Return whether a silent compute may run the instance, though etcd and placement have forgotten that."""
         return self._is_older(place) and bool(self.offers.silent(self._placement))
 
     def _group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
-        """Whether its group allows it here, and the group as it is now."""
+        """Return whether the request's group allows it here, and the group; None: it has none or a malformed one."""
         if waiting.group is None:
             return True, None
         try:
-            theirs, _ = sharing.group(self._store, waiting.group.name)
-        except Unreadable as error:  # as the audit says; others are not to wait for it
+            group, _ = sharing.group(self._store, waiting.group.name)
+        except Unreadable as error:  # an audit reports the malformed group; other requests must not wait for it
             log.debug('%s: %s', waiting.instance, error)
             return False, None
-        return self._allows(waiting.instance, waiting.group, theirs), theirs
+        return self._allows(waiting.instance, waiting.group, group), group
 
     def _allows(self, instance: str, wanted: Membership, theirs: Group | None) -> bool:
         try:
-            found = settle(theirs, wanted)
-            return found.excludes(self._compute) is None and len({*found.members, instance}) <= LARGEST
-        except EcompError as error:  # it was made anew, with another rule: nobody is let in who says otherwise
+            group = settle(theirs, wanted)
+            return group.excludes(self._compute) is None and len({*group.members, instance}) <= LARGEST
+        except EcompError as error:  # the group was recreated with another policy, which excludes this request
             log.debug('%s', error)
             return False
 
     def _elsewhere(self, found: Place, backlog: Backlog) -> list[Place]:
-        """What waits, beside this one, and its group does not allow here: all of these groups are read at once."""
-        waiting = [(each, each.waiting.group) for each in backlog.places.values() if each.waiting.group is not None]
-        there, unreadable = sharing.groups(self._store, {theirs.name for _, theirs in waiting})
-        shut = [
-            each
-            for each, theirs in waiting
-            if theirs.name in unreadable or not self._allows(each.waiting.instance, theirs, there.get(theirs.name))
+        """Return this request and all others that their groups do not allow here; the groups are read together."""
+        waiting = [(place, place.waiting.group) for place in backlog.places.values() if place.waiting.group is not None]
+        groups, unreadable = sharing.groups(self._store, {own.name for _, own in waiting})
+        excluded = [
+            place
+            for place, own in waiting
+            if own.name in unreadable or not self._allows(place.waiting.instance, own, groups.get(own.name))
         ]
-        return [found, *(each for each in shut if each is not found)]
+        return [found, *(place for place in excluded if place is not found)]
 
     def _compete(self, place: Place, backlog: Backlog) -> bool:
-        """Take what others may be after, too; where its flavor is gone all of that is left alone."""
+        """Take a request that others may be taking; if its flavor is gone, skip all requests of that flavor."""
         if self._take(place, 0, partial(self._still_fits, place, backlog)):
             return True
         flavor, now = place.waiting.flavor.name, time.monotonic()
-        if flavor not in self._asked_for.put_off_now(now):  # mostly it was a race
+        if flavor not in self._asked_for.put_off_now(now):  # rarely, because most takes fail by a race
             self._asked_for.put_off(flavor, LEFT_ALONE)
             if self._store.get(keys.flavor(flavor)) is None:
-                gone = [each for each in backlog.places.values() if each.waiting.flavor.name == flavor]
-                self._leave(gone, backlog)
+                skipped = [other for other in backlog.places.values() if other.waiting.flavor.name == flavor]
+                self._leave(skipped, backlog)
         return False
 
     def _take(self, place: Place, mark: int, still_fits: Callable[[], bool]) -> bool:
-        """Take it; whether it is ours now."""
+        """Take the request, and note why that failed; return whether it is ours now. Other errors of take() pass."""
         waiting = place.waiting
         instance = waiting.instance
         with self._lock:
@@ -696,7 +688,7 @@ class Puller:
         except ClaimedElsewhere as error:
             log.info('%s, and is left alone', error)
             self._leave([place], self.offers.backlog or Backlog())
-            self._claimed_elsewhere.add(instance)  # after that: while it is marked it is not in the backlog
+            self._claimed_elsewhere.add(instance)  # after _skip(): with a taker key the request is not in the backlog
         except NoCapacity as error:
             log.debug('%s: %s', instance, error)
             self._refused[waiting.flavor.query] = self._room, time.monotonic() + EVERY
@@ -714,15 +706,15 @@ class Puller:
                     self._moved.discard(instance)
         if taken:
             self._room = self._room.less([waiting.flavor.resources])
-            # What did not fit fits still less; the others are looked at again.
+            # Queries that did not fit fit still less; the others are checked again.
             self._takes = {query: False for query, takes in self._takes.items() if not takes}
             log.info('took instance %s from the queue of flavor %s', instance, waiting.flavor.name)
         return taken
 
     def _on_refusal(self, place: Place, reason: str) -> None:
-        """No take succeeds: it is of that request alone, unless placement has lost our provider.
+        """Read the room again at a first refusal, and end the request in error at a second one.
 
-        So it is looked for before the request is tried once more, and ended the second time.
+        A refusal concerns the request alone, unless placement has lost our provider, which the read finds out.
         """
         instance = place.waiting.instance
         self._read = -math.inf
@@ -733,13 +725,13 @@ class Puller:
             log.error('instance %s is not taken from its queue: %s', instance, reason[:REASON_LIMIT])
 
     def _leave(self, places: Iterable[Place], backlog: Backlog) -> None:
-        """Leave these alone for a while, and for longer each time."""
-        waiting = {each.waiting.instance for each in backlog.places.values()}
-        self._left = {name: each for name, each in self._left.items() if name in waiting}
-        self._claimed_elsewhere &= waiting
-        for each in places:
-            backoff = self._left.setdefault(each.waiting.instance, Backoff(LEFT_ALONE, AT_MOST))
-            self.delays.put_off(each.waiting.instance, backoff.next() * self._rng.uniform(0.8, 1.0))
+        """Defer these requests, for longer each time."""
+        queued = {place.waiting.instance for place in backlog.places.values()}
+        self._left = {name: delay for name, delay in self._left.items() if name in queued}
+        self._claimed_elsewhere &= queued
+        for place in places:
+            backoff = self._left.setdefault(place.waiting.instance, Backoff(LEFT_ALONE, AT_MOST))
+            self.delays.put_off(place.waiting.instance, backoff.next() * self._rng.uniform(0.8, 1.0))
 
 
 TAKING = 'taking from the queues'
@@ -754,31 +746,31 @@ class Queues:
         self._turn = Turn(threads, threads.queues, self._look)
 
     def start(self) -> None:
-        """Begin to take."""
+        """Begin to take requests."""
         self._puller.offers.add(self._puller.taker.compute, self.nudge)
         self.nudge('it begins')
 
     def stop(self) -> None:
-        """Return when what is being taken is taken or given back. Before this, `may_take` has to be False."""
+        """Stop, and wait for the take in flight. Before this `may_take` must return False."""
         self._puller.offers.remove(self._puller.taker.compute)
         self._turn.end()
         self._turn.wait()
 
     def nudge(self, reason: str) -> None:
-        """Look soon at what could be taken. From any thread."""
+        """Start a step soon. From any thread."""
         log.debug('nudged: %s', reason)
         self._turn.at()
 
     def on_hosts(self, state: State) -> None:
-        """What is asked of this compute, whole: what comes and goes there changes what it has left. From any thread."""
+        """Start a step if the requests of this compute changed its room. From any thread."""
         if self._puller.on_hosts(state):
             self.nudge('it has another room')
 
     def _look(self) -> float:
-        # What failed waits out its delay, however often something comes into a queue meanwhile.
-        again = self._puller.delays.when(TAKING)
-        if time.monotonic() < again < math.inf:
-            return again
+        # New requests do not shorten the back-off after a failed step.
+        retry_time = self._puller.delays.when(TAKING)
+        if time.monotonic() < retry_time < math.inf:
+            return retry_time
         wake = self._complaints.attempt(TAKING, self._puller.step)
         if wake is not None:
             self._puller.delays.forget(TAKING)

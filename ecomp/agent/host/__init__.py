@@ -1,1 +1,1 @@
-"""What looks after the host: inventory, provider, claims, memory, what the metadata server serves."""
+"""The host: its inventory, provider, claims, memory, audits, and the metadata of guests."""
