@@ -1,4 +1,4 @@
-"""The compute agent (ecompute): compares requests with what is on its host, and carries out the difference.
+"""The compute agent, ecompute: makes its host match the requests for it.
 
 `instance` carries out the tasks of one instance, `host` looks after the host, `queue` takes queued requests, `images`
 has the base volumes; the modules here are the loop that uses them.

@@ -1,4 +1,4 @@
-"""`ecompute --check`: examine this machine, etcd and placement, and report faults with fixes. Changes nothing."""
+"""`ecompute --check`: report faults of this machine, etcd and placement, with fixes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refused(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
 
 
 def no_images(config: ComputeConfig) -> str:
-    """Return the path of `images:` if it is not a directory; '' if it is one or `images:` is not set."""
+    """Return the path of `images:` if that is set and not a directory, else ''."""
     return '' if config.images is None or os.path.isdir(config.images) else str(config.images)
 
 

@@ -1,4 +1,4 @@
-"""One compute: its parts, each started after the parts it needs and stopped before them, and its planning loop.
+"""One compute: its parts, started and stopped in the order of their needs, and its loop.
 
 The loop plans at every wake-up and every minute; events only wake it. Periodic checks that need placement run in
 another thread, because placement may take a minute to time out.
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 def note_ends(compute: str, store: Store, memory: Memory, here: Collection[str]) -> None:
-    """Remember instances as ended that have no request, no guest here, and no record of ours that is not an end.
+    """Remember instances as ended that have no request, guest or living record here.
 
     An end is written to etcd before the state directory. A kill in between, or a full disk, leaves an entry that would
     reserve the instance's address at every start. Call it only with a familiar etcd, whose errors pass.
@@ -72,7 +72,7 @@ def note_ends(compute: str, store: Store, memory: Memory, here: Collection[str])
 
 
 def reserve_again(hypervisor: Hypervisor, memory: Memory) -> None:
-    """Restore DHCP reservations that were removed manually or with a redefined network; log those that fail.
+    """Restore DHCP reservations that were removed manually or with a redefined network.
 
     Errors of the hypervisor other than BuildFailed pass.
     """
@@ -107,7 +107,7 @@ Admit = Callable[[Set[str]], None]
 
 
 def pretended(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
-    """Make the host of `ecompute --fake`, without libvirt: each job runs in its caller's thread; `at_exit` stops it."""
+    """Make a host without libvirt (--fake), whose jobs run in the caller's thread."""
     from ecomp.virt.fake import FakeHypervisor
 
     hypervisor = FakeHypervisor(config.state)
@@ -120,7 +120,7 @@ def pretended(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
 
 
 def real(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
-    """Open this machine as a host, whose parts `at_exit` stops; change nothing before `admit` returns.
+    """Open this machine as a host; change nothing before `admit` returns.
 
     Errors of `admit` and of the hypervisor pass; EcompError if no metadata server starts.
     """
@@ -150,7 +150,7 @@ def real(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
 
 
 def inventory_of(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> Inventory:
-    """Return the inventory to register; UsageError for an allocation ratio of a class that is not in it."""
+    """Return the inventory to register; UsageError for a ratio of a class that it lacks."""
     measured = {}
     if not fake:
         measured = provider.inventory(provider.look(config.state, list(hypervisor.guests())), _image_cache(config))
@@ -159,7 +159,7 @@ def inventory_of(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> I
 
 
 def traits_of(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
-    """Return the traits of this host's guest processor; empty if the hypervisor does not report its features."""
+    """Return the traits of the guests' processor; empty if the hypervisor reports no features."""
     features = hypervisor.cpu_features(virt_type)
     if not features:
         return frozenset()
@@ -216,7 +216,7 @@ class Daemon:
         self.read_only = False
 
     def begin(self) -> None:
-        """Start planning. The workers are tended only by run(), which one Daemon of a process runs for all."""
+        """Start planning; the run() of one loop tends the workers of the whole process."""
         self.host.hypervisor.on_change(self.planner.nudge, self.look_soon)
         self.planner.on_nudge = self._turn.at
         self._turn.at()  # for wake-ups before this
@@ -244,7 +244,7 @@ class Daemon:
         self.host.runner.waker.wake()
 
     def become_read_only(self, reason: str) -> None:
-        """Start no tasks until become_writable(): another ecompute is this compute now, or etcd is unfamiliar (rule 9).
+        """Start no tasks until become_writable(), because this process may not write (rule 9).
 
         Builds in flight stop at their next step and undo themselves. Guests keep running.
         """
@@ -274,7 +274,7 @@ class Daemon:
         return self._stopping or self.read_only
 
     def _look(self) -> float:
-        """Plan once the requests were read; return when (monotonic) to plan again. Errors are logged and deferred."""
+        """Plan, unless ending; return when (monotonic) to plan again; log errors."""
         if self.is_ending():
             return math.inf
         next_time = self._complaints.attempt(PLANNING, self._plan)
@@ -314,7 +314,7 @@ class Daemon:
             self.planner.hand_back(work, f'no thread can be started for it: {error}')
 
     def _look_at(self, name: str, looks: Mapping[str, Callable[[], None]]) -> float:
-        """Make the checks one after the other, all of them; return when (monotonic) to retry failed ones, or inf."""
+        """Run all checks; return when (monotonic) to retry failed ones, or inf."""
         results = [self._works(doing, look) for doing, look in looks.items()]
         if not all(results):
             return self._delays.put_off(name)
@@ -361,7 +361,7 @@ class Environment:
 
 
 class Compute:
-    """One compute: register(), start() and, even if one of these failed, stop(); one call at a time.
+    """One compute: register(), start() and, even after their errors, stop(), one at a time.
 
     From start() on the threads that follow etcd for this compute call the on_… methods.
     """
@@ -454,7 +454,7 @@ class Compute:
         )
 
     def start(self) -> None:
-        """Begin to take requests; Conflict if another ecompute is this compute now; errors of etcd pass."""
+        """Begin to take requests; Conflict if another ecompute is this compute; etcd's errors pass."""
         familiar, at_exit = self._environment.familiar, self._at_exit
         if not self._environment.fake:  # fake guests have no cloud-init, and a watch costs a thread for each compute
             at_exit.callback(self.host.guest_data.on_ready(self._planner.nudge))
@@ -497,11 +497,9 @@ class Compute:
             self.queues.on_hosts(state)
 
     def on_computes(self, state: Entries) -> None:
-        """Check that this compute's presence key is unchanged among those of all computes."""
         self._presence.on_computes(state)
 
     def on_lost(self, error: EcompError) -> None:
-        """Log that etcd cannot be followed."""
         self._complaints.complain(FOLLOWING, error)
 
     def on_back(self) -> None:
@@ -512,7 +510,7 @@ class Compute:
             self.queues.nudge('etcd is back')
 
     def _note_acceptance(self) -> bool:
-        """Write the revision at which this compute accepted etcd; return False if a role of ecomp 1.1 denies that.
+        """Write the revision of the acceptance; return False if a role of ecomp 1.1 denies that.
 
         If this start accepts an etcd, Denied is raised instead. Other errors of etcd pass.
         """
@@ -535,7 +533,7 @@ class Compute:
             self.queues.nudge('it may write again')
 
     def _admit(self, here: Set[str]) -> None:
-        """Raise Conflict if there are guests of another compute that is not alive (rule 9), in a familiar etcd."""
+        """Raise Conflict if guests of a compute that is not alive are here (rule 9)."""
         for other in sorted(here - {self.uuid}) if self._environment.familiar else ():
             if not is_alive(self._store, other):
                 raise Conflict(
@@ -554,7 +552,7 @@ class Compute:
         self._provider.keep(lambda: not self._may_take(), self._generation)
 
     def _keep_hostname(self) -> None:
-        """Keep the key that maps this host's name to this compute, even while it is down; rarely once it is right."""
+        """Keep the key with this host's name, by which users may name the compute while it is down."""
         if time.monotonic() < self._named_until:
             return
         key = keys.hostname(self.uuid)
@@ -566,10 +564,10 @@ class Compute:
         self._named_until = time.monotonic() + NAMED * EVERY
 
     def _say_room(self) -> None:
-        """Publish the room hint of ecomp.model.host with the presence; None if the room is unknown or closed."""
-        given = self._planner.given
-        known = given is not None and not self._provider.is_disabled and self._may_take()
-        self._presence.say(room=host.room_hint(self._inventory, [given]) if known and given is not None else None)
+        """Publish the room hint with the presence; None if room is unknown or nothing is taken."""
+        held = self._planner.given
+        is_known = held is not None and not self._provider.is_disabled and self._may_take()
+        self._presence.say(room=host.room_hint(self._inventory, [held]) if is_known and held is not None else None)
 
     def _may_take(self) -> bool:
         return not self.daemon.is_ending()

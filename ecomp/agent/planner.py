@@ -1,4 +1,4 @@
-"""One compute's planning, without a thread of its own: compare requests with guests, and carry out the difference.
+"""One compute's planning: compare requests with guests, and carry out the difference.
 
 The caller of step() has the returned work carried out in its threads, at most one task an instance at a time.
 """
@@ -27,7 +27,7 @@ from ecomp.store.client import Entry
 
 
 class Work(NamedTuple):
-    """A task with its request as planned, because the key may be deleted before a thread is free.
+    """A task with its request, whose key may be deleted before a thread is free.
 
     `revision` is that of the request's key, `guest` the instance's guest on this host; `addresses` are by MAC.
     """
@@ -84,7 +84,7 @@ ASK_AGAIN = 10.0
 # Time between two plans if nothing wakes the planner.
 EVERY = 60.0
 # Addresses are polled at this interval at first, because a bridge announces no leases. Some guests never have one, so
-# the interval grows to 1/POLLS of the time waited, but not above EVERY.
+# the interval grows to 1/POLL_DIVISOR of the time waited, but not above PLAN_INTERVAL_SECONDS.
 POLL = 2.0
 POLLS = 30
 # Names of activities whose failures are logged.
@@ -136,7 +136,6 @@ class Planner:
             self._in_work[work.instance] = work
 
     def in_work(self) -> dict[str, Work]:
-        """Return the work in flight, by instance."""
         with self._changed:
             return dict(self._in_work)
 
@@ -165,7 +164,7 @@ class Planner:
         return [self.delays.next(self.in_work()), *missing, *polls, *self._shutdowns.next(after=self._planned)]
 
     def stop_builds(self) -> None:
-        """Start no more builds, until allow_builds(); those in flight stop at their next step and undo themselves."""
+        """Start no builds until allow_builds(); those in flight stop and undo themselves."""
         self._ends_builds = True
         self._instances.runner.cancel(None)
 
@@ -176,7 +175,7 @@ class Planner:
         self.works_again()
 
     def recheck(self) -> None:
-        """Reread records that were changed outside this compute, and end builds that have no request.
+        """Reread records that others changed, and end builds without a request.
 
         Errors of etcd pass.
         """
@@ -290,7 +289,7 @@ class Planner:
         return work
 
     def _note_dealt_with(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
-        """Save which instances from before the reboot need no start any more: if they go off now, that is intended.
+        """Save which instances were handled since the reboot: if they go off now, that is intended.
 
         Unreadable records and failed starts delay no other instance.
         """
@@ -329,7 +328,7 @@ class Planner:
                 self.complaints.hand_over(activity, LOOKING)
 
     def _records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
-        """Return the records by instance, and the instances whose record cannot be read; Unreachable passes."""
+        """Return the records, and the instances whose record cannot be read; Unreachable passes."""
         records, unreadable = {}, set()
         for instance, (_, wish) in self._wishes.items():
             # The worker thread of an instance in flight changes its record.
@@ -352,7 +351,7 @@ class Planner:
         return records, unreadable
 
     def _addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return the guest's addresses by MAC; log a failure that concerns one guest, and return {}."""
+        """Return a guest's addresses by MAC; {} after a failure, which is logged."""
         activity = ASKING % instance
         try:
             addresses = self._instances.hypervisor.addresses(instance)
@@ -365,7 +364,7 @@ class Planner:
         return addresses
 
     def _end_without_request(self, instance: str) -> None:
-        """End a stopped build in error if its request was deleted; a finished guest is kept. Errors are logged."""
+        """End a stopped build whose request was deleted; keep a finished guest; log errors."""
         try:
             self._instances.end_without_request(instance, self._instances.hypervisor.guests().get(instance))
         except Superseded:
@@ -375,7 +374,7 @@ class Planner:
 
 
 def poll_after(waited: float) -> float:
-    """Return the seconds until addresses are polled again, for guests without one for `waited_seconds`."""
+    """Return the seconds until the next poll, for guests without address for `waited_seconds`."""
     return min(max(POLL, waited / POLLS), EVERY)
 
 

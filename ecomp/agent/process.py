@@ -1,4 +1,4 @@
-"""The computes of one process (one, or `--count` fake ones), and the threads that follow etcd for all of them."""
+"""The computes of one process: one, or `--count` fake ones, for which it follows etcd."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NEEDED = (
 
 @dataclass(eq=False)
 class Process:
-    """All computes of the process: register(), then run(). `at_exit` stops them, even if one of these failed.
+    """All computes of the process: register(), then run(); `at_exit` stops them.
 
     `count` is the number of fake computes, or None for one compute, fake or of this machine. With `accepts_new_etcd`
     the computes republish their instances to an etcd that may be another one.
@@ -79,7 +79,7 @@ class Process:
         self._offers = Offers(self._widening.at)
 
     def register(self) -> None:
-        """Lock the state directory, check whether etcd is the remembered one, and register each compute.
+        """Lock the state directory, recognise etcd, and register each compute.
 
         Raises UsageError if a system limit is too low; errors of Identity, etcd, placement and Compute.register() pass.
         """
@@ -201,7 +201,7 @@ class Process:
         compute.register()
 
     def _on_hosts(self, state: Entries) -> None:
-        """Pass each of many computes its requests, if they changed: to list them for each would take a second."""
+        """Pass changed requests to their computes: a list for each of many would take a second."""
         before, self._asked = self._asked, state
         changed = changed_hosts(before or {}, state, self._asked_of)
         for compute, requests in changed.items():
@@ -251,7 +251,7 @@ class Process:
 
 
 def _check_limits(computes: int) -> None:
-    """Raise UsageError for a too low system limit, under which a library would abort or a thread could not start."""
+    """Raise UsageError for a limit under which a library would abort or a thread not start."""
     for limit, base, further, unit, where in NEEDED:
         minimum = base + further * (computes - 1)
         soft, _ = resource.getrlimit(limit)
@@ -260,7 +260,7 @@ def _check_limits(computes: int) -> None:
 
 
 def _each(work: Callable[[Each], None], of: Sequence[Each]) -> None:
-    """Call `work` for each item concurrently; for a single one in this thread, the parent of its worker processes.
+    """Call `work` for all items concurrently; for one in this thread, the parent of workers.
 
     After an error or a signal no further call is started, and the error is raised after the calls in flight.
     """

@@ -69,7 +69,7 @@ SILENT_FOR_SECONDS = 5.0
 
 
 class _Offer(NamedTuple):
-    """A queued request, when it was heard of (monotonic), and {compute: its place in the order to take it}."""
+    """A queued request, when it was heard of (monotonic), and the computes' order to take it."""
 
     place: Place
     since: float
@@ -122,11 +122,10 @@ class Offers:
         self._takers = queue.takers_of(state, self._takers or Takers())
 
     def on_accepted(self, state: State) -> None:
-        """Replace the revisions at which computes accepted this etcd."""
         self.accepted = accepted_in(state.values())
 
     def silent(self, placement: Placement) -> list[str]:
-        """List the computes in placement that are not proven to be alive, cached for SILENT_CACHE_SECONDS.
+        """List the computes in placement that are not proven to be alive; the list is cached.
 
         A changed list is logged, because older requests are left alone. Errors of placement pass.
         """
@@ -169,7 +168,7 @@ class Offers:
             nudges[compute]('something waits')
 
     def widen(self) -> float:
-        """Wake further computes for requests not taken yet; return when (monotonic) to call this again."""
+        """Wake more computes for untaken requests; return when (monotonic) to call this again."""
         now, woken, next_time = time.monotonic(), list[str](), math.inf
         with self._lock:
             nudges = self._nudges
@@ -188,7 +187,7 @@ class Offers:
         return next_time
 
     def is_open(self, place: Place, compute: str) -> bool:
-        """Return whether the compute may take the request now, and no other one of this process is taking it."""
+        """Return whether the compute may take the request now, which no other one here is taking."""
         if place.waiting.key in self._tried:
             return False
         offer = self._open.get(place.waiting.key)
@@ -198,14 +197,14 @@ class Offers:
         return offer.since + queue.opens_after(number) <= time.monotonic()
 
     def begin(self, place: Place) -> bool:
-        """Begin to take the request, until end(); False: another compute of this process is taking it."""
+        """Begin to take the request, until end_take(); False if another compute here is taking it."""
         with self._lock:
             is_free = place.waiting.key not in self._tried
             self._tried.add(place.waiting.key)
         return is_free
 
     def end(self, place: Place, taken: bool) -> None:
-        """Finish taking the request: a taken one leaves the queue in etcd; another one is offered to other computes."""
+        """Finish taking the request; offer it to other computes unless it is taken."""
         if taken:
             return
         with self._lock:
@@ -233,7 +232,7 @@ class Offers:
 
 
 class Taker:
-    """Takes requests for one compute, one at a time. `lease` returns the lease of its presence key."""
+    """Takes requests for one compute, one at a time; get_lease() is that of its presence."""
 
     def __init__(self, control: ControlPlane, lease: Callable[[], int]) -> None:
         self.compute = control.compute
@@ -243,7 +242,7 @@ class Taker:
         self.lease = lease
 
     def take(self, place: Place, marked: int = 0, still_fits: Callable[[], bool] = lambda: True) -> bool:
-        """Take the request; return False after a lost race or cancellation, or if it or its group does not fit here.
+        """Take the request; False after a lost race or cancellation, or if it does not fit here.
 
         `taker_revision` is that of our taker key, if an earlier attempt left one; `still_fits` is called once it
         is put. Raises NoCapacity (placement has no room here), PlacementRefusal (it never accepts this claim) and
@@ -277,7 +276,7 @@ class Taker:
         return False
 
     def refuse(self, place: Place, reason: str) -> bool:
-        """End a request in error that no compute can take; False if it is gone, being taken, or claimed elsewhere.
+        """End a request in error that no compute can take; False if gone, claimed or being taken.
 
         An instance that ended here before keeps its record, with the reason as its fault; one that lives here is not
         changed. Errors of etcd and placement pass; the call can be repeated.
@@ -302,18 +301,18 @@ class Taker:
         return sharing.commit_with(self.store, conditions, operations, shared) is not None
 
     def is_used(self, instance: str) -> bool:
-        """Return whether this compute has or had the instance, so that a take cannot succeed, and must not claim."""
+        """Return whether this compute has or had the instance, so that a take must not claim."""
         return bool(self.store.read(self._own(instance)))
 
     def _own(self, instance: str) -> list[str]:
         return [keys.record(self.compute, instance), keys.request(self.compute, instance)]
 
     def give_back(self, queue_key: str, mark: int) -> bool:
-        """Delete our taker key, so that others may take the request; False if the key was changed or is gone."""
+        """Delete our taker key, so that others may take the request; False if changed or gone."""
         return withdraw(self.store, keys.taker(queue_key), mark)
 
     def let_go(self, instance: str) -> bool:
-        """Release this compute's claim for a request that it does not take; True if no claim for it is left anywhere.
+        """Release the claim for a request that is not taken; True if it holds nothing now.
 
         The claim is kept if this compute has a request for the instance, or an attempt for it is in flight.
         """
@@ -329,7 +328,7 @@ class Taker:
         return bool(release(self.placement, [instance], wanted, partial(sharing.note_released, self.store))[instance])
 
     def _mark(self, place: Place, marked: int, is_taken: bool = True) -> int | None:
-        """Put our taker key; return its revision, or None if the request is gone, or another taker key is there.
+        """Put our taker key; return its revision, None if the request is gone or has another one.
 
         With `needs_flavor` also None if the flavor is gone, whose requests no compute takes. Errors of etcd pass.
         """
@@ -353,12 +352,12 @@ class Taker:
             if entry is None or entry.revision != mark:
                 raise Conflict(f'{waiting.instance}: somebody else is taking it, or it was cancelled')
 
-        wanted = {waiting.instance: {self.compute: waiting.flavor.resources}}
-        above = partial(sharing.highest_released, self.store, wanted)
-        claim(self.placement, wanted, waiting.user_id, waiting.project_id, check, above)
+        new_claims = {waiting.instance: {self.compute: waiting.flavor.resources}}
+        above = partial(sharing.highest_released, self.store, new_claims)
+        claim(self.placement, new_claims, waiting.user_id, waiting.project_id, check, above)
 
     def _move(self, place: Place, mark: int) -> tuple[bool, int]:
-        """Move the request to our own key; return whether that is known to be done, and our taker key's revision.
+        """Move the request to our key; return whether it is there, and the taker key's revision.
 
         Raises Conflict if its group excludes this compute; other errors of etcd pass.
         """
@@ -383,9 +382,9 @@ class Taker:
             raise Conflict(f'{instance}: its group allows it here no more') from error
         except UnknownOutcome:
             # A move in flight could still land after a read; once its taker key has changed it cannot.
-            again = self._mark(place, mark, is_taken=False)
-            if again is not None:
-                return False, again
+            new_revision = self._mark(place, mark, is_taken=False)
+            if new_revision is not None:
+                return False, new_revision
             if self.give_back(queue_key, mark):
                 return False, mark
             return self.store.get(request_key) is not None, mark
@@ -415,7 +414,7 @@ AT_MOST = 30.0
 
 @dataclass(eq=False)
 class Puller:
-    """Chooses and takes requests for one compute. One thread calls step(); on_hosts() is thread-safe.
+    """Chooses and takes requests for one compute; only on_hosts() is thread-safe.
 
     `may_take` returns False while nothing may be taken. `registered_inventory` counts as free while the compute has no
     requests, and a claim corrects that; None: read the room first. `list_guests` returns the instances with a domain.
@@ -457,11 +456,11 @@ class Puller:
         self._tidy = True
 
     def on_hosts(self, state: State) -> bool:
-        """Note the requests of this compute; return whether others than our own moves changed its room."""
-        here = {keys.last(key) for key in state}
+        """Note the requests here; return whether others than our own moves changed the room."""
+        requested = {keys.last(key) for key in state}
         with self._lock:
-            changed = (here ^ (self._here or set())) - self._moved
-            self._here, self._moved = here, self._moved - here
+            changed = (requested ^ (self._here or set())) - self._moved
+            self._here, self._moved = requested, self._moved - requested
             self._changed_here = self._changed_here or bool(changed)
         return bool(changed)
 
@@ -506,15 +505,15 @@ class Puller:
                 is_there = backlog.places.get(place.waiting.key) is place
                 if is_there and when > now:
                     return when - now
-                self._next_take, taken = None, False
+                self._next_take, is_taken = None, False
                 if is_there and self.offers.begin(place):  # it has no taker key
                     try:
-                        taken = self._compete(place, backlog)
+                        is_taken = self._compete(place, backlog)
                     finally:
-                        self.offers.end(place, taken)
+                        self.offers.end(place, is_taken)
                 # If a thousand computes all waited for the first request, each take would make all of them choose
                 # again, so after a lost race the choice widens. A few computes keep to the queue's order.
-                self._among = min(queue.widened(self._among, taken), self.offers.among(place))
+                self._among = min(queue.widened(self._among, is_taken), self.offers.among(place))
                 continue
             chosen = self._next(backlog)
             if chosen is not None:
@@ -537,7 +536,7 @@ class Puller:
         return EVERY
 
     def _next(self, backlog: Backlog) -> Place | None:
-        """Choose the request to take next, by the room when it was last read; None if none fits or is open."""
+        """Choose the request to take next, by the last room read; None if none fits or is open."""
         if not any(self.offers.is_open(other, self._compute) for other in backlog.places.values()):
             return None  # without a call to placement
         if self.registered is not None and self._here == set():
@@ -561,7 +560,7 @@ class Puller:
         return place
 
     def _still_fits(self, place: Place, backlog: Backlog) -> bool:
-        """Check that the chosen request still fits; only the compute with its taker key does that, not all of them."""
+        """Check that the request still fits, which only the compute with its taker key does."""
         age = time.monotonic() - self._read
         if age > BELIEVED:
             self._look(backlog)
@@ -586,7 +585,7 @@ class Puller:
         return queue.next_of(open_places, takes, deferred, self._among, self._rng)
 
     def _look(self, backlog: Backlog) -> None:
-        """Read this compute's room, after releasing claims of our dead attempts for queued requests."""
+        """Read this compute's room, after releasing our dead attempts' claims for queued requests."""
         with self._lock:
             self._changed_here = False
         started_at = time.monotonic()  # an answer is as old as its query; a drain relies on that
@@ -617,7 +616,7 @@ class Puller:
         self._read, self._looked = started_at, True
 
     def _is_held_elsewhere(self, place: Place) -> bool:
-        """Return whether another compute still holds the claim that made a take fail; errors of placement pass."""
+        """Return whether another compute still holds the claim that made a take fail."""
         instance = place.waiting.instance
         if instance not in self._claimed_elsewhere:
             return False  # a take finds out: its claim expects that nothing is held
@@ -627,15 +626,15 @@ class Puller:
         return instance in self._claimed_elsewhere
 
     def _is_older(self, place: Place) -> bool:
-        """Return whether the request is older than our knowledge of etcd, so that a take of it may be forgotten."""
+        """Return whether the request is older than our etcd, in which a take may be forgotten."""
         return place.revision <= max(self.first_seen, self.offers.accepted)
 
     def _may_run_elsewhere(self, place: Place) -> bool:
-        """Return whether a silent compute may run the instance, though etcd and placement have forgotten that."""
+        """Return whether a silent compute may run it, forgotten by etcd and placement."""
         return self._is_older(place) and bool(self.offers.silent(self._placement))
 
     def _group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
-        """Return whether the request's group allows it here, and the group; None: it has none or a malformed one."""
+        """Return whether its group allows it here, and the group; None: none, or malformed."""
         if waiting.group is None:
             return True, None
         try:
@@ -647,14 +646,14 @@ class Puller:
 
     def _allows(self, instance: str, wanted: Membership, theirs: Group | None) -> bool:
         try:
-            group = settle(theirs, wanted)
-            return group.excludes(self._compute) is None and len({*group.members, instance}) <= LARGEST
+            merged = settle(theirs, wanted)
+            return merged.excludes(self._compute) is None and len({*merged.members, instance}) <= LARGEST
         except EcompError as error:  # the group was recreated with another policy, which excludes this request
             log.debug('%s', error)
             return False
 
     def _elsewhere(self, found: Place, backlog: Backlog) -> list[Place]:
-        """Return this request and all others that their groups do not allow here; the groups are read together."""
+        """Return this request and all others that their groups exclude here."""
         waiting = [(place, place.waiting.group) for place in backlog.places.values() if place.waiting.group is not None]
         groups, unreadable = sharing.groups(self._store, {own.name for _, own in waiting})
         excluded = [
@@ -665,7 +664,7 @@ class Puller:
         return [found, *(place for place in excluded if place is not found)]
 
     def _compete(self, place: Place, backlog: Backlog) -> bool:
-        """Take a request that others may be taking; if its flavor is gone, skip all requests of that flavor."""
+        """Take a request in competition; if its flavor is gone, skip all requests of it."""
         if self._take(place, 0, partial(self._still_fits, place, backlog)):
             return True
         flavor, now = place.waiting.flavor.name, time.monotonic()
@@ -677,14 +676,14 @@ class Puller:
         return False
 
     def _take(self, place: Place, mark: int, still_fits: Callable[[], bool]) -> bool:
-        """Take the request, and note why that failed; return whether it is ours now. Other errors of take() pass."""
+        """Take the request, or note why that failed; return whether it is ours now."""
         waiting = place.waiting
         instance = waiting.instance
         with self._lock:
             self._moved.add(instance)
-        taken = False
+        is_taken = False
         try:
-            taken = self.taker.take(place, mark, lambda: not self.taker.is_used(instance) and still_fits())
+            is_taken = self.taker.take(place, mark, lambda: not self.taker.is_used(instance) and still_fits())
         except ClaimedElsewhere as error:
             log.info('%s, and is left alone', error)
             self._leave([place], self.offers.backlog or Backlog())
@@ -696,20 +695,20 @@ class Puller:
         except PlacementRefusal as error:
             self._on_refusal(place, f'placement refuses its claim: {error}')
         else:
-            if not taken and self.taker.is_used(instance):
+            if not is_taken and self.taker.is_used(instance):
                 self._on_refusal(place, 'queued again, and refused: this uuid was used here. Fix: use another uuid')
         finally:
             if instance not in self._left:
                 self.delays.put_off(instance, BEHIND)
-            if not taken:
+            if not is_taken:
                 with self._lock:
                     self._moved.discard(instance)
-        if taken:
+        if is_taken:
             self._room = self._room.less([waiting.flavor.resources])
             # Queries that did not fit fit still less; the others are checked again.
             self._takes = {query: False for query, takes in self._takes.items() if not takes}
             log.info('took instance %s from the queue of flavor %s', instance, waiting.flavor.name)
-        return taken
+        return is_taken
 
     def _on_refusal(self, place: Place, reason: str) -> None:
         """Read the room again at a first refusal, and end the request in error at a second one.
@@ -746,7 +745,6 @@ class Queues:
         self._turn = Turn(threads, threads.queues, self._look)
 
     def start(self) -> None:
-        """Begin to take requests."""
         self._puller.offers.add(self._puller.taker.compute, self.nudge)
         self.nudge('it begins')
 

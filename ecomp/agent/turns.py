@@ -1,4 +1,4 @@
-"""Thread pools shared by the computes of a process, jobs scheduled in them, back-off, and the log of failures.
+"""Thread pools of a process, jobs scheduled in them, back-off, and the log of failures.
 
 One timer thread serves all jobs. A process of a thousand computes has no more threads than a process of a few.
 """
@@ -46,7 +46,7 @@ class Delays:
         self._later: dict[str, _Delay] = {}
 
     def put_off(self, name: str, seconds: float | None = None) -> float:
-        """Defer `name` and return when it is due; without `seconds` it failed, and each failure defers it longer."""
+        """Defer `name`, after a failure (no `seconds`) longer each time; return when it is due."""
         with self._changed:
             backoff = None
             if seconds is None:
@@ -57,19 +57,19 @@ class Delays:
             return self._later[name].until
 
     def put_off_now(self, now: float) -> dict[str, float]:
-        """Return {name: due time} of the deferred names; forget those that are due and did not fail."""
+        """Return {name: due time} of deferred names; forget due ones that did not fail."""
         with self._changed:
             self._later = {name: delay for name, delay in self._later.items() if delay.backoff or delay.until > now}
             return {name: delay.until for name, delay in self._later.items() if delay.until > now}
 
     def when(self, name: str) -> float:
-        """Return the time when `name` is due; inf if it is not deferred."""
+        """Return the time until which `name` is, or was, deferred; inf if it has no deferral."""
         with self._changed:
             delay = self._later.get(name)
             return delay.until if delay is not None else math.inf
 
     def next(self, besides: Collection[str]) -> float:
-        """Return the earliest due time of the deferred names that are not excluded; inf if there are none."""
+        """Return the earliest due time of names that are not excluded; inf if there are none."""
         with self._changed:
             due_times = (delay.until for name, delay in self._later.items() if name not in besides)
             return min(due_times, default=math.inf)
@@ -88,7 +88,6 @@ class Delays:
             return removed
 
     def clear(self) -> None:
-        """Cancel every deferral."""
         with self._changed:
             self._later.clear()
 
@@ -147,7 +146,7 @@ class Complaints:
     def attempt(
         self, doing: str, work: Callable[[], Result], is_moot: Callable[[], bool] = lambda: False
     ) -> Result | None:
-        """Return the result of `work`; if it raises any Exception, log that unless it is moot, and return None."""
+        """Return the result of `work`; None after any Exception, which is logged unless moot."""
         began = time.monotonic()
         try:
             result = work()
@@ -163,7 +162,7 @@ class Complaints:
         return None
 
     def hand_over(self, doing: str, to: str) -> None:
-        """Forget an activity that is not retried; a lost backend's return is then noticed by `other_activity`."""
+        """Forget an activity that is not retried; `other_activity` notices its backend's return."""
         with self._lock:
             loss = self._open.pop(doing, None)
             if loss is not None and loss.backend:
@@ -202,7 +201,6 @@ class Waker:
                 pass
 
     def close(self) -> None:
-        """Close the pipe."""
         if self._on_signals:
             signal.set_wakeup_fd(-1)
         with self._lock:
@@ -212,7 +210,7 @@ class Waker:
 
 
 class TurnThreads:
-    """A pool of daemon threads. Python waits for a ThreadPoolExecutor's at exit; these may be waiting for placement."""
+    """A pool of daemon threads, which may wait for placement at exit without delaying it."""
 
     def __init__(self, name: str, most: int) -> None:
         self._name, self._most = name, most
@@ -221,7 +219,7 @@ class TurnThreads:
         self._threads, self._idle, self._waiting = 0, 0, 0
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have a thread call `work`; raise RuntimeError if the pool has no thread and cannot start one."""
+        """Have a thread call `work`; RuntimeError if the pool has none and cannot start one."""
         with self._lock:
             if self._idle <= self._waiting and self._threads < self._most:
                 thread = threading.Thread(target=self._run, name=f'{self._name}_{self._threads}', daemon=True)
@@ -255,7 +253,7 @@ class TurnThreads:
 
 
 class Turn:
-    """Calls `work` in a thread of `pool`; it returns when (monotonic; inf: never) it is due again."""
+    """Calls `work` in a thread of `pool`; it returns when it is due again, or inf."""
 
     def __init__(self, threads: Threads, pool: TurnThreads, work: Callable[[], float]) -> None:
         self._threads, self._pool, self._work = threads, pool, work
@@ -267,7 +265,7 @@ class Turn:
         self.woken_at = math.inf
 
     def at(self, moment: float = 0.0) -> None:
-        """Run the job at this moment (monotonic) or before; once more if it is running. From any thread."""
+        """Run the job at this moment (monotonic) or before, again if it runs. From any thread."""
         with self._threads.changed:
             if moment < self._when and not self._ended:
                 self._when = moment
@@ -304,22 +302,22 @@ class Turn:
         self._threads.wake(self, self._when)
 
     def _do(self) -> None:
-        again = time.monotonic() + AGAIN
+        next_due = time.monotonic() + AGAIN
         try:
             if not self._ended:
-                again = self._work()
+                next_due = self._work()
         finally:
             with self._threads.changed:
                 self.is_busy = False
                 if self._ended:
                     self._threads.changed.notify_all()
                 else:
-                    self._when = min(self._when, again)
+                    self._when = min(self._when, next_due)
                     self._plan()
 
 
 class Threads:
-    """The thread pools that the computes of a process share, and the timer thread that starts due jobs."""
+    """The thread pools of a process, and the timer thread that starts due jobs."""
 
     # Most builds may wait for one image's download: neither other tasks nor builds of other images may wait for them.
     BUILDS = 32
@@ -327,7 +325,7 @@ class Threads:
     SHARED = 16
 
     def __init__(self, computes: int, tasks: int) -> None:
-        """Make the pools for a number of computes, with at least `max_tasks` threads for tasks other than builds."""
+        """Make the pools; those for builds and for tasks have at least `max_tasks` threads."""
         few_threads, shared_threads = min(computes, 4), min(computes, self.SHARED)
         self.plans = TurnThreads('planner', few_threads)
         self.builds = TurnThreads('build', max(tasks, self.BUILDS))
@@ -342,7 +340,7 @@ class Threads:
         self._timer = threading.Thread(target=self._run, name='turns', daemon=True)
 
     def wake(self, turn: Turn, when: float) -> None:
-        """Set the job's timer to `when` (monotonic), unless it is set to an earlier time. Call it holding `changed`."""
+        """Set the job's timer to `when`, unless it is earlier; the caller holds `changed`."""
         if when >= turn.woken_at or self._closed:
             return
         turn.woken_at = when

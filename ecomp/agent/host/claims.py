@@ -1,4 +1,4 @@
-"""Release claims on this compute that have no request, attempt or guest, after two periodic checks (rule 4).
+"""Release claims on this compute without request, attempt or guest (rule 4).
 
 A provider's generation changes with its inventory, traits, aggregates and each claim on it, but not when a consumer is
 deleted. A conclusion from an unchanged generation therefore also holds after a release.
@@ -27,7 +27,7 @@ BELIEVED = 10
 
 
 class Generations:
-    """Reads providers' generations; with `reads_all`, of all providers in one call, for processes of many computes."""
+    """Reads providers' generations; with `reads_all` those of all providers in one call."""
 
     def __init__(self, placement: Placement, several: bool) -> None:
         self._placement, self._several = placement, several
@@ -51,21 +51,21 @@ class Generations:
 
 
 class Settled:
-    """The generation at which the last check found no difference, and how many more checks it may replace."""
+    """The generation of the last check without differences, and the checks that it may replace."""
 
     def __init__(self) -> None:
         self._generation: int | None = None
         self._left = 0
 
     def at(self, generation: int | None) -> bool:
-        """Return whether to skip a check because the generation is unchanged, and count the skipped check."""
+        """Return whether an unchanged generation replaces a check, which counts as skipped then."""
         if generation is None or generation != self._generation or not self._left:
             return False
         self._left -= 1
         return True
 
     def note(self, generation: int | None) -> None:
-        """Note that a check found no difference after it had read this generation; None: it found one."""
+        """Note the generation before a check without differences; None: there were differences."""
         self._generation, self._left = generation, BELIEVED
 
 
@@ -86,13 +86,13 @@ def orphans(
 
 
 def due(seen: Mapping[str, float], found: Collection[str], now: float) -> tuple[dict[str, float], set[str]]:
-    """Return the new first sightings, and the names first seen at least CONFIRMATION_SECONDS ago. Pure."""
+    """Return the first sightings, and the names first seen CONFIRMATION_SECONDS ago. Pure."""
     first_sightings = {consumer: seen.get(consumer, now) for consumer in found}
     return first_sightings, {consumer for consumer, seen_at in first_sightings.items() if now - seen_at >= APART}
 
 
 class ClaimKeeper:
-    """Releases orphaned claims on this compute; without `takes_from_queues` those for queued requests, too (rule 4)."""
+    """Releases orphaned claims; without `takes_from_queues` those for queued requests, too."""
 
     def __init__(self, compute: str, store: Store, placement: Placement, takes: bool = True) -> None:
         self._compute = compute
@@ -107,7 +107,7 @@ class ClaimKeeper:
     def look(
         self, guests: Collection[str], now: float, generation: int | None = None, asked: Collection[str] = ()
     ) -> None:
-        """Check the claims once, and release the confirmed orphans; errors of placement and etcd pass.
+        """Release confirmed orphans; errors of placement and etcd pass.
 
         The check is skipped if the provider's `generation` (read before; None: not known) is unchanged and each
         consumer of the last check has a guest or is among `requests`, the instances of the followed requests.

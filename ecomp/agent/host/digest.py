@@ -47,7 +47,7 @@ def look(hypervisor: Hypervisor, data: GuestData, state: Path) -> Digest:
 
 
 def parts(state: Path) -> dict[str, str]:
-    """Return the abandoned *.part files: {path below the state directory: a mark that changes if one is written}."""
+    """Return the abandoned *.part files: {relative path: a mark that changes at each write}."""
     marks = {}
     for path in [*state.glob('*.part'), *state.glob('*/*.part')]:
         try:
@@ -204,7 +204,7 @@ class Answerer:
         return 'removed' if is_abandoned else 'not removed: it is being written'
 
     def _is_wanted(self, instance: str) -> bool:
-        """Return whether the instance is requested here, in flight, or alive on any compute; True if unparsable."""
+        """Return whether the instance is requested here, in flight, or alive or malformed anywhere."""
         if self.store.get(keys.request(self.compute, instance)) is not None or instance in at_it(self.store):
             return True
         try:

@@ -1,4 +1,4 @@
-"""The metadata server's process, and the files, named by MAC, in which it and ecompute exchange data about guests.
+"""The metadata server's process, and the files that it and ecompute exchange, named by MAC.
 
 The server ends with ecompute, even with a killed one, because its stdin is a pipe from ecompute.
 """
@@ -36,7 +36,7 @@ SECONDS = 60.0
 
 
 def nocloud(config: ComputeConfig, is_served: Callable[[], bool]) -> Callable[[str], Mapping[str, bytes]] | None:
-    """Return read_seed() for a guest's MAC, or None if guests get no NoCloud disk; `is_served` is called each time."""
+    """Return read_seed() as a function of the MAC; None if guests get no NoCloud disk."""
     if config.metadata == 'network':
         return None
     return lambda mac: seed(config.state / 'metadata', config.directory, mac, phones_home=is_served())
@@ -80,7 +80,7 @@ USER = '65520'
 
 
 def keep_served(libvirt: Libvirt, state: Path, directory: Path, wanted: bool, at_exit: ExitStack) -> Callable[[], None]:
-    """Start the metadata server if none answers; return a function that repeats this and may raise EcompError.
+    """Start a metadata server if none answers (or EcompError); return a function to repeat that.
 
     Without a bridge of libvirt's no metadata can be served: this is a no-op then, with a warning if it `is_required`.
     """
@@ -120,7 +120,7 @@ class MetadataServer:
     """The metadata server at 169.254.169.254: ours, or one that was started outside ecomp."""
 
     def __init__(self, guests: Path, directory: Path, bridge: str) -> None:
-        """Prepare our server, which answers this host, the guests' `bridge` and holders of DHCP leases only."""
+        """Prepare our server, which answers this host, `bridge` and holders of DHCP leases only."""
         self._guests = guests
         self._directory = directory
         self._bridge = bridge
@@ -181,7 +181,7 @@ def mdserver(front_door: str, guests: Path) -> list[str]:
 
 @contextmanager
 def configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
-    """Open the directory's mdserver.conf; yield arguments for mdserver, and the descriptors that these need.
+    """Open mdserver.conf; yield arguments for mdserver, and the descriptors that these need.
 
     Both are empty if there is no such file. Raises UsageError if other users can write it or it cannot be opened.
     """
@@ -208,7 +208,7 @@ def is_metadata(page: bytes | None) -> bool:
 
 
 def is_taken() -> bool:
-    """Return whether a server other than a metadata server listens where ours would, or on all addresses.
+    """Return whether a server that serves no metadata listens where ours would.
 
     Nothing is sent to the address unless this host has it, because in a cloud it is the cloud's own service.
     """
@@ -262,7 +262,7 @@ class GuestData:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, request: Request, macs: Sequence[str], here: Callable[[], Container[str]] = tuple) -> None:
-        """Write the files of an instance; null keys or user-data mean those of mdserver.conf. May raise OSError.
+        """Write the files of an instance; null keys or user-data mean those of mdserver.conf.
 
         Raises BuildFailed if a MAC belongs to another instance that is current, which includes one whose file is being
         written. Files of other instances are overwritten.
@@ -297,7 +297,7 @@ class GuestData:
             write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
 
     def all(self) -> dict[str, str]:
-        """Return the instance of each file, by the MAC or, for reports, the instance in its name. Skip other files."""
+        """Return the instance of each file, by its name: a MAC or, for reports, the instance."""
         reports = (path for suffix in (READY, BEING_TOLD) for path in self.directory.glob(f'*{suffix}'))
         instances = {path.stem: path.stem for path in reports}
         for path in self.directory.glob('*.json'):
@@ -315,7 +315,7 @@ class GuestData:
             return set()
 
     def read_refusals(self) -> dict[str, str]:
-        """Return {MAC: reason} of the guests that the metadata server refuses; {} if a file cannot be read."""
+        """Return {MAC: reason} of refused guests; {} if a file cannot be read."""
         with suppress(OSError):  # a file was just removed because its guest was answered: the next plan reads the rest
             paths = self.directory.glob(f'*{REFUSED}')
             return {path.stem: printable(path.read_text(errors='replace')[:REASON_LIMIT]) for path in paths}
@@ -328,7 +328,7 @@ class GuestData:
                 (self.directory / f'{mac}{REFUSED}').unlink(missing_ok=True)
 
     def word(self, instance: str) -> GuestWord:
-        """Return a guest's report of the end of cloud-init, empty if malformed; OSError if it cannot be read."""
+        """Read a guest's report of cloud-init's end, empty if malformed; OSError."""
         with self._ready(instance).open('rb') as file:
             return parse_word(file.read(WORD_LIMIT))
 
@@ -341,7 +341,7 @@ class GuestData:
             return lambda: None
 
     def off(self, instance: str) -> None:
-        """Remove a guest's report, because the guest is off and reports again after a start. Errors are logged."""
+        """Remove the report of a guest that went off; log errors. It reports again after a start."""
         try:
             self._take_back(instance)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""This compute's provider in placement: its inventory, traits and aggregates, and whether it is disabled.
+"""This compute's provider in placement: its inventory, traits and aggregates.
 
 <state>/provider.json  {"version", "compute", "traits": […], "aggregates": […]}: those that this ecompute added.
 Others were added outside this ecompute, and stay. The file is written before placement, so that after a kill in between
@@ -34,7 +34,7 @@ Inventory = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine's totals and used amounts, in bytes. Guests and cached images are included in the used amounts."""
+    """Totals and used amounts in bytes, the latter including guests and cached images."""
 
     cores: int
     memory: int
@@ -47,7 +47,7 @@ class Machine:
 
 
 def look(directory: Path, instances: Collection[str]) -> Machine:
-    """Measure this machine, its disk at the state `directory`, and the share of the guests of these instances."""
+    """Measure this machine, the disk of the state `directory`, and the guests' share."""
     memory = psutil.virtual_memory()
     disk = psutil.disk_usage(str(directory))
     return Machine(
@@ -64,12 +64,12 @@ def look(directory: Path, instances: Collection[str]) -> Machine:
 
 
 def default_cache(directory: Path) -> int:
-    """Return the default limit of cached images in GiB: a tenth of the disk, at least 1 and at most 20."""
+    """Return the default limit of cached images: a tenth of the disk, in 1..20 GiB."""
     return min(max(psutil.disk_usage(str(directory)).total // (10 * GIB), 1), 20)
 
 
 def inventory(machine: Machine, image_cache: int) -> dict[str, dict[str, int]]:
-    """Return a machine's inventory {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
+    """Return the inventory {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
 
     Reserved are the amounts that others use, and `image_cache_gib` even if images use less. Our own guests are not
     included, because placement counts them as allocated.
@@ -88,7 +88,7 @@ def given(totals: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def with_ratios(totals: Mapping[str, Mapping[str, int]], ratios: Mapping[str, float]) -> Inventory:
-    """Add the configured ratios, and 1 for every other class; UsageError for a class that the inventory lacks."""
+    """Add ratios, 1 if not configured; UsageError for a class that the inventory lacks."""
     unknown = sorted(ratios.keys() - totals.keys())
     if unknown:
         raise UsageError(f'allocation_ratios: there is no {", ".join(unknown)} here, only {", ".join(totals)}')
@@ -144,7 +144,7 @@ Names = frozenset[str]
 
 @dataclass(eq=False)
 class Registration:
-    """Keeps this compute's provider in placement as configured. Errors of placement pass from every public method.
+    """Keeps this compute's provider in placement as configured; errors of placement pass.
 
     A `detected_traits` name that placement does not know is left out; of `configured_traits` it is a UsageError.
     """
@@ -168,7 +168,7 @@ class Registration:
         self.is_disabled = False
 
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
-        """Make or correct the provider, and enable it unless an operator disabled it; write nothing once is_closing().
+        """Make, correct and enable the provider, unless is_closing() or an operator disabled it.
 
         The inventory is written last, so a right inventory means that an earlier run was complete. Raises EcompError if
         provider.json cannot be written, UsageError if placement does not know a configured trait.
@@ -184,13 +184,13 @@ class Registration:
         has_changed_names = (bool(self.aggregates or self._wanted[TRAITS]) or not is_new) and self._describe(is_closing)
         failpoint('described')
         if not is_right:
-            known = 0 if is_new and not has_changed_names else None
-            generation = providers.set_inventory(self.placement, self.compute, self.inventory, known, is_closing)
+            before = 0 if is_new and not has_changed_names else None
+            generation = providers.set_inventory(self.placement, self.compute, self.inventory, before, is_closing)
             self._settled.note(generation)
             self.new_at = generation if is_new else None
 
     def keep(self, is_closing: Callable[[], bool], generation: int | None = None) -> None:
-        """Register again if the provider was changed outside ecomp, or placement's database was restored.
+        """Register again if the provider was changed outside ecomp, as by a restored database.
 
         The check is skipped if `generation`, read before (None: not known), has not changed since the last good one.
         """
@@ -204,7 +204,7 @@ class Registration:
             self.register(is_closing)
 
     def close(self) -> None:
-        """Reserve all VCPU and disable the provider, so that nothing is scheduled here until the next start."""
+        """Reserve all VCPU and disable the provider, against scheduling until the next start."""
         providers.set_inventory(self.placement, self.compute, closed(self.inventory))
         failpoint('closed')
         providers.change_names(self.placement, self.compute, TRAITS, status.stopped)
@@ -253,7 +253,7 @@ class Registration:
         return changed
 
     def _make_known(self) -> None:
-        """Create custom traits; drop detected traits unknown to placement; UsageError for configured ones."""
+        """Create custom traits; of the unknown others drop the detected, and refuse the configured."""
         if not self._wanted[TRAITS]:
             return
         missing = self._wanted[TRAITS] - providers.names_of(self.placement, self.compute, TRAITS)
@@ -265,7 +265,7 @@ class Registration:
         if ours == self._ours[kind]:
             return
         own_names = {**self._ours, kind: ours}
-        names = {name_kind: sorted(found) for name_kind, found in own_names.items()}
+        names = {name_kind: sorted(values) for name_kind, values in own_names.items()}
         try:
             write_durably(self._path, json.dumps({'version': VERSION, 'compute': self.compute, **names}))
         except OSError as error:
@@ -275,7 +275,7 @@ class Registration:
 
 
 def check_names(placement: Placement, configured: Collection[str], classes: Collection[str]) -> None:
-    """Raise UsageError for a configured trait or resource class that placement does not know. Changes nothing.
+    """Raise UsageError for a configured trait or resource class that placement does not know.
 
     Placement's own refusal of an inventory would not name the wrong key of compute.yaml.
     """

@@ -1,4 +1,4 @@
-"""The state directory: an ecompute's lasting identity, its lock, and its memory of instances and of etcd.
+"""The state directory: an ecompute's identity, lock, and memory of instances and of etcd.
 
 <state>/uuid   the provider's uuid, made once, so that a restart never orphans a provider
 <state>/token  identifies this state directory in etcd, with /computes/<uuid>
@@ -48,7 +48,7 @@ SWEPT = 10
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """One instance as last saved. With a `failure` the instance is being removed, partly or wholly."""
+    """One instance as last saved; with a `failure` it is being removed, or is removed."""
 
     request: Request
     record: Record
@@ -56,7 +56,7 @@ class MemoryEntry:
 
 
 class Memory:
-    """This compute's memory of its instances, in files. Thread-safe; `now` returns ISO 8601 times.
+    """This compute's memory of its instances, in files. Thread-safe.
 
     A change can be read only after its file was written; readers do not wait for writes. A write that fails, because
     the disk is full, is logged and does not raise; repair() writes the file of a running instance later.
@@ -96,7 +96,7 @@ class Memory:
                 self._keep(entry)
 
     def put_right(self, request: Request, record: Record) -> None:
-        """Save an instance that is running by etcd's record, if its file is missing or says that it is being built.
+        """Save an instance that lives by its record, if its file is missing or says `building`.
 
         This happens after a full disk and in an older copy of a state directory. Malformed files stay.
         """
@@ -109,7 +109,7 @@ class Memory:
                 self._keep(MemoryEntry(request, record))
 
     def ended(self, instance: str) -> None:
-        """Save that an instance is gone or failed, nothing of it is left here, and it must not be built again."""
+        """Save that an instance is gone or failed, and that nothing of it is left here."""
         with self._alone_with(instance):
             when = self._now()
             self._write(instance, dump({'version': VERSION, 'ended': when}))
@@ -130,7 +130,7 @@ class Memory:
             return frozenset(self._ended)
 
     def before_reboot(self) -> frozenset[str]:
-        """Return the instances that were here before the last boot and have not been handled since; raises OSError.
+        """Return the instances from before the last boot that were not handled since; OSError.
 
         The first start writes the file. Records tell which of them ran, because this memory may be older than etcd.
         """
@@ -145,7 +145,7 @@ class Memory:
         return self._left
 
     def dealt_with_all_but(self, left: Set[str]) -> None:
-        """Save the instances from before the reboot that neither run again nor are recorded as off; raises OSError."""
+        """Save the instances that neither run again since the boot nor are recorded as off; OSError."""
         if left != self._left:
             write_durably(self._boot_file, '\n'.join((self._boot_id, *sorted(left))) + '\n')
             self._left = frozenset(left)
@@ -172,7 +172,7 @@ class Memory:
 
     @contextmanager
     def _alone_with(self, instance: str) -> Iterator[None]:
-        """Exclude other writers of the instance's entry during the block, so that its file holds the last change."""
+        """Exclude other writers of the instance's entry, so that its file holds the last change."""
         with self._changed:
             self._changed.wait_for(lambda: instance not in self._at_work)
             self._at_work.add(instance)
@@ -256,18 +256,18 @@ class Identity:
         self._say(f'{os.getpid()}\n'.encode())
 
     def compute_uuid(self, configured: str | None) -> str:
-        """Return the provider's uuid: configured, saved or new; OSError or UsageError if the saved one is unusable."""
+        """Return the provider's uuid: configured, saved or new; UsageError if malformed."""
         if configured is None:
             return self._lasting('uuid')
         self._new['uuid'] = configured
         return configured
 
     def token(self) -> str:
-        """Return this state directory's secret, which a copy of only the uuid lacks; errors as choose_uuid()."""
+        """Return the secret that a copy of the uuid alone lacks; UsageError if malformed."""
         return self._lasting('token')
 
     def keep(self) -> None:
-        """Save the uuid and token for the next start; raises OSError. Call it once nothing can refuse this start."""
+        """Save the uuid and token once nothing can refuse this start any longer; OSError."""
         # QEMU runs as another user and has to traverse the directory to its disks.
         self.directory.chmod(0o711)
         # Left by killed processes; the lock excludes a living writer.
@@ -303,7 +303,7 @@ class Identity:
 
 
 def _make(directory: Path) -> None:
-    """Make the directory and its missing parents, traversable for every user despite the umask; raises OSError."""
+    """Make the directory and missing parents, traversable for all despite the umask; OSError."""
     # QEMU's user must get through, or this start is refused, and so is every later one, which keeps the mode.
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -331,7 +331,7 @@ def is_familiar(guard: Guard, store: Store, now: str) -> bool:
 
 
 class KnownEtcd:
-    """The file with what is known of etcd. Thread-safe; a thread writes it between start() and stop()."""
+    """The file with what is known of etcd, which a thread writes between start() and stop()."""
 
     def __init__(self, directory: Path) -> None:
         self._path, self._accepted = directory / 'etcd.json', directory / 'accepted'
@@ -352,15 +352,15 @@ class KnownEtcd:
         return self._known
 
     def accepted(self) -> int:
-        """Read the revision at which ecomp 1.1 accepted another etcd; 0 for none; UsageError if it is malformed."""
+        """Read the revision at which ecomp 1.1 accepted an etcd; 0: none; UsageError if malformed."""
         return self._number(self._accepted)
 
     def first_seen(self) -> int:
-        """Read etcd's revision when this compute first saw or accepted it; 0 if an older ecompute did; UsageError."""
+        """Read etcd's revision when it was first seen or accepted; 0: by an older ecompute."""
         return self._number(self._first)
 
     def note_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
-        """Save that revision, and remove the file of ecomp 1.1 if etcd has its content; EcompError if that fails."""
+        """Save that revision; remove ecomp 1.1's file if etcd has its content; EcompError."""
         try:
             if revision != self.first_seen():
                 write_durably(self._first, f'{revision}\n')
@@ -383,7 +383,6 @@ class KnownEtcd:
         self._changed.set()
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -398,11 +397,11 @@ class KnownEtcd:
         while not is_last:
             self._changed.wait()
             self._changed.clear()
-            is_last, known = self._stopped.is_set(), self._known
-            if known != written and known.identity:
+            is_last, current = self._stopped.is_set(), self._known
+            if current != written and current.identity:
                 try:
-                    write_durably(self._path, cluster.to_json(known) + '\n')
-                    written, has_failed = known, False
+                    write_durably(self._path, cluster.to_json(current) + '\n')
+                    written, has_failed = current, False
                 except OSError as error:
                     if not has_failed:
                         log.warning('%s: %s: what is seen of etcd is not remembered', self._path, error.strerror)
