@@ -27,10 +27,7 @@ def check(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
 
 
 def refused(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
-    """Yield the errors for which a start would refuse this readable configuration.
-
-    The names of traits and resource classes are checked only if placement answers.
-    """
+    """Yield errors that a start would find, those about names only if placement answers."""
     classes = sorted({*NEEDED, *(config.inventory or ())})
     try:
         provider.with_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)

@@ -72,10 +72,7 @@ def note_ends(compute: str, store: Store, memory: Memory, here: Collection[str])
 
 
 def reserve_again(hypervisor: Hypervisor, memory: Memory) -> None:
-    """Restore DHCP reservations that were removed manually or with a redefined network.
-
-    Errors of the hypervisor other than BuildFailed pass.
-    """
+    """Restore DHCP reservations removed outside ecomp; log BuildFailed, pass other errors."""
     reservations = hypervisor.reservations()
     for instance, remembered in memory.all().items():
         if remembered.record.state not in (ACTIVE, STOPPED):
@@ -169,7 +166,6 @@ def traits_of(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
 
 
 def workers(config: ComputeConfig) -> int:
-    """Return the number of worker processes."""
     return config.workers or min(os.cpu_count() or 1, MOST_WORKERS)
 
 
@@ -189,8 +185,8 @@ NAMED = 10
 class Daemon:
     """The planning loop: begin(), run() until stop() is called, then drain().
 
-    `remote_checks` are the periodic checks that run beside plans, mostly queries to placement, by activity; the first
-    ones run after `first_check_seconds`. `on_planned` is called after each plan, in the planning thread.
+    `remote_checks` are the periodic checks that run beside plans, by activity, mostly queries to placement. The first
+    periodic checks run after `first_check_seconds`. `on_planned` is called after each plan, in the planning thread.
     """
 
     host: Host
@@ -222,10 +218,7 @@ class Daemon:
         self._turn.at()  # for wake-ups before this
 
     def run(self, alive: Callable[[], float]) -> None:
-        """Tend the workers in the main thread until stop().
-
-        `notify_alive` is called in each round, and returns the seconds after which it must be called again.
-        """
+        """Tend the workers until stop(); notify_alive() returns the seconds until its next call."""
         while not self._stopping:
             self.host.runner.tend(min(EVERY, alive()))
 

@@ -27,10 +27,7 @@ from ecomp.store.client import Entry
 
 
 class Work(NamedTuple):
-    """A task with its request, whose key may be deleted before a thread is free.
-
-    `revision` is that of the request's key, `guest` the instance's guest on this host; `addresses` are by MAC.
-    """
+    """A task with its request and that key's revision, as planned; the key may be gone since."""
 
     task: Task
     revision: int
@@ -78,7 +75,7 @@ log = logging.getLogger(__name__)
 MOST = 10_000
 # Time a recheck may spend on builds whose request was deleted; the next one continues.
 ENDING = 1.0
-# A guest is switched off if it has not turned itself off in this time.
+# A guest is asked again to turn itself off at an interval, and is switched off after the grace period.
 GRACE = 60.0
 ASK_AGAIN = 10.0
 # Time between two plans if nothing wakes the planner.
@@ -175,10 +172,7 @@ class Planner:
         self.works_again()
 
     def recheck(self) -> None:
-        """Reread records that others changed, and end builds without a request.
-
-        Errors of etcd pass.
-        """
+        """Reread records that others changed, and end builds without a request; etcd's errors pass."""
         busy = self.in_work()
         wishes = {name: wish for name, (_, wish) in self._wishes.items() if name not in busy}
         changed = self._instances.records.recheck(wishes)
@@ -289,10 +283,7 @@ class Planner:
         return work
 
     def _note_dealt_with(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
-        """Save which instances were handled since the reboot: if they go off now, that is intended.
-
-        Unreadable records and failed starts delay no other instance.
-        """
+        """Save which instances were handled since the reboot: if they go off now, that is intended."""
         handled = {name for name, guest in guests.items() if guest.running}
         handled |= {name for name, record in records.items() if record.state != ACTIVE}
         self._before_reboot = self._before_reboot.intersection(self._wishes) - (handled - busy)

@@ -6,9 +6,8 @@ requests at random; otherwise every compute with room would race for every reque
 
 To take a request is to put the taker key, claim on the own provider, and move the request to the own /hosts key. The
 taker key is on the presence's lease and the move compares it, so a compute that was frozen for longer than its lease
-moves nothing. A claim that a dead attempt left on another compute is released by that compute only (rule 13).
-
-Offers knows the queues for all computes of the process; Taker and Puller take for one of them.
+moves nothing. A claim that a dead attempt left on another compute is released by that compute only (rule 13). Offers
+knows the queues for all computes of the process; Taker and Puller take for one of them.
 """
 
 from __future__ import annotations
@@ -312,10 +311,7 @@ class Taker:
         return withdraw(self.store, keys.taker(queue_key), mark)
 
     def let_go(self, instance: str) -> bool:
-        """Release the claim for a request that is not taken; True if it holds nothing now.
-
-        The claim is kept if this compute has a request for the instance, or an attempt for it is in flight.
-        """
+        """Release our claim for a request that is not taken; True if it holds no claim now."""
 
         def wanted(holding: Mapping[str, Consumer]) -> Collection[str]:
             if self.compute not in holding[instance].allocations:
@@ -506,7 +502,7 @@ class Puller:
                 if is_there and when > now:
                     return when - now
                 self._next_take, is_taken = None, False
-                if is_there and self.offers.begin(place):  # it has no taker key
+                if is_there and self.offers.begin(place):  # in the backlog, so without a taker key
                     try:
                         is_taken = self._compete(place, backlog)
                     finally:

@@ -195,7 +195,6 @@ class Waker:
         self._on_signals = True
 
     def clear(self) -> None:
-        """Discard the wake-ups so far."""
         with suppress(BlockingIOError):
             while os.read(self.reader, 4096):
                 pass
@@ -210,7 +209,7 @@ class Waker:
 
 
 class TurnThreads:
-    """A pool of daemon threads, which may wait for placement at exit without delaying it."""
+    """A pool of daemon threads: unlike a ThreadPoolExecutor's, they do not delay the exit."""
 
     def __init__(self, name: str, most: int) -> None:
         self._name, self._most = name, most

@@ -121,8 +121,8 @@ class ClaimKeeper:
         if not held:
             self._seen = {}
             return
-        # Placement was read first: it holds no later claim, and any claim delivered since then has its request key.
-        # Etcd is queried, because the followed state may be stale.
+        # Placement was read first: its answer has no later claim, and a claim in it that was delivered since then has
+        # its request key. Etcd is queried, because the followed state may be stale.
         requested = [keys.last(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries]
         in_flight = at_it(self._store) if self._takes else in_requests(self._store.snapshot(keys.ATTEMPTS))
         self._seen, confirmed = due(self._seen, orphans(held, requested, guests, in_flight), now)

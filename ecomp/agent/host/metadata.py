@@ -80,9 +80,9 @@ USER = '65520'
 
 
 def keep_served(libvirt: Libvirt, state: Path, directory: Path, wanted: bool, at_exit: ExitStack) -> Callable[[], None]:
-    """Start a metadata server if none answers (or EcompError); return a function to repeat that.
+    """Start a metadata server if none answers; return a function that repeats that.
 
-    Without a bridge of libvirt's no metadata can be served: this is a no-op then, with a warning if it `is_required`.
+    Both may raise EcompError. They are no-ops without a bridge of libvirt's, which is logged if metadata `is_required`.
     """
     bridge = libvirt.bridge_name()
     if bridge is None:
@@ -174,7 +174,6 @@ class MetadataServer:
 
 
 def mdserver(front_door: str, guests: Path) -> list[str]:
-    """Return the command line of a program of mdserver."""
     # -P: root must not import files from the directory in which ecompute is started.
     return [sys.executable, '-P', '-m', f'mdserver.{front_door}', '--guests', str(guests.resolve())]
 
@@ -328,7 +327,7 @@ class GuestData:
                 (self.directory / f'{mac}{REFUSED}').unlink(missing_ok=True)
 
     def word(self, instance: str) -> GuestWord:
-        """Read a guest's report of cloud-init's end, empty if malformed; OSError."""
+        """Read a guest's report of cloud-init's end, empty if malformed; may raise OSError."""
         with self._ready(instance).open('rb') as file:
             return parse_word(file.read(WORD_LIMIT))
 

@@ -48,7 +48,7 @@ SWEPT = 10
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """One instance as last saved; with a `failure` it is being removed, or is removed."""
+    """One instance as last saved; with a `failure` it ends in error, and may be partly removed."""
 
     request: Request
     record: Record
@@ -96,9 +96,10 @@ class Memory:
                 self._keep(entry)
 
     def put_right(self, request: Request, record: Record) -> None:
-        """Save an instance that lives by its record, if its file is missing or says `building`.
+        """Save an instance that lives by its record, if its file is missing or not current.
 
-        This happens after a full disk and in an older copy of a state directory. Malformed files stay.
+        That is so after a full disk, in an older copy of a state directory, and if the entry says `building`. Entries
+        with a failure and malformed files stay.
         """
         instance = record.instance
         with self._alone_with(instance):
@@ -130,9 +131,9 @@ class Memory:
             return frozenset(self._ended)
 
     def before_reboot(self) -> frozenset[str]:
-        """Return the instances from before the last boot that were not handled since; OSError.
+        """Return the instances from before the last boot that were not handled since.
 
-        The first start writes the file. Records tell which of them ran, because this memory may be older than etcd.
+        Records tell which of them ran, because this memory may be older than etcd. May raise OSError.
         """
         try:
             boot, *unhandled = self._boot_file.read_text().split() or ['']
@@ -145,7 +146,7 @@ class Memory:
         return self._left
 
     def dealt_with_all_but(self, left: Set[str]) -> None:
-        """Save the instances that neither run again since the boot nor are recorded as off; OSError."""
+        """Save the instances that were not handled since the boot; may raise OSError."""
         if left != self._left:
             write_durably(self._boot_file, '\n'.join((self._boot_id, *sorted(left))) + '\n')
             self._left = frozenset(left)
@@ -230,9 +231,7 @@ PATIENCE = 2.0
 class Identity:
     """An ecompute's lasting identity: its state directory, locked until close().
 
-    Raises:
-        Conflict: another ecompute has the lock.
-        UsageError: the directory or its lock cannot be made or opened.
+    Raises Conflict if another ecompute has the lock, UsageError if the directory or its lock file is unusable.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -256,18 +255,18 @@ class Identity:
         self._say(f'{os.getpid()}\n'.encode())
 
     def compute_uuid(self, configured: str | None) -> str:
-        """Return the provider's uuid: configured, saved or new; UsageError if malformed."""
+        """Return the provider's uuid: configured, saved or new; may raise UsageError or OSError."""
         if configured is None:
             return self._lasting('uuid')
         self._new['uuid'] = configured
         return configured
 
     def token(self) -> str:
-        """Return the secret that a copy of the uuid alone lacks; UsageError if malformed."""
+        """Return the secret that a copy of the uuid lacks; may raise UsageError or OSError."""
         return self._lasting('token')
 
     def keep(self) -> None:
-        """Save the uuid and token once nothing can refuse this start any longer; OSError."""
+        """Save the uuid and token, once nothing can refuse this start; may raise OSError."""
         # QEMU runs as another user and has to traverse the directory to its disks.
         self.directory.chmod(0o711)
         # Left by killed processes; the lock excludes a living writer.
@@ -303,7 +302,7 @@ class Identity:
 
 
 def _make(directory: Path) -> None:
-    """Make the directory and missing parents, traversable for all despite the umask; OSError."""
+    """Make the directory and its parents traversable for all users; may raise OSError."""
     # QEMU's user must get through, or this start is refused, and so is every later one, which keeps the mode.
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -316,10 +315,7 @@ EVERY = 1.0
 
 
 def is_familiar(guard: Guard, store: Store, now: str) -> bool:
-    """Return whether etcd is the remembered one, and adopt it if none is remembered (rule 10).
-
-    Errors of etcd pass, except StrangeEtcd.
-    """
+    """Return whether etcd is the remembered one; adopt a first one (rule 10); its errors pass."""
     try:
         if guard.known.identity:
             store.recognise()
@@ -356,11 +352,11 @@ class KnownEtcd:
         return self._number(self._accepted)
 
     def first_seen(self) -> int:
-        """Read etcd's revision when it was first seen or accepted; 0: by an older ecompute."""
+        """Read etcd's revision when first seen or accepted; 0: not noted; UsageError if malformed."""
         return self._number(self._first)
 
     def note_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
-        """Save that revision; remove ecomp 1.1's file if etcd has its content; EcompError."""
+        """Save that revision; remove ecomp 1.1's file if etcd has it; may raise EcompError."""
         try:
             if revision != self.first_seen():
                 write_durably(self._first, f'{revision}\n')
