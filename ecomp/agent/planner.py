@@ -342,7 +342,7 @@ class Planner:
         return records, unreadable
 
     def _addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return a guest's addresses by MAC; {} after a failure, which is logged."""
+        """Return a guest's addresses by MAC; log errors other than Unreachable, and return {}."""
         activity = ASKING % instance
         try:
             addresses = self._instances.hypervisor.addresses(instance)
