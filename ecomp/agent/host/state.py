@@ -58,7 +58,7 @@ class MemoryEntry:
 class Memory:
     """This compute's memory of its instances, in files. Thread-safe.
 
-    A change can be read only after its file was written; readers do not wait for writes. A write that fails, because
+    A change becomes readable after the write of its file, for which readers do not wait. A write that fails, because
     the disk is full, is logged and does not raise; repair() writes the file of a running instance later.
     """
 
@@ -84,7 +84,8 @@ class Memory:
     def remember(self, request: Request | None, record: Record, failure: Failure | None = None) -> None:
         """Save an instance; a `request` of None means the saved one.
 
-        No-op for a tombstone, and for an instance without a request. With a `failure` the instance is being removed.
+        No-op for a tombstone, and for an instance without a request. With a `failure` the instance is being removed;
+        None drops an earlier failure.
         """
         with self._alone_with(record.instance):
             previous = self._known.get(record.instance)
