@@ -1,1 +1,1 @@
-"""Requests that change an instance that is there, and waiting for what becomes of it."""
+"""Change existing instances, and wait for the result."""

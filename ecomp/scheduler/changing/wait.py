@@ -1,7 +1,4 @@
-"""Wait for a stage of an instance, as etcd reports it, for at most the given time.
-
-The record is followed wherever it goes: from a queue it comes to a compute.
-"""
+"""Wait until an instance, as etcd reports it, reaches a stage or power state, or is gone."""
 
 from __future__ import annotations
 
@@ -28,18 +25,20 @@ from ecomp.store.watch import Follower
 if TYPE_CHECKING:
     from ecomp.scheduler.changing.change import Acceptance
 
-class Whereabouts:
-    """Follows one key: that of the record or, while it waits, that of its place in a queue.
 
-    From the second look on, or wait(): of many that are looked at one after the other most are there by then. `among`:
-    see find(); `claims`: see Store.
+class Whereabouts:
+    """Follows an instance's record or, while it waits in a queue, its queue entry.
+
+    The watch starts with the second read() or with wait(): of many instances read in turn, most are finished at the
+    first. `key_index`: see find(); `claims`: see Store.
     """
 
     def __init__(
         self, config: EtcdConfig, instance: str, among: Index | None = None, claims: Claims | None = None
     ) -> None:
         self._config = config
-        self._instance, self._among = instance, among
+        self._instance = instance
+        self._among = among
         self._store = Store(config)
         self._store.claims = claims
         self._changed = threading.Condition()
@@ -49,8 +48,8 @@ class Whereabouts:
         self._looked_at: Mapping[str, Entry] | None = None
         self._last: Entry | None = None
         self._is_followed = False
+        # The backend that did not answer the last read, if one did not: etcd or placement.
         self.silent = 'etcd'
-        """What gave no answer, where the last look had none: etcd, or placement."""
 
     def __enter__(self) -> Whereabouts:
         return self
@@ -60,16 +59,16 @@ class Whereabouts:
         self._store.close()
 
     def look(self) -> tuple[bool, Entry | None]:
-        """Whether there is an answer, and the record's entry, None where there is none (yet)."""
+        """Read the instance: whether etcd and placement answered, and the record's entry, if any."""
         self._begin()
         with self._changed:
             state = self._looked_at = self._state
             key = self._key
         self._is_followed = bool(key) and state is not None
         if key and state is not None:
-            before, self._last = self._last, state.get(key)
-            if before is not None and self._last is None:
-                self._end()  # it is not there any more: moved, or removed
+            previous, self._last = self._last, state.get(key)
+            if previous is not None and self._last is None:
+                self._end()  # the key was deleted: the instance moved, or its record was removed
                 key, self._is_followed = '', False
         if not key:
             try:
@@ -82,17 +81,18 @@ class Whereabouts:
         return True, self._last if is_record else None
 
     def is_believed(self) -> bool | None:
-        """Whether no other compute than the one that is followed holds the claim; else the next look looks for it anew.
+        """False if another compute holds the claim: the next read() then searches again.
 
-        What is followed may be the record of a compute that was asked by nobody: in a queue it was the only one. None
-        where placement, which says so, does not answer; True where etcd does not, or nobody can tell.
+        The followed record may be of a compute without a request: while the instance was in a queue, it was the only
+        record. None if placement, which knows the claims, does not answer; True if etcd does not, or the store has no
+        `claims`.
         """
         try:
             if not self._is_followed or (key := self._find()[0]) == self._key:
                 return True
-            # Without a claim the other is not believed, either: the one that is followed releases its own as it ends.
-            other, claims = keys.recorded(key)[0], self._store.claims
-            if claims is None or not other or self._instance not in claims(other):
+            # Without a claim the other compute is not trusted either: the followed one releases its claim as it ends.
+            other_compute, claims = keys.recorded(key)[0], self._store.claims
+            if claims is None or not other_compute or self._instance not in claims(other_compute):
                 return True
         except Unreachable as error:
             self.silent = _silent(error)
@@ -102,37 +102,37 @@ class Whereabouts:
 
     @property
     def is_queued(self) -> bool:
-        """Whether the last look found it in a queue."""
+        """True if the last read found the instance in a queue."""
         return self._key.startswith(keys.QUEUES)
 
     @property
     def is_nowhere(self) -> bool:
-        """Whether the last look found neither a record nor a request nor a place in a queue."""
+        """True if the last read found no record, no request and no queue entry."""
         return not self._key
 
     @cached_property
     def in_queue(self) -> str:
-        """What it waits for in its queue, and which silent compute keeps it there, if one does."""
-        said = claimed_on_silent(self._store, computes(self._store), [self._instance])
-        return ': '.join([IN_QUEUE, *said.values()])
+        """The reason why the instance is queued, with any silent compute that holds its claim."""
+        claims = claimed_on_silent(self._store, computes(self._store), [self._instance])
+        return ': '.join([IN_QUEUE, *claims.values()])
 
     def wait(self, seconds: float) -> None:
-        """Until something has changed, so many seconds at most."""
+        """Return once the followed key has changed, after `seconds` at the latest."""
         self._begin()
         with self._changed:
             self._changed.wait_for(lambda: self._state is not self._looked_at, seconds)
 
     def _find(self) -> tuple[str, Entry | None]:
-        """The key to follow, '' for none, and what is there now."""
-        at = near(self._store, self._instance, self._among)
-        if at is None:
-            waits = waiting_at(self._store, self._instance)
-            if waits is not None:
-                return waits.key, waits
-            at = listed(self._store, self._instance)
-        if at.record is not None:
-            return at.record.key, at.record
-        return keys.record(at.compute, self._instance) if at.request is not None else '', None
+        """Find the key to follow ('' if there is none) and its entry."""
+        places = near(self._store, self._instance, self._among)
+        if places is None:
+            queue_entry = waiting_at(self._store, self._instance)
+            if queue_entry is not None:
+                return queue_entry.key, queue_entry
+            places = listed(self._store, self._instance)
+        if places.record is not None:
+            return places.record.key, places.record
+        return keys.record(places.compute, self._instance) if places.request is not None else '', None
 
     def _begin(self) -> None:
         if self._key and self._follower is None:
@@ -153,16 +153,15 @@ class Whereabouts:
 
 
 def _silent(error: Unreachable) -> str:
-    """What gave no answer: etcd, or placement."""
     return 'placement' if error.backend.startswith('placement') else 'etcd'
 
 
+# Seconds between two updates of the live line. The instance itself is watched, not polled.
 TICK = 1.0
-"""Seconds between two updates of the live line; the instance itself is watched, not polled."""
 
 
 class Deadline:
-    """When waiting ends, for all that is waited for one after the other: `seconds` from now."""
+    """The end of a wait that several instances share: `seconds` from its creation."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -170,18 +169,15 @@ class Deadline:
 
     @property
     def spent(self) -> float:
-        """Seconds that have passed."""
         return time.monotonic() - self._began
 
 
 def wait_for_stage(wait: Wait, stage: str, asked: Power | None = None) -> Record:
-    """The record once `stage` is reached.
+    """Return the record once `stage` is reached.
 
-    The stages of a boot are those of the one that goes on or, of a guest that is off, of the next; with an `asked`
-    start or reboot that is not carried out, of the one that it brings.
-
-    Errors: EcompError (it failed, or its cloud-init did; exit 1), NotFound (destroyed meanwhile), StillGoing (the time
-    is up).
+    A boot's stages are those of the current boot; of a stopped guest, of the next one; with a start or reboot in
+    `power_change` that is pending, of the boot that it causes. Raises EcompError if the instance or its cloud-init
+    failed, NotFound if it is destroyed or its record removed, StillGoing at the deadline.
     """
     first: Record | None = None
     instance = wait.instance
@@ -204,42 +200,39 @@ def wait_for_stage(wait: Wait, stage: str, asked: Power | None = None) -> Record
         return stage in record.reached
 
     def what(record: Record | None) -> str:
-        on_its_way = first is not None and record is not None and is_pending(asked, first, record)
-        return _power_waits_for(record) if on_its_way else waits_for(record)
+        is_power_pending = first is not None and record is not None and is_pending(asked, first, record)
+        return _power_waits_for(record) if is_power_pending else waits_for(record)
 
     def forget() -> None:
         nonlocal first
         first = None
 
     record = wait.until(reached, what, forget=forget)
-    assert record is not None  # reached() is False for None
+    assert record is not None  # is_reached() is False for None
     return record
 
 
 def is_before_boot(stage: str, first: Record, now: Record, asked: Power | None) -> bool:
-    """Whether a stage's time is that of an earlier boot than the one that is waited for. Pure.
-
-    `first` is the record as it was when waiting began; see wait_for_stage().
-    """
+    """True if a stage is of a boot before the awaited one; `first` is the initial record. Pure."""
     if stage not in boots.STAGES or now.boot is None:
         return False
     return is_pending(asked, first, now) or (first.state == STOPPED and first.boot == now.boot)
 
 
 def is_pending(asked: Power | None, first: Record, now: Record) -> bool:
-    """Whether the start or reboot that was `asked` is still to be carried out; one in its place brings its own."""
+    """True until the start or reboot is carried out, or another change replaces it."""
     if asked is None or asked.action == STOP or asked.is_done(now.power):
         return False
     return action_id(now.power) in (asked.id, action_id(first.power))
 
 
 def wait_until_gone(wait: Wait) -> None:
-    """Return once the instance is gone. StillGoing when the time is up: the destroy goes on."""
+    """Return once the instance is gone; StillGoing at the deadline: the destroy continues."""
 
     def read(entry: Entry) -> Record:
         try:
             return read_record(entry)
-        except Unreadable:  # its compute writes another one when it is gone
+        except Unreadable:  # its compute overwrites it when the instance is gone
             return Record(wait.instance, '', DESTROYING)
 
     def reached(record: Record | None) -> bool:
@@ -249,13 +242,13 @@ def wait_until_gone(wait: Wait) -> None:
 
 
 def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
-    """The record once an accepted stop, start or reboot is carried out.
+    """Return the record once an accepted stop, start or reboot is carried out.
 
-    Errors: EcompError (it was to run, and does not), Conflict (another one came in its place), NotFound (destroyed
-    meanwhile), StillGoing (the time is up).
+    Raises EcompError if a started guest does not run, Conflict if another change replaced this one, NotFound if the
+    instance is destroyed, StillGoing at the deadline.
     """
     instance, power = wait.instance, accepted.power
-    assert power is not None  # else there is nothing to wait for
+    assert power is not None  # otherwise there is nothing to wait for
 
     def reached(record: Record | None) -> bool:
         if record is None or record.state in (DESTROYING, GONE):
@@ -269,7 +262,7 @@ def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
         return True
 
     record = wait.until(reached, _power_waits_for)
-    assert record is not None  # reached() is False for None
+    assert record is not None  # is_reached() raises for None
     return record
 
 
@@ -280,10 +273,10 @@ def _power_waits_for(record: Record | None) -> str:
 
 @dataclass(frozen=True)
 class Wait:
-    """Waiting for one instance, and who is told of it: `tell` about once a second, of what is being waited for.
+    """The wait for one instance; `report` is called about once a second with what it waits for.
 
-    `seen` gets each record that is read, `late` the last one, where there is one, when the time is up.
-    `among`: see find(); `claims`: see Store.
+    `on_record` is called with each record that is read, `on_timeout` at the deadline with the last one, if there is
+    one. `key_index`: see find(); `claims`: see Store.
     """
 
     config: EtcdConfig
@@ -303,44 +296,52 @@ class Wait:
         ends: bool = False,
         forget: Callable[[], None] = lambda: None,
     ) -> Record | None:
-        """The record that has reached it; `what` says of one that has not what it waits for.
+        """Return the first record for which `is_reached` is true, if its compute is trusted.
 
-        `ends`: an instance found nowhere counts as gone; `forget` is called where the records so far turn out to be of
-        a compute that is not believed. Errors: StillGoing (the time is up), those of `reached`.
+        None stands for an instance without any key, if `accepts_missing`. `describe` says what a record waits for.
+        `reset` is called when the records so far prove to be of a compute that is not trusted; errors of `is_reached`
+        are then ignored, and raised otherwise. Also raises StillGoing at the deadline, and the errors of `read`.
         """
-        deadline, known = self.deadline, False
-        with Whereabouts(self.config, self.instance, self.among, self.claims) as at:
+        deadline, has_answer = self.deadline, False
+        with Whereabouts(self.config, self.instance, self.among, self.claims) as follower:
 
             def waited(record: Record | None) -> str:
-                return at.in_queue if at.is_queued else what(record)
+                return follower.in_queue if follower.is_queued else what(record)
 
             def is_believed() -> bool:
-                nonlocal known
-                believed = at.is_believed()
-                known = believed is not None
-                if believed is False:
+                nonlocal has_answer
+                trust = follower.is_believed()
+                has_answer = trust is not None
+                if trust is False:
                     forget()
-                return bool(believed)
+                return bool(trust)
 
-            # With nothing left of the time, each is looked at once.
-            first_look = deadline.spent + self.config.timeout
+            # Even after the deadline each instance is read once.
+            first_read_limit = deadline.spent + self.config.timeout
             while True:
-                known, entry = at.look()
+                has_answer, entry = follower.look()
                 record = read(entry) if entry else None
                 if record is not None:
                     self.seen(record)
                 try:
-                    if known and (reached(record) or (ends and at.is_nowhere)) and is_believed():
+                    if has_answer and (reached(record) or (ends and follower.is_nowhere)) and is_believed():
                         return record
                 except EcompError:
                     if is_believed():
                         raise
                 spent = deadline.spent
-                limit = deadline.seconds if known else max(deadline.seconds, first_look)
+                limit = deadline.seconds if has_answer else max(deadline.seconds, first_read_limit)
                 if spent >= limit:
                     if record is not None:
                         self.late(record)
-                    how_far = f'still waiting for: {waited(record)}' if known else f'and {at.silent} did not answer'
-                    raise StillGoing(f'{self.instance}: {deadline.seconds:g} s are up, {how_far}; it goes on')
-                self.tell(f'waiting for: {waited(record) if known else f"{at.silent} to answer"}, {spent:.0f} s')
-                at.wait(min(TICK, limit - spent))
+                    progress = (
+                        f'still waiting for: {waited(record)}'
+                        if has_answer
+                        else f'and {follower.silent} did not answer'
+                    )
+                    raise StillGoing(f'{self.instance}: {deadline.seconds:g} s are up, {progress}; it goes on')
+                self.tell(
+                    f'waiting for: {waited(record) if has_answer else f"{follower.silent} to answer"}'
+                    f', {spent:.0f} s'
+                )
+                follower.wait(min(TICK, limit - spent))
