@@ -1,1 +1,1 @@
-"""What is known of instances, of computes, and of what placement proposes."""
+"""Find instances and computes in etcd and placement."""

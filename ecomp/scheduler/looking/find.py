@@ -1,4 +1,4 @@
-"""Find what is known of an instance: its record, or the request its compute has not seen yet; and whose a name is."""
+"""Find instances by uuid, uuid prefix or name: their record, request or queue entry."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ if TYPE_CHECKING:
     Backend = Future[tuple[Placement, Offer]]
 
 
+# Seconds from the query to placement until the attempt is announced, at most; after more, placement is queried again.
+# So this long after a compute was disabled, every attempt whose offer contains it has been announced.
 FRESH = 2.0
-"""Seconds between placement's being asked and the attempt's being there, at most: after more it is asked again. So
-whoever disables a compute knows after that time of everybody who was told before that there is room on it."""
 
 
 def ask_placement(config: PlacementConfig, query: str | None, slow: Slow) -> Backend:
-    """Placement, and what it offers for a query; the future raises what that raises. `slow` is as Placement has it.
+    """Connect to placement and query it in a thread; the future has placement and its offer.
 
-    Query None: nothing is asked yet, and the offer is empty and never fresh.
-
-    Nearly all of what a claim takes is imports and waiting. What this one needs is imported first, and not beside what
-    etcd needs: then placement is at it while that is imported.
+    It raises what these calls raise. For query None nothing is asked: the offer is empty and never fresh. `slow`: see
+    Placement. Imports and waiting take most of a claim's time: placement's modules are imported before those for etcd,
+    so that placement works on the query during the second import.
     """
-    from concurrent.futures import Future  # not for commands that ask etcd alone
+    from concurrent.futures import Future  # not for commands that use etcd only
 
     from ecomp.placement.allocations import candidates
     from ecomp.placement.client import Placement
@@ -58,14 +57,15 @@ def ask_placement(config: PlacementConfig, query: str | None, slow: Slow) -> Bac
     return future
 
 
+# Instances or computes that an error names.
 QUOTED = 5
-"""How many instances, or computes, an error names."""
 
 
 class InstanceEntries(NamedTuple):
-    """One instance. `record_entry` is None while no compute has written a record of it.
+    """An instance's record, made from its request if there is none, and its entries in etcd.
 
-    `queue_entry` is there while it waits for a compute to take it: then there is nothing else.
+    `record_entry` is None until a compute has written a record. `queue_entry` is set while the instance waits in a
+    queue; then the others are None.
     """
 
     record: Record
@@ -75,7 +75,7 @@ class InstanceEntries(NamedTuple):
 
     @property
     def request(self) -> Request | None:
-        """The request as it stands; None where there is none, or none that can be understood."""
+        """The current request; None if it is missing or malformed."""
         if self.request_entry is None:
             return None
         request = parse_request(self.record.compute, self.request_entry.key, self.request_entry.value)
@@ -83,108 +83,112 @@ class InstanceEntries(NamedTuple):
 
     @property
     def order(self) -> Order | None:
-        """What was asked for, all of it, the record believed first; None where only that is left to say."""
-        asked: Request | QueueEntry | Invalid | None = self.request
+        """The order, with the record's values before the request's; None without a valid request."""
+        order: Request | QueueEntry | Invalid | None = self.request
         if self.queue_entry is not None:
-            from ecomp.model.queue import parse_waiting  # as below
+            from ecomp.model.queue import parse_waiting  # imported late, as in read_queued_record()
 
-            asked = parse_waiting(self.queue_entry.key, self.queue_entry.value)
-        if asked is None or isinstance(asked, Invalid):
+            order = parse_waiting(self.queue_entry.key, self.queue_entry.value)
+        if order is None or isinstance(order, Invalid):
             return None
-        return Order(**asked.parts(**{name: value for name, value in recorded(self.record).items() if value}))
+        return Order(**order.parts(**{name: value for name, value in recorded(self.record).items() if value}))
 
     @property
     def is_destroying(self) -> bool:
-        """True once a destroy has been accepted."""
+        """True once a destroy is accepted."""
         request = self.request
         return request is not None and request.is_tombstone
 
     @property
     def name(self) -> str | None:
-        """The instance's name; an older ecompute does not write it down."""
+        """The instance's name, from the request if an older ecompute wrote the record."""
         request = self.request
         return self.record.name or (request.name if request else None)
 
     @property
     def group(self) -> str | None:
-        """The name of the instance's group; from its request, where an older ecompute did not write it down."""
+        """The name of the instance's group, from the request if an older ecompute wrote the record."""
         request = self.request
         return self.record.group_name or (request.group_name if request else None)
 
 
 def resolve(store: Store, word: str, among: Index | None = None) -> str:
-    """The uuid of the instance a word means: a uuid, a name or, if nobody is called so, the only uuid that begins so.
+    """Return the uuid of the instance that an argument (uuid, name or uuid prefix) means.
 
-    `among`: see find(). Errors: NotFound, UsageError (several begin so), Conflict (the name leads to one that is called
-    otherwise).
+    `key_index`: see find(). Raises NotFound; UsageError for several uuids with this prefix; Conflict if the name's key
+    refers to an instance of another name; Unreadable if that key is malformed.
     """
     if keys.is_uuid(word):
         return word
     if is_name(word) and (entry := store.get(keys.name(word))) is not None:
         _check_called(store, word, instance := holder(entry), among)
         return instance
-    beginning = uuid_prefix(word)
-    if beginning is None:
+    prefix = uuid_prefix(word)
+    if prefix is None:
         short = f' (of its uuid, {PREFIX} digits at least)' if len(word) < PREFIX else ''
         raise NotFound(f'{word}: no living instance has this name{short}')
-    recorded = map(keys.last, store.snapshot(keys.INSTANCES, keys_only=True).entries)
-    found = {name for name in recorded if name.startswith(beginning) and keys.is_uuid(name)}
-    # Those that no compute has taken or seen yet: what is moved meanwhile is seen twice.
-    waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
-    found |= {each for each in map(_waiting, waiting) if each and each.startswith(beginning)}
-    asked = store.snapshot(keys.HOSTS, keys_only=True).entries
-    found |= {keys.last(key) for key in asked if _names_instance(key) and keys.last(key).startswith(beginning)}
-    if not found:
+    recorded_uuids = map(keys.last, store.snapshot(keys.INSTANCES, keys_only=True).entries)
+    uuids = {name for name in recorded_uuids if name.startswith(prefix) and keys.is_uuid(name)}
+    # Next, instances that no compute has taken or seen yet. In this order one that moves is read twice, not missed.
+    queued = store.snapshot(keys.QUEUES, keys_only=True).entries
+    uuids |= {uuid for uuid in map(_waiting, queued) if uuid and uuid.startswith(prefix)}
+    requests = store.snapshot(keys.HOSTS, keys_only=True).entries
+    uuids |= {keys.last(key) for key in requests if _names_instance(key) and keys.last(key).startswith(prefix)}
+    if not uuids:
         raise NotFound(f'{word}: no living instance has this name, and no uuid begins so')
-    if len(found) > 1:
-        raise UsageError(f'{word}: {len(found)} instances begin so: {some(sorted(found), QUOTED)}')
-    return found.pop()
+    if len(uuids) > 1:
+        raise UsageError(f'{word}: {len(uuids)} instances begin so: {some(sorted(uuids), QUOTED)}')
+    return uuids.pop()
 
 
 def _check_called(store: Store, name: str, instance: str, among: Index | None) -> None:
-    """Conflict if it is called otherwise: every compute may write every name, and a destroy by it would hit another."""
+    """Raise Conflict if the instance has another name: any compute may write any name's key."""
     try:
-        found = find(store, instance, among)
+        entries = find(store, instance, among)
     except Unreadable:
         return
-    # Of one that failed, and whose record an older ecompute wrote, no name is known.
-    if found is None or found.name == name or (found.name, found.request, found.queue_entry) == (None, None, None):
+    # The name of a failed instance is unknown if an older ecompute wrote its record.
+    if (
+        entries is None
+        or entries.name == name
+        or (entries.name, entries.request, entries.queue_entry) == (None, None, None)
+    ):
         return
-    called = f'is called {printable(found.name)}' if found.name else 'has no name'
-    wrong = f'{keys.name(name)} leads to instance {instance}, which {called}'
-    raise Conflict(f'{wrong}: say the uuid of the one that is meant; eschedule audit says more')
+    actual_name = f'is called {printable(entries.name)}' if entries.name else 'has no name'
+    mismatch = f'{keys.name(name)} leads to instance {instance}, which {actual_name}'
+    raise Conflict(f'{mismatch}: say the uuid of the one that is meant; eschedule audit says more')
 
 
 def find(store: Store, instance: str, among: Index | None = None) -> InstanceEntries | None:
-    """The instance, None if nobody ever heard of it (or a record of it was removed). Unreadable.
+    """Find an instance; None if etcd has no trace of it. Unreadable if its record is malformed.
 
-    `among`: where instances were a moment ago, for whoever asks for many; what is not there is looked for.
+    `key_index` has the keys of all instances, read a moment ago; what is not found by it is searched for.
     """
-    at = near(store, instance, among)
-    if at is None:
-        # Before the requests: what is moved meanwhile is found there.
+    places = near(store, instance, among)
+    if places is None:
+        # The queues before the requests: an instance that moves in between is found in the requests.
         queue_entry = waiting_at(store, instance)
         if queue_entry is not None:
             return InstanceEntries(read_waiting(queue_entry), None, None, queue_entry)
-        at = listed(store, instance)
-    if at.record is not None:
-        return InstanceEntries(read_record(at.record), at.record, at.request)
-    return requested(at)
+        places = listed(store, instance)
+    if places.record is not None:
+        return InstanceEntries(read_record(places.record), places.record, places.request)
+    return requested(places)
 
 
 def waiting_at(store: Store, instance: str) -> Entry | None:
-    """The instance's place in a queue; None where it waits in none."""
-    mine = [key for key in store.snapshot(keys.QUEUES, keys_only=True).entries if _waiting(key) == instance]
-    return next((entry for entry in map(store.get, mine) if entry is not None), None)
+    """Find the instance's entry in a queue; None if there is none."""
+    queue_keys = [key for key in store.snapshot(keys.QUEUES, keys_only=True).entries if _waiting(key) == instance]
+    return next((entry for entry in map(store.get, queue_keys) if entry is not None), None)
 
 
 def requested(at: Places[Entry]) -> InstanceEntries | None:
-    """The instance by its request alone, None if no compute is asked for it."""
+    """Make an instance's entries from its request alone; None without a request."""
     return InstanceEntries(_scheduled(at.request), None, at.request) if at.request is not None else None
 
 
 def is_known(store: Store, instance: str, among: Index | None = None) -> bool:
-    """Whether etcd has anything of the instance, readable or not. `among`: see find()."""
+    """True if etcd has any trace of the instance, malformed or not. `key_index`: see find()."""
     try:
         return find(store, instance, among) is not None
     except Unreadable:
@@ -192,47 +196,48 @@ def is_known(store: Store, instance: str, among: Index | None = None) -> bool:
 
 
 def living(store: Store, instance: str, among: Index | None = None) -> InstanceEntries:
-    """The instance; `among`: see find(). Errors: NotFound (it is gone or was never there), Unreadable (its record)."""
-    found = find(store, instance, among)
-    if found is None:
+    """Find an instance that is not gone; NotFound if there is none. See find()."""
+    entries = find(store, instance, among)
+    if entries is None:
         raise NotFound(f'{instance}: no such instance')
-    if found.record.state == GONE:
-        raise NotFound(f'{instance}: gone since {found.record.stages.get("gone", "some time")}')
-    return found
+    if entries.record.state == GONE:
+        raise NotFound(f'{instance}: gone since {entries.record.stages.get("gone", "some time")}')
+    return entries
 
 
 def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[EcompError]]:
-    """Every instance, by the time of its request, and what is wrong with records that cannot be read.
+    """Read all instances, sorted by request time, and the errors of malformed records.
 
-    Those of which only a request exists are `scheduled`, and those that no compute has taken `queued`.
+    An instance with only a request is `scheduled`, one in a queue `queued`. If placement is unreachable, the oldest of
+    several requests counts; an error says so.
     """
-    # In this order: what is moved on meanwhile is seen twice, and counts where it was seen last.
+    # In this order an instance that moves on is read twice, and counts where it was read last.
     queued = {_waiting(key): entry for key, entry in store.snapshot(keys.QUEUES).entries.items() if _waiting(key)}
-    records, unreadable = {each: read_waiting(entry) for each, entry in queued.items() if each}, []
-    # The value of a request may be large (user-data), and mostly it is not needed.
-    asked = [each for each in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _names_instance(each[0])]
-    found = [*asked, *store.snapshot(keys.INSTANCES).entries.items()]
+    records, errors = {uuid: read_waiting(entry) for uuid, entry in queued.items() if uuid}, []
+    # Keys only: a request may be large (user-data), and few of their values are needed.
+    requests = [item for item in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _names_instance(item[0])]
+    entries = [*requests, *store.snapshot(keys.INSTANCES).entries.items()]
     try:
-        there = everywhere(store, found)
-    except EcompError as error:  # placement is away
-        unreadable.append(EcompError(f'{error}; of what two computes are asked for, the older request is shown'))
-        there = by_instance(found)
-    for instance, at in there.items():
+        places_by_instance = everywhere(store, entries)
+    except EcompError as error:  # placement is unreachable
+        errors.append(EcompError(f'{error}; of what two computes are asked for, the older request is shown'))
+        places_by_instance = by_instance(entries)
+    for instance, places in places_by_instance.items():
         try:
-            if at.record is not None:
-                records[instance] = read_record(at.record)
-            elif at.request is not None and (request := store.get(at.request.key)) is not None:
+            if places.record is not None:
+                records[instance] = read_record(places.record)
+            elif places.request is not None and (request := store.get(places.request.key)) is not None:
                 records[instance] = _scheduled(request)
         except EcompError as error:
-            unreadable.append(error)
-    shown = [each for each in records.values() if with_gone or each.state != GONE]
-    return sorted(shown, key=lambda each: (each.stages.get('requested', ''), each.instance)), unreadable
+            errors.append(error)
+    shown = [record for record in records.values() if with_gone or record.state != GONE]
+    return sorted(shown, key=lambda each: (each.stages.get('requested', ''), each.instance)), errors
 
 
 def read_record(entry: Entry) -> Record:
-    """The record in an entry. Unreadable names the key, and the cure.
+    """Parse the record in an entry; Unreadable, with key and remedy, if it is malformed.
 
-    Removing it is safe: a compute that has the instance writes down anew what it has.
+    Removing the key is safe: a compute that has the instance writes the record again.
     """
     try:
         if entry.dropped:
@@ -252,40 +257,43 @@ def _scheduled(entry: Entry) -> Record:
 
 
 def read_waiting(entry: Entry) -> Record:
-    """The record to show of what waits in a queue."""
-    from ecomp.model.queue import record_of  # what it needs is a twentieth of a claim, which seldom needs it
+    """Make the record to show for an entry in a queue."""
+    from ecomp.model.queue import record_of  # its imports take 5 % of a claim's time, and a claim rarely needs them
 
     return record_of(entry.key, entry.value)
 
 
 def _waiting(key: str) -> str | None:
-    """The instance that waits at a key in the queues; None for any other."""
-    place = keys.queued(key)
-    return place[1] if place and keys.is_uuid(place[1]) else None
+    """Return the instance of a queue entry's key; None for any other key."""
+    flavor_and_instance = keys.queued(key)
+    return flavor_and_instance[1] if flavor_and_instance and keys.is_uuid(flavor_and_instance[1]) else None
 
 
 def _names_instance(key: str) -> bool:
-    """True for /hosts/<compute>/<instance>; whatever else is there is reported by its compute."""
+    """True for /hosts/<compute>/<instance>; the compute reports any other key below /hosts."""
     return key.count('/') == 3 and keys.is_uuid(keys.last(key))
 
 
 def take_names(store: Store, names: Mapping[str, str | None]) -> Change:
-    """Take the names that are given: {instance: name or None}. Conflict: one is somebody else's."""
+    """Return the change that takes each name in {instance: name or None}.
+
+    Raises Conflict if another living instance has one of them, Unreadable if its key or record is malformed.
+    """
     named = {name: instance for instance, name in names.items() if name is not None}
-    free = [free_name(store, name, instance) for name, instance in named.items()]
-    return free, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
+    conditions = [free_name(store, name, instance) for name, instance in named.items()]
+    return conditions, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
 
 
 def free_name(store: Store, name: str, wanted: str) -> Unchanged:
-    """The condition that a name is as free as it is now. Conflict if another living one than `wanted` has it."""
+    """Return the condition that a name stays free for `instance`; errors as reserve_names()."""
     key = keys.name(name)
     entry = store.get(key)
     if entry is None:
         return Unchanged(key, 0)
-    # A delivery puts both, so the instance of a name that is there was there before we looked.
-    instance = holder(entry)
-    found = find(store, instance) if instance != wanted else None
-    if found is not None and found.record.state not in (GONE, ERROR):
-        cure = 'it is being destroyed: try again then' if found.is_destroying else 'take another, or destroy it first'
-        raise Conflict(f'{name}: is the name of instance {instance}: {cure}')
+    # A delivery writes the name and the instance in one transaction, so the name's instance exists before this read.
+    owner = holder(entry)
+    current = find(store, owner) if owner != wanted else None
+    if current is not None and current.record.state not in (GONE, ERROR):
+        cure = 'it is being destroyed: try again then' if current.is_destroying else 'take another, or destroy it first'
+        raise Conflict(f'{name}: is the name of instance {owner}: {cure}')
     return Unchanged(key, entry.revision)

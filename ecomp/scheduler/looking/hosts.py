@@ -1,4 +1,4 @@
-"""The computes, read from etcd and placement together; and the way to a guest: its address, and its host."""
+"""Read computes from etcd and placement; find a guest's address, host and console."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Survey(NamedTuple):
-    """What etcd says, the requests and records it says it with, by key, and what is wrong with those unreadable."""
+    """The parsed contents of etcd, the entries by key, and the errors of malformed records."""
 
     etcd: InEtcd
     entries: Mapping[str, Entry]
@@ -32,75 +32,75 @@ class Survey(NamedTuple):
 
 
 def all_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[EcompError, ...]]:
-    """Every compute, and what is wrong with records that cannot be read (their instances are not counted)."""
-    from ecomp.placement import providers  # here and below: most ask etcd alone
+    """Read all computes, and the errors of malformed records, whose instances are not counted."""
+    from ecomp.placement import providers  # imported late here and below: most commands use etcd only
 
-    seen = look(store)
+    survey = look(store)
     names = providers.names(placement)
-    known = {*seen.etcd.alive, *seen.etcd.requests, *(uuid for uuid, name in names.items() if uuid == name)}
-    shares = providers.shares(placement, known & names.keys())
+    uuids = {*survey.etcd.alive, *survey.etcd.requests, *(uuid for uuid, name in names.items() if uuid == name)}
+    shares = providers.shares(placement, uuids & names.keys())
     having = {trait: providers.having(placement, trait) for trait in status.STATUS}
-    found = {
+    in_placement = {
         uuid: InPlacement(uuid, names[uuid], each, frozenset(trait for trait in having if uuid in having[trait]))
         for uuid, each in shares.items()
     }
-    return hosts(seen.etcd, found), seen.errors
+    return hosts(survey.etcd, in_placement), survey.errors
 
 
 def compute_of(store: Store, placement: Callable[[], Placement], word: str) -> str:
-    """The uuid of the compute that is meant: by that, by its host's name, or by the only uuid that begins so.
+    """Return the uuid of the compute that an argument (uuid, host name or prefix) means.
 
-    `placement` is asked where etcd does not know the compute. A whole uuid is taken at its word: see check_there().
-    Errors: NotFound, Conflict (several hosts are called so, alive or not), UsageError (several uuids begin so).
+    A whole uuid is not checked: see check_compute_exists(). Placement is needed for a prefix only. Raises NotFound,
+    UsageError (no argument, or several uuids), Conflict (several computes with this host name).
     """
-    whole = _whole(word)
-    if whole is not None:
-        return whole
+    full_uuid = _whole(word)
+    if full_uuid is not None:
+        return full_uuid
     if not word:
         raise UsageError('no compute is named: give its host name or its uuid')
-    known = computes(store)
-    found = known.named(word)
-    if len(found) > 1:
-        raise Conflict(f'{word} is the host name of {len(found)} computes, say the uuid: {some(found, QUOTED)}')
-    if found:
-        return found[0]
-    beginning = uuid_prefix(word)
-    if beginning is not None:
-        there = {*known.living, *known.remembered}
+    known_computes = computes(store)
+    matches = known_computes.named(word)
+    if len(matches) > 1:
+        raise Conflict(f'{word} is the host name of {len(matches)} computes, say the uuid: {some(matches, QUOTED)}')
+    if matches:
+        return matches[0]
+    prefix = uuid_prefix(word)
+    if prefix is not None:
+        candidates = {*known_computes.living, *known_computes.remembered}
         from ecomp.placement import providers
 
-        there |= {uuid for uuid, name in providers.names(placement()).items() if uuid == name}
-        found = sorted(each for each in there if each.startswith(beginning))
-    if len(found) > 1:
-        raise UsageError(f'{word}: {len(found)} computes begin so: {some(found, QUOTED)}')
-    if not found:
-        raise no_such(word, known)
-    return found[0]
+        candidates |= {uuid for uuid, name in providers.names(placement()).items() if uuid == name}
+        matches = sorted(candidate for candidate in candidates if candidate.startswith(prefix))
+    if len(matches) > 1:
+        raise UsageError(f'{word}: {len(matches)} computes begin so: {some(matches, QUOTED)}')
+    if not matches:
+        raise no_such(word, known_computes)
+    return matches[0]
 
 
 def check_there(known: Computes, placement: Callable[[], Placement], word: str) -> None:
-    """NotFound for the whole uuid of what is no compute: for who found nothing there, so that nobody else waits for it.
+    """Raise NotFound if the argument is a uuid that neither etcd nor placement knows.
 
-    `placement` is asked where etcd does not know it. Errors: those of placement.
+    It may query placement, and raises its errors: call it only after a lookup found nothing.
     """
-    whole = _whole(word)
-    if whole is None or whole in known.living or whole in known.remembered:
+    full_uuid = _whole(word)
+    if full_uuid is None or full_uuid in known.living or full_uuid in known.remembered:
         return
     from ecomp.placement import providers
 
-    if providers.name(placement(), whole) != whole:
+    if providers.name(placement(), full_uuid) != full_uuid:
         raise no_such(word, known)
 
 
 def no_such(word: str, known: Computes) -> NotFound:
-    """What is said of a word that is no compute."""
-    meant = did_you_mean(word, filter(None, map(known.host, {*known.living, *known.remembered})))
-    told = f'no compute has this host name or uuid{meant}'
-    return NotFound(f'{printable(word, 100)}: {told}: eschedule hosts shows all')
+    """Make the error for an argument that means no compute."""
+    suggestion = did_you_mean(word, filter(None, map(known.host, {*known.living, *known.remembered})))
+    problem = f'no compute has this host name or uuid{suggestion}'
+    return NotFound(f'{printable(word, 100)}: {problem}: eschedule hosts shows all')
 
 
 def _whole(word: str) -> str | None:
-    """The uuid that a word is, in its canonical form; None for what is none."""
+    """Return an argument as a uuid in canonical form; None if it is no uuid."""
     import uuid
 
     try:
@@ -110,26 +110,26 @@ def _whole(word: str) -> str | None:
 
 
 def computes(store: Store) -> Computes:
-    """Read which computes are alive, and what all of them are called. Who is alive says so on a lease."""
-    # The names first: of one that is forgotten meanwhile there is then a name too many, and of none a name too few.
+    """Read which computes are alive (by a key on a lease), and the names of all computes."""
+    # Names first: a compute that is forgotten in between then leaves a name too many, and no name is missing.
     names = store.snapshot(keys.HOSTNAMES).entries
     return computes_of(store.snapshot(keys.COMPUTES).entries, names)
 
 
 def claimed_on_silent(store: Store, known: Computes, waiting: Collection[str]) -> dict[str, str]:
-    """Say for which of the waiting instances a silent compute holds a claim, as far as placement answers (rule 13)."""
-    said: dict[str, str] = {}
+    """Return {instance: text} for claims on silent computes (rule 13), while placement answers."""
+    claims: dict[str, str] = {}
     with suppress(EcompError):
         for compute in sorted(known.remembered.keys() - known.living.keys()) if waiting and store.claims else ():
             held = store.claims(compute) if store.claims else ()
-            said |= {each: f'claimed on {known.called(compute)}, which is silent' for each in waiting if each in held}
-    return said
+            claims |= {name: f'claimed on {known.called(compute)}, which is silent' for name in waiting if name in held}
+    return claims
 
 
 def look(store: Store) -> Survey:
-    """Read what etcd has of computes and instances."""
-    # Requests before records: what ends meanwhile is then seen twice rather than not at all.
-    there = computes(store)
+    """Read all computes, requests and records from etcd; malformed records become errors."""
+    # Requests before records: an instance that ends in between is then read twice, not missed.
+    known_computes = computes(store)
     requested, recorded = store.snapshot(keys.HOSTS).entries, store.snapshot(keys.INSTANCES).entries
     requests: dict[str, dict[str, Request | Invalid]] = {}
     junk: dict[str, list[str]] = {}
@@ -141,19 +141,19 @@ def look(store: Store) -> Survey:
             junk.setdefault(compute, []).append(name)
     records: dict[str, Record] = {}
     errors: dict[str, EcompError] = {}
-    for instance, at in everywhere(store, {**requested, **recorded}.items()).items():
+    for instance, places in everywhere(store, {**requested, **recorded}.items()).items():
         try:
-            if at.record is not None:
-                records[instance] = read_record(at.record)
+            if places.record is not None:
+                records[instance] = read_record(places.record)
         except EcompError as error:
             errors[instance] = error
-    etcd = InEtcd(there, requests, records, frozenset(errors), junk)
+    etcd = InEtcd(known_computes, requests, records, frozenset(errors), junk)
     return Survey(etcd, {**requested, **recorded}, tuple(errors.values()))
 
 
 @dataclass(frozen=True)
 class WayIn:
-    """Where a guest's sshd is. `host` is its hypervisor's name, None where it is reached as any machine is."""
+    """The address of a guest's sshd; `host` is the host to go through, None if it is reachable."""
 
     record: Record
     address: str
@@ -161,22 +161,22 @@ class WayIn:
 
     @property
     def called(self) -> str:
-        """What people call it: its name, or else its uuid."""
+        """The name of the instance, or its uuid."""
         return self.record.name or self.record.instance
 
 
 def way_in(store: Store, instance: str) -> WayIn:
-    """The way to a guest that runs.
+    """Find how to reach a running guest.
 
-    Errors: Conflict (it does not run), StillGoing (it has no address yet), EcompError (its host's name is not known),
-    NotFound, Unreadable.
+    Raises StillGoing without an address, EcompError if the address is malformed or the host's name is not known, and
+    the errors of find_running().
     """
     record = running(store, instance)
-    known = [each for each in record.addresses if each.address]
-    if not known:
+    interfaces = [interface for interface in record.addresses if interface.address]
+    if not interfaces:
         raise make_not_ready(record)
-    # On a LAN's bridge it is everybody's neighbour.
-    best = next((each for each in known if not _is_behind_its_host(each)), known[0])
+    # Any machine on the LAN reaches an interface on its bridge.
+    best = next((interface for interface in interfaces if not _is_behind_its_host(interface)), interfaces[0])
     try:
         address = str(IPv4Address(best.address))
     except AddressValueError as error:
@@ -185,22 +185,25 @@ def way_in(store: Store, instance: str) -> WayIn:
 
 
 def names(store: Store) -> Mapping[str, str]:
-    """Which instance each name leads to; what is no name (a uuid), or leads nowhere, is left out."""
-    found = {}
+    """Read {name: instance}, without malformed keys."""
+    instances = {}
     for key, entry in store.snapshot(keys.NAMES).entries.items():
         with suppress(ValueError):
             if is_name(name := key.removeprefix(keys.NAMES)):
-                found[name] = named(entry.value)
-    return found
+                instances[name] = named(entry.value)
+    return instances
 
 
 def read_names_by_instance(store: Store) -> Mapping[str, str]:
-    """The name that leads to each instance, by the instance's uuid."""
+    """Read {instance: name}."""
     return {instance: name for name, instance in names(store).items()}
 
 
 def running(store: Store, instance: str) -> Record:
-    """The record of a guest that runs. Errors: StillGoing (not yet), Conflict (not any more), NotFound, Unreadable."""
+    """Return the record of a running guest.
+
+    Raises StillGoing if it has not started yet, Conflict if it runs no more, NotFound, Unreadable.
+    """
     record = living(store, instance).record
     if record.state in (QUEUED, SCHEDULED, BUILDING):
         raise make_not_ready(record)
@@ -210,16 +213,16 @@ def running(store: Store, instance: str) -> Record:
 
 
 def make_not_ready(record: Record) -> StillGoing:
-    """Make the error for a guest that is on its way."""
-    lacks = 'not started' if record.state != ACTIVE else 'not ready' if record.address else 'no address'
-    waits = f'{record.instance}: {lacks} yet: {record.state}, waiting for: {waits_for(record)}'
-    return StillGoing(f'{waits}. Try: eschedule wait {record.instance} --for ready')
+    """Make the error for a guest that has not started, or has no address, yet."""
+    lack = 'not started' if record.state != ACTIVE else 'not ready' if record.address else 'no address'
+    problem = f'{record.instance}: {lack} yet: {record.state}, waiting for: {waits_for(record)}'
+    return StillGoing(f'{problem}. Try: eschedule wait {record.instance} --for ready')
 
 
 def console(store: Store, instance: str) -> tuple[str, str]:
-    """The host that an instance's console is on, and the file there.
+    """Return the host of an instance's console and the file there.
 
-    Errors: NotFound (it has none yet), EcompError (its record says what cannot be), Unreadable.
+    Raises NotFound if there is none yet, EcompError for an invalid file or an unknown host, Unreadable.
     """
     record = living(store, instance).record
     if record.console is None:
@@ -231,10 +234,7 @@ def console(store: Store, instance: str) -> tuple[str, str]:
 
 
 def host_of(store: Store, record: Record) -> str:
-    """The name of the host that an instance is on: what its compute says, alive or, of its console, when it was.
-
-    EcompError if it is not known, or cannot be a host's.
-    """
+    """Return an instance's host name, from its compute or its console; EcompError without any."""
     name = computes(store).host(record.compute) or (record.console or '').partition(':')[0]
     if not is_host_name(name):
         raise EcompError(f'{record.instance}: the name of its host is not known: compute {record.compute} is not up')
@@ -242,5 +242,5 @@ def host_of(store: Store, record: Record) -> str:
 
 
 def _is_behind_its_host(interface: Interface) -> bool:
-    """Whether a network of libvirt's gave the address: then only its host reaches it."""
+    """True if a libvirt network gave the address, so that only its host reaches it."""
     return interface.source == 'lease' or interface.expected is not None
