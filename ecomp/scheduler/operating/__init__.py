@@ -1,1 +1,1 @@
-"""What operators do: hosts, flavors, groups, quotas, the audit."""
+"""Operators' commands: hosts, flavors, quotas and the audit."""

@@ -1,10 +1,7 @@
-"""`eschedule audit`: read all planes, compare them, report only what two looks agree on; `--fix` mends what is safe.
+"""Audit etcd, placement and computes: report what two reads find, and repair it for --fix.
 
-Each look asks every compute what it has, by a key on a lease; each answers below a key of its own, on its own lease.
-
-What two audits a minute apart both found is looked at once more right before it is changed, and changed only as it
-was read. Never changed are a domain, anything that runs or belongs to others, and anything on a compute that does not
-answer.
+Each read asks every compute for a digest, by a key on a lease. A repair needs the same finding in two audits a minute
+apart, and unchanged keys. Domains, running instances, foreign data and computes that do not answer are never changed.
 """
 
 from __future__ import annotations
@@ -37,32 +34,34 @@ from ecomp.store.client import AT_ONCE as MOST
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, at_it, wanted
 from ecomp.store.sharing import commit_with, given_back, lives, note_released, put_group, rejoined, unshared
 
+# Seconds for which the keys of a killed audit, questions and answers, stay in etcd.
 LEASE_SECONDS = 180
-"""Seconds for which the question and the answers of an audit that is killed stay in etcd."""
-HEARD_SECONDS, ANSWER_SECONDS = 5.0, 120.0
-"""Seconds a compute may take to say that it heard, and then to say all: ten thousand domains take libvirt long."""
-FIRST_DELAY, LAST_DELAY = 0.01, 0.25
+# Seconds in which a compute has to acknowledge an audit, and then to answer: libvirt needs long for 10,000 domains.
+HEARD_SECONDS = 5.0
+ANSWER_SECONDS = 120.0
+FIRST_DELAY = 0.01
+LAST_DELAY = 0.25
+# Seconds between two reads of one audit.
 AGAIN_SECONDS = 1.5
-"""Seconds between the two looks of one audit."""
+# Seconds between the two audits of --fix (rule 4): the life of an attempt's lease.
 SIGHTINGS_SECONDS = keys.ATTEMPT_SECONDS
-"""Seconds from one audit of --fix to the other (rule 4): the life of an attempt's lease."""
+# Reads in one audit, at most. Two are enough if the same computes answered.
 LOOKS = 4
-"""Looks in one audit, at most: two that heard the same computes do."""
+# Threads that query placement.
 AT_ONCE = 8
-"""Threads that ask placement about its providers."""
+# Digits of a page number in a digest, at most; a key with more is no page.
 PAGE_DIGITS = 9
-"""At most, of a page's number: what has more is no page of a digest."""
+# Characters of a project id, at most: placement refuses longer ones, and empty ones.
 LONGEST_PROJECT = 255
-"""Characters of a project's id at most: placement takes no more, and not none."""
 
 Tell = Callable[[str], None]
 
 
 class Report(NamedTuple):
-    """What one audit saw: `world` in its last look.
+    """The result of one audit; `world` is its last read of all planes.
 
-    `revisions` are those of its first and last look at etcd; `stalled` are the computes that said that they heard, and
-    gave no answer.
+    `revisions` are those of its first and its last read of etcd. `stalled` are the computes that acknowledged the audit
+    and did not answer.
     """
 
     findings: list[Finding]
@@ -75,100 +74,104 @@ class Report(NamedTuple):
 def audit(
     store: Store, placement: Placement, again: float = AGAIN_SECONDS, stalled: frozenset[str] = frozenset()
 ) -> Report:
-    """One audit. Only if a look finds something it looks again, `again` seconds later: both must have found it.
+    """Audit once: if the first read has findings, read again and report the confirmed ones.
 
-    `stalled` are computes that heard just now and gave no answer, for which it does not wait as long again.
+    `interval_seconds` pass before each further read. The computes in `stalled` did not answer the last audit, and are
+    waited for no longer than for their acknowledgement. Raises the errors of etcd and placement.
     """
     first = last = _look(store, placement, stalled)
-    found, etcd = compare(first), first.etcd
-    for _ in range(LOOKS - 1 if found else 0):
+    findings, etcd = compare(first), first.etcd
+    for _ in range(LOOKS - 1 if findings else 0):
         time.sleep(again)
         stalled |= last.stalled
-        before, last = last, _look(store, placement, stalled)
+        previous, last = last, _look(store, placement, stalled)
         etcd = _etcd(store)
-        revisions = [planes.involved(each) for each in (before.etcd, last.etcd, etcd)]
-        found = confirmed(compare(before), compare(last), revisions)
-        if before.digests.keys() == last.digests.keys():
-            break  # else one of them knew less: what it did not see may be there
+        revisions = [planes.involved(entries) for entries in (previous.etcd, last.etcd, etcd)]
+        findings = confirmed(compare(previous), compare(last), revisions)
+        if previous.digests.keys() == last.digests.keys():
+            break  # otherwise one of the two reads lacks what a compute has
     world = planes.World(last)
     consumers = sum(1 for held in world.held.values() if not world.computes.isdisjoint(held))
-    living = sum(world.is_living(each) for each in world.records)
+    living = sum(world.is_living(instance) for instance in world.records)
     counted = zip((len(last.digests), living, consumers), ('compute', 'living instance', 'allocation'), strict=True)
     computes, instances, claims = (f'{number} {name}' + ('' if number == 1 else 's') for number, name in counted)
     compared = f'{computes}, {instances} and {claims} were compared'
-    seen, stalled = (planes.involved(first.etcd), planes.involved(etcd)), stalled | last.stalled
-    return Report(found, compared, world, seen, stalled)
+    revisions_read, stalled = (planes.involved(first.etcd), planes.involved(etcd)), stalled | last.stalled
+    return Report(findings, compared, world, revisions_read, stalled)
 
 
 @contextmanager
 def asking(store: Store) -> Iterator[tuple[str, int]]:
-    """A name for an audit and its lease: with the block ends what was asked, and what was answered is removed."""
+    """Yield a name for an audit, and its lease; then revoke the lease and delete all answers."""
     lease, name = store.grant(LEASE_SECONDS), str(uuid.uuid4())
     try:
         yield name, lease
     finally:
-        with suppress(EcompError):  # then it runs out by itself
+        with suppress(EcompError):  # the lease then expires
             store.revoke(lease)
-            left = [key for key in store.snapshot(keys.DIGESTS, keys_only=True).entries if f'/{name}/' in key]
-            for first in range(0, len(left), MOST):
-                store.commit([], [Delete(key) for key in left[first : first + MOST]])
+            answer_keys = [key for key in store.snapshot(keys.DIGESTS, keys_only=True).entries if f'/{name}/' in key]
+            for first in range(0, len(answer_keys), MOST):
+                store.commit([], [Delete(key) for key in answer_keys[first : first + MOST]])
 
 
 def answers(
     store: Store, audit: str, computes: set[str], heard: str, answered: str, stalled: Collection[str] = ()
 ) -> set[str]:
-    """Wait for each compute's part `answered`; those that gave it.
+    """Wait for each compute's part `answer_part`, and return the computes that wrote it.
 
-    Who does not put part `heard` soon is given up, and so is who was `stalled` before, whatever it puts.
+    A compute that is in `stalled`, or has not written `heard_part`, is given up after HEARD_SECONDS, any other one
+    after ANSWER_SECONDS.
     """
     began, backoff = time.monotonic(), Backoff(FIRST_DELAY, LAST_DELAY)
     while True:
-        there = store.snapshot(keys.DIGESTS, keys_only=True).entries
-        done = {compute for compute in computes if keys.digest(audit, compute, answered) in there}
-        going = {compute for compute in computes.difference(stalled) if keys.digest(audit, compute, heard) in there}
-        spent = time.monotonic() - began
-        if done >= computes or spent > ANSWER_SECONDS or (spent > HEARD_SECONDS and done >= going):
+        parts = store.snapshot(keys.DIGESTS, keys_only=True).entries
+        done = {compute for compute in computes if keys.digest(audit, compute, answered) in parts}
+        going = {compute for compute in computes.difference(stalled) if keys.digest(audit, compute, heard) in parts}
+        elapsed = time.monotonic() - began
+        if done >= computes or elapsed > ANSWER_SECONDS or (elapsed > HEARD_SECONDS and done >= going):
             return done
         time.sleep(backoff.next())
 
 
 def _look(store: Store, placement: Placement, stalled: Collection[str]) -> planes.Planes:
-    """All planes. etcd first: what changes later is then seen by its revision in the next look."""
+    """Read all planes, etcd first: the revisions of the next read then show later changes."""
     etcd = _etcd(store)
-    # Who is alive for ever, by a key without a lease, is not waited for.
-    alive = {keys.last(key) for key, kept in etcd.items() if key.startswith(keys.COMPUTES) and kept.lease}
+    # A presence key without a lease proves no life: its compute is not waited for.
+    alive = {keys.last(key) for key, entry in etcd.items() if key.startswith(keys.COMPUTES) and entry.lease}
     with ThreadPoolExecutor(AT_ONCE) as threads, asking(store) as (name, lease):
-        # First the computes are asked: they work while placement is read.
+        # The computes first: they prepare their digests while placement is read.
         value = dump({'version': 1})
         if store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), value, lease)]) is None:
             raise EcompError(f'{keys.audit(name)} is there already')
         held = dict(threads.map(lambda each: _provider(placement, *each), providers.names(placement).items()))
         answered = answers(store, name, alive, 'heard', '0', stalled)
         late = alive - answered
-        there = store.snapshot(keys.DIGESTS, keys_only=True).entries if late else {}
-        stalled_now = frozenset(each for each in late if keys.digest(name, each, 'heard') in there)
+        parts = store.snapshot(keys.DIGESTS, keys_only=True).entries if late else {}
+        stalled_now = frozenset(
+            late_compute for late_compute in late if keys.digest(name, late_compute, 'heard') in parts
+        )
         digests: dict[str, planes.Digest] = {}
         mute = dict.fromkeys(late, 'it does not answer: frozen, killed this minute, or too old?')
         for compute in sorted(answered):
             pages = store.snapshot(keys.digest_prefix(name, compute)).entries
-            numbered = sorted((int(keys.last(key)), each.value) for key, each in pages.items() if _is_page(key))
+            numbered = sorted((int(keys.last(key)), page.value) for key, page in pages.items() if _is_page(key))
             try:
                 digests[compute] = planes.from_pages([value for _, value in numbered])
             except ValueError as error:
                 mute[compute] = str(error)
     usages = {project: _usage(placement, project) for project in _projects(etcd)}
-    states = {each: found for each, found in held.items() if found is not None}
+    states = {provider: state for provider, state in held.items() if state is not None}
     return planes.Planes(states, etcd, digests, mute, usages, stalled_now)
 
 
 def _projects(etcd: Mapping[str, Entry]) -> list[str]:
-    """The projects that have a quota; what placement would refuse to be asked about is none, whatever its key says."""
+    """List the projects with a quota, without ids that placement would refuse."""
     named = (key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS))
     return [project for project in named if 0 < len(project) <= LONGEST_PROJECT]
 
 
 def _usage(placement: Placement, project: str) -> dict[str, int]:
-    """What placement counts for a project, as a quota counts it."""
+    """Read what placement counts for a project, in a quota's form."""
     count, used = providers.project_usages(placement, project)
     return {**used, **({INSTANCES: count} if count else {})}
 
@@ -182,58 +185,65 @@ def _provider(placement: Placement, provider: str, name: str) -> tuple[str, plan
         inventory = providers.inventory(placement, provider)
         return provider, planes.ProviderState(name, inventory, allocations.of_provider(placement, provider))
     except NotFound:
-        return provider, None  # removed this moment
+        return provider, None  # removed since the list was read
 
 
 def _is_page(key: str) -> bool:
-    # A compute may write any key there, and of 5,000 digits Python makes no number.
+    # A compute may write any key there, and int() refuses 5,000 digits.
     number = keys.last(key)
     return number.isascii() and number.isdecimal() and len(number) <= PAGE_DIGITS
 
 
+# Each member takes two of the 128 conditions that etcd allows in a transaction.
 MAX_MEMBERS_PER_TRANSACTION = 50
-"""Members taken out of a group at once: each is two of the 128 conditions that etcd takes in a transaction."""
 NOT_ANY_MORE = 'left alone: it has changed since'
 
 
 def fix(store: Store, placement: Placement, tell: Tell, apart: float = SIGHTINGS_SECONDS) -> Report:
-    """Audit twice, `apart` seconds from each other, mend what both found, and audit again; that report.
+    """Audit twice, `interval_seconds` apart, repair what both found, and audit again.
 
-    `tell` gets a line for what is waited for and for each repair.
+    `notify` is called with each line of progress. Returns the first report if it has no repairable finding, otherwise
+    the third.
     """
     first = audit(store, placement)
-    if not any(each.fix for each in first.findings):
+    if not any(finding.fix for finding in first.findings):
         return first
     tell(f'{len(first.findings)} found; looking again in {apart:g} s, before anything is changed')
     time.sleep(apart)
     second = audit(store, placement, stalled=first.stalled)
-    for each in mend(store, placement, first, second):
-        tell(each)
+    for line in mend(store, placement, first, second):
+        tell(line)
     return audit(store, placement, stalled=first.stalled | second.stalled)
 
 
 def mend(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
-    """Mend what both audits found; a line for each repair, done or not."""
+    """Repair what both audits found; return a line for each repair, done or not."""
     revisions = [*first.revisions, *second.revisions]
-    due = [each for each in confirmed(first.findings, second.findings, revisions) if each.fix]
-    due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # once what has ended is gone
+    due = [finding for finding in confirmed(first.findings, second.findings, revisions) if finding.fix]
+    due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # after the repairs that change the usage
     repairs = _Repairs(store, placement, second.world)
-    done = [f'{each.code} {each.subject}: {repairs.carry_out(each)}' for each in due if each.leftover is None]
-    for compute in sorted({each.compute for each in due if each.leftover is not None}):
-        done += _cleared(store, compute, [each for each in due if each.leftover and each.compute == compute])
+    done = [
+        f'{finding.code} {finding.subject}: {repairs.carry_out(finding)}'
+        for finding in due
+        if finding.leftover is None
+    ]
+    for compute in sorted({finding.compute for finding in due if finding.leftover is not None}):
+        done += _cleared(
+            store, compute, [finding for finding in due if finding.leftover and finding.compute == compute]
+        )
     return done
 
 
 @dataclass(frozen=True)
 class _Repairs:
-    """Repairs of what two audits found, each done only as the second one read it, which is `world`."""
+    """Repairs by finding, each only if the keys are as the second audit, `world`, read them."""
 
     store: Store
     placement: Placement
     world: planes.World
 
     def carry_out(self, finding: Finding) -> str:
-        """Repair one finding; what became of it, in words."""
+        """Repair one finding; return a sentence about the result, also for an error."""
         repairs: dict[Repair | None, Callable[[Finding], str]] = {
             **dict.fromkeys((Repair.DELETE, Repair.DELETE_REQUEST, Repair.UNQUEUE), self._delete),
             Repair.PUT_ON_LEASE: self._put_on_lease,
@@ -260,31 +270,31 @@ class _Repairs:
         return self._commit(finding, [put], f'{key} is on a lease', lease=lease)
 
     def _claim(self, finding: Finding) -> str:
-        """What was requested, for an instance that holds nothing: placement was restored, or its claim was deleted."""
+        """Claim the request's allocations for an instance that has lost its claim."""
         instance, key = finding.subject, keys.request(finding.compute, finding.subject)
         wish = self.world.wishes.get(instance, {}).get(finding.compute)
-        # The generation is read before etcd is; a claim that lands beside a destroy all the same is released by rule 4.
+        # The generation is read before etcd. A claim that still lands beside a destroy is released by rule 4.
         held = allocations.consumer(self.placement, instance)
         entry = self.store.get(key)
         if not isinstance(wish, Request) or wish.is_tombstone or held.allocations:
             return NOT_ANY_MORE
         if entry is None or entry.revision != self.world.revision(key):
             return NOT_ANY_MORE
-        who = wish.user_id, wish.project_id
-        allocations.claim_once(self.placement, instance, wish.allocations, *who, held.generation)
+        owner = wish.user_id, wish.project_id
+        allocations.claim_once(self.placement, instance, wish.allocations, *owner, held.generation)
         return f'claimed again on {", ".join(sorted(wish.allocations))}'
 
     def _restore_name(self, finding: Finding) -> str:
-        """The name its record says, if that is free."""
-        found = find(self.store, finding.subject)
-        change = given_back(self.store, found.name, finding.subject) if found is not None else None
-        if found is None or found.name is None or change is None or not change[1]:
+        """Write the name of the instance's record, if it is free."""
+        entries = find(self.store, finding.subject)
+        change = given_back(self.store, entries.name, finding.subject) if entries is not None else None
+        if entries is None or entries.name is None or change is None or not change[1]:
             return NOT_ANY_MORE
         conditions, operations = change
-        return self._commit(finding, operations, f'{keys.name(found.name)} is its own again', conditions)
+        return self._commit(finding, operations, f'{keys.name(entries.name)} is its own again', conditions)
 
     def _join_group(self, finding: Finding) -> str:
-        """Into the group that its request names."""
+        """Add the instance to its request's group."""
         wish = self.world.wishes[finding.subject][finding.compute]
         if not isinstance(wish, Request) or wish.group is None:
             return NOT_ANY_MORE
@@ -293,26 +303,26 @@ class _Repairs:
         return self._commit(finding, operations, done, conditions) if operations else NOT_ANY_MORE
 
     def _leave_group(self, finding: Finding) -> str:
-        """Take out whoever has ended or never came: nothing asks for it, and its record says nothing else."""
-        found, placing = self.world.groups[finding.subject], at_it(self.store)
-        assert isinstance(found, Group)  # else its finding is another one
-        out: dict[str, list[Unchanged]] = {}
-        for instance, compute in found.members.items():
+        """Remove members without a request, attempt or living record, which ended or never came."""
+        current_group, placing = self.world.groups[finding.subject], at_it(self.store)
+        assert isinstance(current_group, Group)  # otherwise it is another finding
+        leaving: dict[str, list[Unchanged]] = {}
+        for instance, compute in current_group.members.items():
             may_live = self.world.is_living(instance) or instance in self.world.unreadable
             request = keys.request(compute, instance)
             if not may_live and instance not in placing and self.store.get(request) is None:
-                out[instance] = [Unchanged(request, 0), *self._as_read(self.world.record_key(instance))]
-            if len(out) == MAX_MEMBERS_PER_TRANSACTION:
+                leaving[instance] = [Unchanged(request, 0), *self._as_read(self.world.record_key(instance))]
+            if len(leaving) == MAX_MEMBERS_PER_TRANSACTION:
                 break
-        if not out:
+        if not leaving:
             return NOT_ANY_MORE
-        conditions = [each for about in out.values() for each in about]
-        done = f'{", ".join(out)} is taken out' if len(out) == 1 else f'{len(out)} are taken out'
-        return self._commit(finding, [put_group(found.without(*out))], done, conditions)
+        conditions = [condition for unchanged in leaving.values() for condition in unchanged]
+        done = f'{", ".join(leaving)} is taken out' if len(leaving) == 1 else f'{len(leaving)} are taken out'
+        return self._commit(finding, [put_group(current_group.without(*leaving))], done, conditions)
 
     def _recount(self, finding: Finding) -> str:
-        found = recount(self.store, finding.subject, lambda now: now or Quota(finding.subject))
-        return 'counted anew' if found is not None else NOT_ANY_MORE
+        counted = recount(self.store, finding.subject, lambda now: now or Quota(finding.subject))
+        return 'counted anew' if counted is not None else NOT_ANY_MORE
 
     def _commit(
         self,
@@ -322,7 +332,7 @@ class _Repairs:
         conditions: Sequence[Unchanged] = (),
         lease: int = 0,
     ) -> str:
-        """Change etcd if the keys of the finding are as the second audit read them; `done`, or that they are not."""
+        """Change etcd if the finding's keys are unchanged; return `message` or CHANGED_SINCE."""
         as_read = self._as_read(*finding.keys)
         written = commit_with(self.store, [*conditions, *as_read], operations, unshared, lease)
         return done if written is not None else NOT_ANY_MORE
@@ -332,23 +342,23 @@ class _Repairs:
 
 
 def _release(store: Store, placement: Placement, instance: str) -> str:
-    on: list[str] = []
+    computes: list[str] = []
 
     def needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
-        on[:] = sorted(holding[instance].allocations)
-        return {instance} if lives(store, instance) else wanted(store, {instance: on})
+        computes[:] = sorted(holding[instance].allocations)
+        return {instance} if lives(store, instance) else wanted(store, {instance: computes})
 
     if not release(placement, [instance], needed, partial(note_released, store))[instance]:
         return NOT_ANY_MORE
-    return f'released on {", ".join(on)}' if on else 'is released already'
+    return f'released on {", ".join(computes)}' if computes else 'is released already'
 
 
 def _cleared(store: Store, compute: str, findings: list[Finding]) -> list[str]:
-    """Have a compute remove leftovers; it looks itself before it does."""
-    leftovers = [each.leftover for each in findings if each.leftover is not None]
+    """Have a compute remove leftovers, which it checks itself; return a line for each."""
+    leftovers = [finding.leftover for finding in findings if finding.leftover is not None]
     try:
         with asking(store) as (name, lease):
-            # The same answerer, and the same lease that ends it: a compute that has gone does nothing later.
+            # The key is on the audit's lease: a compute that answers late does nothing.
             key = keys.clearance(name, compute)
             store.commit([Unchanged(key, 0)], [Put(key, planes.clearance_to_json(leftovers), lease)])
             if compute not in answers(store, name, {compute}, 'clearing', 'cleared'):

@@ -1,7 +1,7 @@
-"""Flavors and quotas, which operators set for everybody.
+"""Flavors and quotas, which operators set for all users.
 
-Flavors are those of schedule.yaml, and those that are kept in etcd. Quotas are counted where requests are delivered and
-removed (rule 7), and counted anew here.
+Flavors are in schedule.yaml and in etcd. The transactions that deliver or remove requests update quotas (rule 7);
+setting a quota counts the usage again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from ecomp.model.record import Record
     from ecomp.placement.client import Placement
 
-HERE, ETCD = 'schedule.yaml', 'etcd'
+HERE = 'schedule.yaml'
+ETCD = 'etcd'
 LISTED = 'eschedule flavor list shows all'
 
 
 def with_flavor(config: ScheduleConfig, etcd: Callable[[], Store], name: str, query: str) -> str:
-    """The query with a flavor below it: schedule.yaml's of that name, or else etcd's. NotFound, UsageError.
+    """Return the query on top of a flavor of schedule.yaml or else, through `get_store`, etcd.
 
-    `etcd` connects to it, which is done for no flavor of schedule.yaml.
+    Raises NotFound, UsageError (invalid name or resources), Unreadable.
     """
     try:
         flavor = config.flavors.get(check_flavor_name(name)) or _of_etcd(etcd(), name, config.flavors)
@@ -44,25 +45,23 @@ def with_flavor(config: ScheduleConfig, etcd: Callable[[], Store], name: str, qu
 
 
 def all_flavors(config: ScheduleConfig, store: Store) -> tuple[dict[str, tuple[Flavor, str]], list[EcompError]]:
-    """Every flavor by its name, and where it is; and what is wrong with those that cannot be read.
-
-    schedule.yaml's come before etcd's of the same name.
-    """
-    found: dict[str, tuple[Flavor, str]] = {}
-    unreadable: list[EcompError] = []
-    for each in store.snapshot(keys.FLAVORS).entries.values():
+    """Read {name: (flavor, source)} and the errors of malformed ones; schedule.yaml wins."""
+    flavors: dict[str, tuple[Flavor, str]] = {}
+    errors: list[EcompError] = []
+    for entry in store.snapshot(keys.FLAVORS).entries.values():
         try:
-            found[keys.last(each.key)] = read_flavor(each), ETCD
+            flavors[keys.last(entry.key)] = read_flavor(entry), ETCD
         except Unreadable as error:
-            unreadable.append(error)
-    here = {name: (each, HERE) for name, each in config.flavors.items()}
-    return dict(sorted({**found, **here}.items())), unreadable
+            errors.append(error)
+    configured = {name: (flavor, HERE) for name, flavor in config.flavors.items()}
+    return dict(sorted({**flavors, **configured}.items())), errors
 
 
 def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
-    """Keep a flavor in etcd, in place of one of that name; what was done, in words.
+    """Create or replace a flavor in etcd; return a sentence that says what was done.
 
-    UsageError, also for classes and traits that placement does not know.
+    Raises UsageError if it is invalid or names classes or traits that placement cannot know, EcompError if another
+    process changed it concurrently.
     """
     from ecomp.model.query import Named
     from ecomp.placement.providers import unknown_names
@@ -72,37 +71,40 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
     except ValueError as error:
         raise UsageError(f'flavor {printable(name, 100)}: {error}') from error
     named = Named(frozenset(flavor.resources), frozenset({*flavor.required, *flavor.forbidden}))
-    strange = unknown_names(placement, named)
-    if strange.never:
-        raise UsageError(f'flavor {name}: {strange.never}')
+    unknown = unknown_names(placement, named)
+    if unknown.never:
+        raise UsageError(f'flavor {name}: {unknown.never}')
     key, value = keys.flavor(name), to_json(flavor)
-    before = store.get(key)
-    _commit_flavor(store, key, before, Put(key, value), value.encode())
+    previous = store.get(key)
+    _commit_flavor(store, key, previous, Put(key, value), value.encode())
     lacking = ', '.join(missing(flavor.resources))
-    more = f'; it asks for no {lacking}, so it needs a query on top that does' if lacking else ''
-    more += f'; {strange.yet}: nobody can take it yet' if strange.yet else ''
-    return f'flavor {name}: {"changed" if before else "made"}; what is placed already stays as it is{more}'
+    remark = f'; it asks for no {lacking}, so it needs a query on top that does' if lacking else ''
+    remark += f'; {unknown.yet}: nobody can take it yet' if unknown.yet else ''
+    return f'flavor {name}: {"changed" if previous else "made"}; what is placed already stays as it is{remark}'
 
 
 def delete_flavor(store: Store, name: str) -> str:
-    """Remove a flavor from etcd; what was done, in words. NotFound."""
+    """Delete a flavor from etcd; return a sentence with the number of requests left waiting.
+
+    Raises NotFound, and EcompError if another process changed it concurrently.
+    """
     key = keys.flavor(name)
-    before = store.get(key)
-    if before is None:
+    previous = store.get(key)
+    if previous is None:
         raise NotFound(f'{printable(name, 100)}: etcd has no such flavor{did_you_mean(name, flavor_names(store))}')
-    _commit_flavor(store, key, before, Delete(key), None)
-    done = f'flavor {name}: removed; what is placed already stays as it is'
+    _commit_flavor(store, key, previous, Delete(key), None)
+    message = f'flavor {name}: removed; what is placed already stays as it is'
     try:
-        there = store.snapshot(keys.queue(name, ''), keys_only=True).entries
+        queue_keys = store.snapshot(keys.queue(name, ''), keys_only=True).entries
     except Unreachable:
-        return done
-    waiting = sum(keys.queued(each) is not None for each in there)
-    left = f'; nobody takes what still waits in its queue ({waiting}): set it again, or destroy those'
-    return done + (left if waiting else '')
+        return message
+    waiting = sum(keys.queued(queue_key) is not None for queue_key in queue_keys)
+    remark = f'; nobody takes what still waits in its queue ({waiting}): set it again, or destroy those'
+    return message + (remark if waiting else '')
 
 
 def no_such_flavor(name: str, known: Iterable[str]) -> NotFound:
-    """What is said of a flavor that is not among the `known` ones."""
+    """Make the error for a flavor that is not among `names`."""
     return NotFound(f'{printable(name, 100)}: no such flavor{did_you_mean(name, known)}: {LISTED}')
 
 
@@ -114,12 +116,11 @@ def _of_etcd(store: Store, name: str, here: Iterable[str]) -> Flavor:
 
 
 def flavor_names(store: Store) -> list[str]:
-    """The names of etcd's flavors."""
     return [keys.last(key) for key in store.snapshot(keys.FLAVORS, keys_only=True).entries]
 
 
 def read_flavor(entry: Entry) -> Flavor:
-    """The flavor in an entry. Unreadable."""
+    """Parse the flavor in an entry; Unreadable if it is malformed."""
     try:
         return from_json(keys.last(entry.key), entry.value)
     except ValueError as error:
@@ -127,79 +128,77 @@ def read_flavor(entry: Entry) -> Flavor:
 
 
 def _commit_flavor(store: Store, key: str, before: Entry | None, change: Put | Delete, wanted: bytes | None) -> None:
-    """Carry out one change of one key. Who changes it at the same time has the last word."""
+    """Write or delete a key, reading back an unknown outcome; EcompError on a conflict."""
     try:
         if store.commit([Unchanged(key, before.revision if before else 0)], [change]) is not None:
             return
     except UnknownOutcome:
         pass
-    now = store.get(key)
-    if (now.value if now else None) != wanted:
+    current = store.get(key)
+    if (current.value if current else None) != wanted:
         raise EcompError(f'{key}: somebody else changed it at this moment, or it was not written: try again')
 
 
+# Tries to write a quota. After each that loses to another write the usage is counted again.
 TRIES = 50
-"""Tries to write a quota: each that loses to another write waits up to PAUSE, and counts anew."""
+# Seconds between two tries, at most.
 PAUSE = 0.05
-"""Seconds between two of them, at most."""
 
 
 def check_limits(placement: Placement, words: Sequence[str]) -> str:
-    """See that placement knows what these words limit; a remark, '' for none. UsageError.
+    """Return a remark on limited classes that placement does not know yet, '' for none.
 
-    What is no limit any more is not looked at.
+    UsageError for classes that it cannot know. Limits that are to be removed are not checked.
     """
     from ecomp.model.query import Named
     from ecomp.placement.providers import unknown_names
 
     try:
-        classes = {name for name, most in parse_limits(words).items() if most is not None} - {INSTANCES}
+        classes = {name for name, maximum in parse_limits(words).items() if maximum is not None} - {INSTANCES}
     except ValueError as error:
         raise UsageError(f'quota set: {printable(str(error))}') from error
-    strange = unknown_names(placement, Named(frozenset(classes), frozenset()), more=(INSTANCES,))
-    if strange.never:
-        raise UsageError(f'quota set: {strange.never}')
-    return strange.yet
+    unknown = unknown_names(placement, Named(frozenset(classes), frozenset()), more=(INSTANCES,))
+    if unknown.never:
+        raise UsageError(f'quota set: {unknown.never}')
+    return unknown.yet
 
 
 def limit(store: Store, project: str, words: Sequence[str]) -> str:
-    """Set limits, beside those there are, and count anew what the project has; what was done, in words.
-
-    Errors: UsageError, Conflict (others change it all the time).
-    """
+    """Set limits, recount the usage, return a sentence. UsageError; others as recount_quota()."""
     try:
-        new = parse_limits(words)
+        new_limits = parse_limits(words)
     except ValueError as error:
         raise UsageError(f'quota set: {printable(str(error))}') from error
 
     def change(now: Quota | None) -> Quota:
-        limits = {**(now.limits if now else {}), **new}
-        return Quota(project, {name: most for name, most in limits.items() if most is not None})
+        limits = {**(now.limits if now else {}), **new_limits}
+        return Quota(project, {name: maximum for name, maximum in limits.items() if maximum is not None})
 
-    found = recount(store, project, change)
-    if found is None:
+    changed = recount(store, project, change)
+    if changed is None:
         return f'quota of project {printable(project)}: it has no limits any more'
-    over = [name for name, most in found.limits.items() if found.used.get(name, 0) > most]
-    more = f'; it has more {" and ".join(over)} than that already, which stays' if over else ''
-    return f'quota of project {printable(project)}: {in_words(found)}{more}'
+    exceeded = [name for name, maximum in changed.limits.items() if changed.used.get(name, 0) > maximum]
+    more = f'; it has more {" and ".join(exceeded)} than that already, which stays' if exceeded else ''
+    return f'quota of project {printable(project)}: {in_words(changed)}{more}'
 
 
 def recount(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
-    """Change a quota, and count what the project has; None once it has no limits, and is gone.
+    """Change a project's quota and count its usage; None if it has no limits, and so no quota.
 
-    What is delivered and removed while a quota is there changes it, so what was counted is written only if nothing
-    was. While there is none nobody changes it: the first is written twice, and counted once it is there.
+    Deliveries and removals change an existing quota, so the count is valid if the quota has not changed in between.
+    They do not change a missing one, so a new quota is written twice. Raises Conflict after MAX_TRIES, UnknownOutcome,
+    Unreadable.
     """
 
     def attempt() -> Quota | None:
         now, unchanged = quota(store, project)
-        wanted = change(now)
-        new = Quota(project, wanted.limits, _counted(store, project))
+        target = change(now)
+        new = Quota(project, target.limits, _counted(store, project))
         failpoint('quota-counted')
-        written: Put | Delete = put_quota(new) if wanted.limits else Delete(keys.quota(project))
-        if store.commit([unchanged], [written]) is None:
+        operation: Put | Delete = put_quota(new) if target.limits else Delete(keys.quota(project))
+        if store.commit([unchanged], [operation]) is None:
             return None
-        if wanted.limits and now is None:
+        if target.limits and now is None:
             failpoint('quota-reckoned')
             return None
         return new
@@ -210,21 +209,21 @@ def recount(store: Store, project: str, change: Callable[[Quota | None], Quota])
 
 
 def _counted(store: Store, project: str) -> dict[str, int]:
-    """What a project has, by the requests there are."""
-    from ecomp.model.queue import parse_waiting  # a twentieth of a claim, and one with a flavor needs this module
+    """Sum up what a project's requests and queue entries use: {class or 'instances': amount}."""
+    from ecomp.model.queue import parse_waiting  # 5 % of a claim's time, and some claims import this module
 
-    # Those that wait first: what is moved meanwhile is seen twice, and counts once.
+    # Queues first: an instance that moves in between is then read twice, and counted once.
     waiting = store.snapshot(keys.QUEUES).entries
-    asked: list[Demand] = [parse_waiting(key, each.value) for key, each in waiting.items()]
-    among: dict[str, list[str]] = {}
-    for key, each in store.snapshot(keys.HOSTS).entries.items():
-        among.setdefault(keys.last(key), []).append(key)
-        asked.append(parse_request(key.removeprefix(keys.HOSTS).partition('/')[0], key, each.value))
-    return counted(project, asked, partial(_record, store, Index(among)))
+    demands: list[Demand] = [parse_waiting(key, entry.value) for key, entry in waiting.items()]
+    request_keys: dict[str, list[str]] = {}
+    for key, entry in store.snapshot(keys.HOSTS).entries.items():
+        request_keys.setdefault(keys.last(key), []).append(key)
+        demands.append(parse_request(key.removeprefix(keys.HOSTS).partition('/')[0], key, entry.value))
+    return counted(project, demands, partial(_record, store, Index(request_keys)))
 
 
 def _record(store: Store, among: Index, instance: str) -> Record | None:
-    """What the compute that is believed has recorded of it; None for nothing that can be read."""
+    """Read the record of an instance from its trusted compute; None if missing or malformed."""
     try:
         entry = listed(store, instance, among).record
         return read_record(entry) if entry is not None else None
@@ -233,8 +232,8 @@ def _record(store: Store, among: Index, instance: str) -> Record | None:
 
 
 def one_quota(store: Store, project: str) -> Quota:
-    """The project's quota; NotFound if it has no limits."""
-    found, _ = quota(store, project)
-    if found is None:
+    """Return a project's quota; NotFound if it has no limits, Unreadable if it is malformed."""
+    existing, _ = quota(store, project)
+    if existing is None:
         raise NotFound(f'{printable(project, 100)}: no limits are set for this project')
-    return found
+    return existing
