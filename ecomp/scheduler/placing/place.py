@@ -1,16 +1,13 @@
-"""Claim a place for each instance of a set, within the limits of its group and its project's quota, or plan it only.
+"""Claim places for the instances of an order, within its group and its quota; or plan it.
 
-Of many concurrent commands hardly two claim the same place: the first places are left to those that began earlier.
-etcd is asked for the attempts in flight, and placement only after that, so every earlier attempt is counted, or it is
-finished and placement does not offer what it holds. An attempt that is counted, and claims before placement answers,
-is allowed for twice: one place stays free that could have been used.
+The first places are left to older attempts, which are read before placement is queried: each is counted, or it is
+finished and its places are not offered. One that is counted and still claims before placement answers counts twice, so
+one usable place stays free.
 
-In a large cluster Few looks at a few living computes for one plain instance, in place of all: placement's answer
-about everybody takes as long as there are computes, and that about one is as short anywhere. A handful of the living
-is read, from a random one on, and placement is asked about the one that says it suits best, then about the next ones.
-So a hint decides who is asked about, and placement who has room; what no few have is sought among all. Who follows a
-gap between two uuids is read more often than others, and is fuller than these, so it is rarely the best of those read
-with it.
+In a large cluster SampledPlacer is tried first for one instance without a group: a query about all computes takes time
+in proportion to their number. It reads the presence of a few computes, from a random uuid on, and queries placement
+about those with the best hints; placement decides who has room. A compute after a large gap between uuids is sampled
+more often, but fills up and then ranks below the others of its sample.
 """
 
 from __future__ import annotations
@@ -36,44 +33,44 @@ from ecomp.placement.providers import SHARES
 from ecomp.scheduler.placing.claim import Claimer, Terms, terms_of
 from ecomp.store.client import Store
 
+# With fewer spare places, ours may have been taken since placement was queried.
 SCARCE = 64
-"""With fewer places left behind ours, they may have been taken since placement was asked."""
+# New queries while no attempt ahead finishes: a killed one stays ahead for a minute.
 LOOKS = 8
-"""How often placement is asked again while there may be no place left for us and none of those ahead gets on: one that
-was killed is ahead for a minute."""
+# Seconds before each of these queries: at most this, and half of it at least.
 PAUSE = 0.1
-"""Seconds before each of these looks, at most, and half of it at least."""
+# Places that are left to other attempts, at most: they are simulated one by one.
 MOST = 300
-"""Places that are left to others at most: they are reckoned one by one."""
 
 
 class Contention:
-    """Our place among those who place instances now.
-
-    `read` says how many instances are being placed by those who began before us, and by those who began after us.
-    """
+    """The place of this attempt among those in flight, as `count_in_flight` returns them."""
 
     def __init__(self, read: Callable[[], tuple[int, int]], ask: Callable[[], Offer], rng: random.Random) -> None:
-        self._read, self._ask, self._rng = read, ask, rng
-        self._fresh, self._looks, self._fewest = False, LOOKS, MOST
+        self._read = read
+        self._ask = ask
+        self._rng = rng
+        self._fresh = False
+        self._looks = LOOKS
+        self._fewest = MOST
         ahead, self._behind = read()
         self.ahead = min(ahead, MOST)
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else is placing instances."""
+        """True if no other attempt is in flight."""
         return self.ahead + self._behind == 0
 
     def look(self) -> Offer:
-        """Ask placement for the candidates anew."""
+        """Count the attempts again, then return a new offer from placement."""
         ahead, self._behind = self._read()
         self.ahead = min(ahead, MOST)
         self._fresh = True
         return self._ask()
 
     def should_look(self, spare: int) -> bool:
-        """Whether to look before claiming, when so many places are left behind those ahead and ours; it may wait."""
-        if not self._fresh:  # placement was asked before anybody knew of us
+        """True to refresh the offer if so few places are left behind ours; may sleep first."""
+        if not self._fresh:  # placement was queried before this attempt was announced
             return spare < SCARCE and not self.is_alone
         if spare >= 0 or not self.ahead:
             return False
@@ -86,25 +83,28 @@ class Contention:
 
 log = logging.getLogger(__name__)
 
+# Refused claims after which a place is left out: it is too busy, as a full one is not offered. A compute with child
+# providers (GPUs, say) is several places, of which some may be free.
 REFUSALS = 2
-"""Refusals of a claim after which a place is left out: full it is not offered, and is it too busy, another one may do.
-A compute with providers of its own below it (of GPUs, say) is several places, of which one may be taken while others
-are free."""
 
+# Computes that are logged by name, at most.
 NAMED = 20
-"""Computes that are called by their names in a log, at most."""
 
 
 @dataclass
 class Placer:
-    """Claims for one request. What may hold a claim, however this ends, is in `tried`.
+    """Claims places for one attempt. A claim in a wrong place stays until it is moved.
 
-    A claim that turns out to be in the wrong place is left until it is moved, or the request has ended: released and
-    claimed anew, a late release of somebody else's could meet its generation once more (rule 3).
-    `look_again` asks placement once more who could; `line` says who else is at it, see Contention; `is_ours` whether a
-    provider that is not `alive` is a compute that is away.
-    `of`: how many computes could have taken one, when that was asked first. `blocked` are instances that are not to be
-    placed, {instance: compute}: another attempt claimed for them there.
+    If it were released and claimed again, a late release by another process could meet its generation once more (rule
+    3).
+
+    Attributes:
+        refresh_offer: queries placement again.
+        count_in_flight: see Contention.
+        is_ours: true for a provider that is a compute of this cluster, alive or not.
+        attempted: instances that may hold a claim, however the attempt ends.
+        candidate_count: computes that could have taken an instance at the first query.
+        claimed_elsewhere: {instance: compute} of another attempt's claims; these instances are not placed.
     """
 
     claimer: Claimer
@@ -119,60 +119,64 @@ class Placer:
     blocked: dict[str, str] = field(default_factory=dict)
 
     def place(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> dict[str, Candidate]:
-        """The candidate that each instance has claimed, in order, with those `placed` before: the minimum at least.
+        """Claim a candidate for each instance, or for the minimum at least: {instance: candidate}.
 
-        Errors: NoCapacity (TooFew and OverQuota are such), UsageError, those of the claim.
+        The result contains `placed`. Raises NoCapacity (or TooFew, OverQuota), UsageError if the query lacks what a
+        guest needs, and the errors of Claimer.claim_what_fits().
         """
-        wanted, held = self.wanted, dict(placed)
+        order, held = self.wanted, dict(placed)
         group, refusals = _with(terms.group, held), Counter[tuple[str, ...]]()
-        line = Contention(self.line, self.look_again, self.rng)
+        contention = Contention(self.line, self.look_again, self.rng)
         batch: list[Candidate] = []
         while True:
-            choice = choose(offer, self.alive, wanted.weigh, self.rng, group)
-            if choice.skipped:  # others in the same placement, of a cloud beside this one, are nobody's business here
-                choice = choice._replace(skipped=[each for each in choice.skipped if self.is_ours(each)])
+            choice = choose(offer, self.alive, order.weigh, self.rng, group)
+            if choice.skipped:  # providers of another cloud in the same placement are not logged
+                choice = choice._replace(skipped=[skipped for skipped in choice.skipped if self.is_ours(skipped)])
             for provider in choice.skipped[:NAMED]:
                 log.warning('compute %s is not alive: skipped', self.claimer.called(provider))
             if len(choice.skipped) > NAMED:
                 log.warning('%d more computes are not alive: skipped', len(choice.skipped) - NAMED)
-            candidates = [each for each in choice.tries if refusals[_providers(each)] < REFUSALS]
-            self.of = max(len({each.compute for each in candidates}), self.of, 1)
-            most = wanted.count - len(self.blocked)
-            lacking = min(goal([*candidates, *held.values()], terms, wanted), most) - len(held)
+            candidates = [candidate for candidate in choice.tries if refusals[_providers(candidate)] < REFUSALS]
+            self.of = max(len({candidate.compute for candidate in candidates}), self.of, 1)
+            max_count = order.count - len(self.blocked)
+            lacking = min(goal([*candidates, *held.values()], terms, order), max_count) - len(held)
             if lacking <= 0:
                 break
-            batch = distribute(candidates, offer.rooms, lacking, wanted.weigh, self.rng, group)
-            if not batch or len(held) + len(batch) < wanted.minimum:
+            batch = distribute(candidates, offer.rooms, lacking, order.weigh, self.rng, group)
+            if not batch or len(held) + len(batch) < order.minimum:
                 break
-            if group is None and not line.is_alone:  # where a group's members may be is not for others' sake
-                found = self._behind(line, candidates, offer.rooms, batch)
-                if found is None:
-                    offer = line.look()
+            if group is None and not contention.is_alone:  # a group's places are not chosen for other attempts
+                chosen = self._behind(contention, candidates, offer.rooms, batch)
+                if chosen is None:
+                    offer = contention.look()
                     continue
-                batch = found
-            left = [instance for instance in wanted.instances if instance not in held and instance not in self.blocked]
-            asked = dict(zip(left, batch, strict=False))
-            self.tried += [instance for instance in asked if instance not in self.tried]
-            claimed = self.claimer.claim_what_fits(asked)
-            held |= {instance: asked[instance] for instance in claimed}
+                batch = chosen
+            unplaced = [
+                instance for instance in order.instances if instance not in held and instance not in self.blocked
+            ]
+            assigned = dict(zip(unplaced, batch, strict=False))
+            self.tried += [instance for instance in assigned if instance not in self.tried]
+            claimed = self.claimer.claim_what_fits(assigned)
+            held |= {instance: assigned[instance] for instance in claimed}
             group = _with(terms.group, held)
-            if len(claimed) == len(asked):
+            if len(claimed) == len(assigned):
                 break
-            # Somebody was faster there, so what placement said is not so any more.
-            refusals.update({_providers(each) for instance, each in asked.items() if instance not in claimed})
-            if len(held) < wanted.minimum and _is_undecided(terms.group):
-                # All of them share one compute: if not this, then another.
+            # Another attempt was faster there, so the offer is stale.
+            refusals.update(
+                {_providers(candidate) for instance, candidate in assigned.items() if instance not in claimed}
+            )
+            if len(held) < order.minimum and _is_undecided(terms.group):
+                # All members share one compute: try another one.
                 held, group = {}, terms.group
-            offer = line.look()
-        if len(held) < wanted.minimum:
+            offer = contention.look()
+        if len(held) < order.minimum:
             raise self._refusal(offer, choice, terms, [*held.values(), *batch])
-        return {instance: held[instance] for instance in wanted.instances if instance in held}
+        return {instance: held[instance] for instance in order.instances if instance in held}
 
     def take_over(self, left: Mapping[str, Candidate]) -> dict[str, Candidate]:
-        """Place these instances where an earlier attempt claimed for them; return those that are placed.
+        """Claim where an earlier attempt's claims are; return the candidates that are placed.
 
-        The claim stays the earlier attempt's: this one neither moves nor releases it (rule 13), for after a restore of
-        etcd the instance may be running on it.
+        These claims are neither moved nor released (rule 13): after a restore of etcd the instances may run there.
         """
         self.tried += [instance for instance in left if instance not in self.tried]
         self.claimer.foreign.update(left.keys() - self.claimer.movable)
@@ -181,27 +185,29 @@ class Placer:
     def _behind(
         self, line: Contention, candidates: Sequence[Candidate], rooms: Rooms, batch: list[Candidate]
     ) -> list[Candidate] | None:
-        """What those who began before us will hardly take, in place of the batch; None: ask placement once more."""
+        """Choose places that older attempts will hardly take; None if the offer is to be refreshed."""
         weigh, lacking = self.wanted.weigh, len(batch)
-        # Not shuffled: each reckons what the others take in the same order.
-        alike = candidates if weigh == FIRST else sorted(candidates, key=lambda each: (each.compute, _providers(each)))
-        places = distribute(alike, rooms, line.ahead + lacking + SCARCE, weigh, self.rng)
+        # Not shuffled: every attempt has to simulate the others in the same order.
+        ordered = (
+            candidates if weigh == FIRST else sorted(candidates, key=lambda each: (each.compute, _providers(each)))
+        )
+        places = distribute(ordered, rooms, line.ahead + lacking + SCARCE, weigh, self.rng)
         spare = len(places) - line.ahead - lacking
         if line.should_look(spare):
             return None
         if weigh == SPREAD and lacking == 1 and spare >= SCARCE:
-            # Shuffled: of many equals others hardly take ours, also those whom we do not know of. Sets would meet on
-            # some compute all the same, where placement lets one wait for the other.
+            # Shuffled: of many equal places, attempts hardly choose the same, even unannounced ones. Sets would still
+            # meet on some compute, where placement serializes them.
             places = distribute(candidates, rooms, line.ahead + 1, weigh, self.rng)
         if spare >= 0:
             return places[line.ahead : line.ahead + lacking]
         return [self.rng.choice(places)] if lacking == 1 else batch
 
     def room(self, offer: Offer, terms: Terms) -> int:
-        """How many of those wanted there is room for."""
-        wanted = self.wanted
-        choice = choose(offer, self.alive, wanted.weigh, self.rng, terms.group)
-        return len(distribute(choice.tries, offer.rooms, wanted.count, wanted.weigh, self.rng, terms.group))
+        """Count the instances of the order for which the offer has room."""
+        order = self.wanted
+        choice = choose(offer, self.alive, order.weigh, self.rng, terms.group)
+        return len(distribute(choice.tries, offer.rooms, order.count, order.weigh, self.rng, terms.group))
 
     def _refusal(self, offer: Offer, choice: Choice, terms: Terms, taken: list[Candidate]) -> NoCapacity:
         if self.wanted.count > 1 and taken:
@@ -212,7 +218,7 @@ class Placer:
 
 
 def goal(candidates: Sequence[Candidate], terms: Terms, wanted: SetOrder) -> int:
-    """How many to place: as many as the quota allows. OverQuota; UsageError: no guest can be made of the candidates."""
+    """Count the instances that the quota allows; OverQuota, or UsageError as check_complete()."""
     for candidate in candidates:
         check_complete(candidate.allocations)
     if not candidates:
@@ -221,30 +227,30 @@ def goal(candidates: Sequence[Candidate], terms: Terms, wanted: SetOrder) -> int
 
 
 def too_few(wanted: SetOrder, group: Group | None, taken: Sequence[Candidate]) -> TooFew:
-    """The refusal of a set, of which there is room for those `taken` alone."""
+    """Make the refusal of a set for which there is only room for the instances in `placed`."""
     rule = '' if group is None else f' in group {group.name} ({group.rule})'
-    least = '' if wanted.minimum == wanted.count else f', and at least {wanted.minimum} are wanted'
-    return TooFew(f'there is room for {len(taken)} of {wanted.count}{rule}{least}', taken)
+    required = '' if wanted.minimum == wanted.count else f', and at least {wanted.minimum} are wanted'
+    return TooFew(f'there is room for {len(taken)} of {wanted.count}{rule}{required}', taken)
 
 
 def why_none(offer: Offer, choice: Choice, alive: Collection[str], group: Group | None) -> str:
-    """Why there is nothing to try, in one sentence."""
-    if group is not None and any(compute in alive for each in offer.candidates for compute in each):
+    """Return why there is no candidate, in one sentence."""
+    if group is not None and any(compute in alive for allocations in offer.candidates for compute in allocations):
         return f'there is room, but not where group {group.name} allows it ({group.rule})'
     if choice.skipped:
         return 'placement names computes, but none of them is alive'
     if not alive:
         return 'no compute is alive: is ecompute running anywhere?'
-    if any(sum(provider in alive for provider in each) > 1 for each in offer.candidates):
-        told = 'placement names only places that are parts of two computes, of which one shares with the other'
-        return f'{told}, and a guest has one: take the trait {SHARES} off that one'
-    if offer.candidates:  # another cloud's nodes, or computes that etcd has forgotten
+    if any(sum(provider in alive for provider in allocations) > 1 for allocations in offer.candidates):
+        problem = 'placement names only places that are parts of two computes, of which one shares with the other'
+        return f'{problem}, and a guest has one: take the trait {SHARES} off that one'
+    if offer.candidates:  # of another cloud, or computes that etcd does not know
         return 'placement names providers, and none of them is a living compute'
     return 'placement names no provider with that much free and all that is required'
 
 
 def _with(group: Group | None, held: Mapping[str, Candidate]) -> Group | None:
-    return group and group.with_members({instance: each.compute for instance, each in held.items()})
+    return group and group.with_members({instance: candidate.compute for instance, candidate in held.items()})
 
 
 def _providers(candidate: Candidate) -> tuple[str, ...]:
@@ -252,12 +258,12 @@ def _providers(candidate: Candidate) -> tuple[str, ...]:
 
 
 def _is_undecided(group: Group | None) -> bool:
-    """True for a group that is to share one compute, and has none yet."""
+    """True for a strict affinity group without a compute."""
     return group is not None and group.strict and group.policy == AFFINITY and not group.on
 
 
 def check_complete(allocations: Allocations) -> None:
-    """UsageError where these have not all that a guest needs."""
+    """Raise UsageError if these allocations lack what a guest needs."""
     lacking = missing(total(allocations))
     if lacking:
         raise UsageError(f'the query asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')
@@ -265,10 +271,7 @@ def check_complete(allocations: Allocations) -> None:
 
 @dataclass(frozen=True)
 class RankedCompute:
-    """A compute that would be tried. `asked` is what one would get there, `rooms` what it has, both by class.
-
-    `weight` is None where there is no reason to prefer any; `instances` is how many would be placed there.
-    """
+    """A compute to try; `weight` None: not weighed. `amounts` and `rooms` are by class."""
 
     compute: str
     hostname: str | None
@@ -281,52 +284,50 @@ class RankedCompute:
 def plan(
     store: Store, backend: Future[tuple[Placement, Offer]], wanted: SetOrder, rng: random.Random
 ) -> list[RankedCompute]:
-    """The computes in the order in which they would be tried.
-
-    Errors: NoCapacity (TooFew and OverQuota are such); UsageError (no guest can be made of that), and Conflict of the
-    group.
-    """
+    """Return the computes in the order of trying; errors as Placer.place() and read_terms()."""
     terms = terms_of(store, wanted, wanted.instances)
-    from ecomp.scheduler.looking.hosts import computes  # a claim does without
+    from ecomp.scheduler.looking.hosts import computes  # not for a claim
 
-    known = computes(store)
-    there = known.living
+    known_computes = computes(store)
+    living = known_computes.living
     _, offer = backend.result()
-    choice = choose(offer, there, wanted.weigh, rng, terms.group)
-    choice = choice._replace(skipped=[each for each in choice.skipped if each in known.remembered])
+    choice = choose(offer, living, wanted.weigh, rng, terms.group)
+    choice = choice._replace(skipped=[provider for provider in choice.skipped if provider in known_computes.remembered])
     count = goal(choice.tries, terms, wanted)
-    taken = distribute(choice.tries, offer.rooms, count, wanted.weigh, rng, terms.group)
-    if not taken:
-        raise NoCapacity(why_none(offer, choice, there, terms.group))
-    if len(taken) < wanted.minimum:
-        raise too_few(wanted, terms.group, taken)
+    placed = distribute(choice.tries, offer.rooms, count, wanted.weigh, rng, terms.group)
+    if not placed:
+        raise NoCapacity(why_none(offer, choice, living, terms.group))
+    if len(placed) < wanted.minimum:
+        raise too_few(wanted, terms.group, placed)
     return [
         RankedCompute(
-            *(each.compute, known.host(each.compute), each.weight, each.allocations[each.compute]),
-            offer.rooms.get(each.compute, {}),
-            sum(other is each for other in taken),
+            *(
+                candidate.compute,
+                known_computes.host(candidate.compute),
+                candidate.weight,
+                candidate.allocations[candidate.compute],
+            ),
+            offer.rooms.get(candidate.compute, {}),
+            sum(other is candidate for other in placed),
         )
-        for each in choice.tries
+        for candidate in choice.tries
     ]
 
 
+# Computes whose presence is read, in one round trip.
 READ = 16
-"""Computes whose presence is read."""
+# Computes of the sample about which placement is queried, at most.
 ASKED = 3
-"""Of these placement is asked about, at most."""
+# After this many wrong hints (not offered, or taken concurrently) placement is queried about all computes.
 VAIN = 2
-"""So many that are not offered, or taken meanwhile, and all are asked about: what is said is not so here."""
 
+# Hints are hundredths, rounded up: the free share may be overstated by this much.
 ROUNDED = 0.02
-"""What a hint may say too much: it is in hundredths, rounded up."""
 
 
 @dataclass
 class Few:
-    """Claims for one request. What may hold a claim, however this ends, is in `tried`.
-
-    `of`: how many might have taken it, by what they say.
-    """
+    """Claims for one instance on a sampled compute; `fitting` have room by their hints."""
 
     claimer: Claimer
     wanted: SetOrder
@@ -335,49 +336,48 @@ class Few:
     of: int = 0
 
     def place(self, store: Store, terms: Terms, large: int) -> dict[str, Candidate]:
-        """The candidate that the instance has claimed; nothing where all are to be asked about.
+        """Claim the instance on a sampled compute; {} if placement has to be queried about all.
 
-        That is so of `large` computes and fewer, too.
-
-        Errors: OverQuota, UsageError, those of placement, etcd and the claim.
+        Sampling needs one instance without a group, a query of amounts alone and more than `min_cluster_size` computes.
+        Raises OverQuota, UsageError, and the errors of etcd, placement and the claim.
         """
-        asked = plain(self.wanted.query or '', self.wanted.count, self.wanted.weigh)
-        if asked is None or terms.group is not None:
+        amounts = plain(self.wanted.query or '', self.wanted.count, self.wanted.weigh)
+        if amounts is None or terms.group is not None:
             return {}
-        start = keys.compute(f'{self.rng.getrandbits(32):08x}')  # as uuids begin
-        entries, number = store.around(keys.COMPUTES, start, READ)
-        if number <= large:
+        start = keys.compute(f'{self.rng.getrandbits(32):08x}')  # the first 8 digits of a uuid
+        entries, cluster_size = store.around(keys.COMPUTES, start, READ)
+        if cluster_size <= large:
             return {}
-        from ecomp.model.host import fits, living_in, share_left  # in a large cluster alone
+        from ecomp.model.host import fits, living_in, share_left  # for large clusters only
 
-        # What is called otherwise is no provider of placement's, and would be a part of the question.
-        alive = [each for each in entries if each.lease and keys.is_uuid(keys.last(each.key))]
-        hinted = {keys.last(each.key): living_in(each.value).room for each in alive}
-        lefts = {compute: share_left(hint, asked) for compute, hint in hinted.items() if hint and fits(hint, asked)}
-        self.of = len(lefts)
-        return self._claim(lefts, terms)
+        # Another key's name cannot be a provider, and would become a part of the query.
+        alive = [entry for entry in entries if entry.lease and keys.is_uuid(keys.last(entry.key))]
+        hints = {keys.last(entry.key): living_in(entry.value).room for entry in alive}
+        shares = {compute: share_left(hint, amounts) for compute, hint in hints.items() if hint and fits(hint, amounts)}
+        self.of = len(shares)
+        return self._claim(shares, terms)
 
     def _claim(self, lefts: Mapping[str, float], terms: Terms) -> dict[str, Candidate]:
-        """Claim on the best of these, as far as the first ones are asked about."""
+        """Try the best sampled computes, and at most MAX_QUERIES of them."""
         weigh = self.wanted.weigh
-        order = self.rng.sample(sorted(lefts), len(lefts))
+        ranked = self.rng.sample(sorted(lefts), len(lefts))
         if weigh != RANDOM:
-            order.sort(key=lambda compute: -_weight(lefts[compute], weigh))
-        known: list[Candidate] = []
-        for number, compute in enumerate(order[:ASKED]):
-            known += self._offered(compute)
-            known.sort(key=lambda each: -(each.weight or 0))
-            # Not as empty as it said: the next one may be better.
-            hoped = [_weight(lefts[each], weigh) for each in order[number + 1 : ASKED]]
-            is_best = known and not (hoped and weigh != RANDOM and hoped[0] - ROUNDED > (known[0].weight or 0))
-            if is_best and (claimed := self._claimed(known.pop(0), terms)):
+            ranked.sort(key=lambda compute: -_weight(lefts[compute], weigh))
+        offered: list[Candidate] = []
+        for index, compute in enumerate(ranked[:ASKED]):
+            offered += self._offered(compute)
+            offered.sort(key=lambda each: -(each.weight or 0))
+            # It has less room than its hint: the next compute may be better.
+            hinted = [_weight(lefts[other], weigh) for other in ranked[index + 1 : ASKED]]
+            is_best = offered and not (hinted and weigh != RANDOM and hinted[0] - ROUNDED > (offered[0].weight or 0))
+            if is_best and (claimed := self._claimed(offered.pop(0), terms)):
                 return claimed
-            if number + 1 - len(known) >= VAIN:
+            if index + 1 - len(offered) >= VAIN:
                 break
-        return next(filter(None, (self._claimed(each, terms) for each in known)), {})
+        return next(filter(None, (self._claimed(candidate, terms) for candidate in offered)), {})
 
     def _offered(self, compute: str) -> Sequence[Candidate]:
-        """The compute, if placement offers it."""
+        """Query placement about one compute; empty if it is not offered."""
         offer = candidates(self.claimer.placement, f'{self.wanted.query}&in_tree={compute}')
         return choose(offer, [compute], self.wanted.weigh, self.rng).tries
 
@@ -389,7 +389,7 @@ class Few:
 
 
 def plain(query: str, count: int, weigh: str) -> Resources | None:
-    """The amounts that are asked for where a few computes may answer it; None where all have to be asked about."""
+    """Return the amounts of a query that sampled computes can answer; None for any other."""
     return amounts_alone(query) if count == 1 and weigh != FIRST else None
 
 
