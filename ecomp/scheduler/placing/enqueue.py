@@ -1,7 +1,4 @@
-"""Put a request into a flavor's queue, from which a compute takes it, and say why it still waits there.
-
-placement is not asked, and nothing is claimed.
-"""
+"""Put a request into a flavor's queue, without placement, and explain why it still waits."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined, 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A place in a queue. `before` is how many of the same flavor wait longer; `taker` the compute that is taking it.
+    """The state of a queued request; `before` counts the older ones of its flavor.
 
-    `lacks` is what each compute that takes from queues lacks, in words; `unknown` why that could not be found out.
-    `is_flavorless`: its flavor is not there, and nobody takes it whatever each has. `claimed_on` is the compute that
-    holds a claim for it: nobody else takes it.
+    `lacks` is {compute: what it lacks} of those that take from queues; `unknown_reason` is why that is not known.
+    Without its flavor (`is_flavorless`) no compute takes the request, and with a claim only `claimed_on`, the claim's
+    compute.
     """
 
     flavor: str
@@ -51,12 +48,12 @@ class Waiting:
 def waiting(
     store: Store, placement: Placement, entry: Entry, query: str | None, known: Computes, group: Group | None
 ) -> Waiting:
-    """Look at the queue, and at the computes that take from it. Errors: those of etcd."""
+    """Read the queue and the computes that take from it. Raises the errors of etcd only."""
     flavor = (keys.queued(entry.key) or ('', ''))[0]
-    there = store.snapshot(keys.queue(flavor, ''), keys_only=True).entries
-    before = sum(each.revision < entry.revision for key, each in there.items() if keys.queued(key) is not None)
-    mark = store.get(keys.taker(entry.key))
-    taker = marked_by(mark.value) if mark is not None else None
+    entries = store.snapshot(keys.queue(flavor, ''), keys_only=True).entries
+    before = sum(other.revision < entry.revision for key, other in entries.items() if keys.queued(key) is not None)
+    taker_entry = store.get(keys.taker(entry.key))
+    taker = marked_by(taker_entry.value) if taker_entry is not None else None
     if store.get(keys.flavor(flavor)) is None:
         return Waiting(flavor, before, taker, {}, is_flavorless=True)
     try:
@@ -69,12 +66,16 @@ def waiting(
     return Waiting(flavor, before, taker, lacks)
 
 
+# Computes that are read to find one that takes from queues, before all are read.
 FEW = 10
-"""Computes that are read to find one that takes from queues, before all are."""
 
 
 def flavor_of_etcd(config: ScheduleConfig, store: Store, name: str) -> tuple[Flavor, int]:
-    """The flavor, from etcd, where the computes see it, and the revision that wrote it. UsageError, NotFound."""
+    """Read a flavor and its revision from etcd, where the computes see it.
+
+    Raises NotFound; UsageError if its name is invalid, it is in schedule.yaml only, or lacks what a guest needs;
+    Unreadable.
+    """
     try:
         entry = store.get(keys.flavor(check_flavor_name(name)))
     except ValueError as error:
@@ -92,25 +93,24 @@ def flavor_of_etcd(config: ScheduleConfig, store: Store, name: str) -> tuple[Fla
 
 
 def has_taker(store: Store) -> bool:
-    """Whether one of the first few living computes takes from queues: of a thousand not all are read for a yes."""
-    read, _ = store.around(keys.COMPUTES, keys.COMPUTES, FEW)
-    return any(living_in(each.value).queues for each in read if each.lease)
+    """True if one of the first TAKER_SAMPLE_SIZE computes is alive and takes from queues."""
+    entries, _ = store.around(keys.COMPUTES, keys.COMPUTES, FEW)
+    return any(living_in(entry.value).queues for entry in entries if entry.lease)
 
 
 def enqueue(
     store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData | None, who: Mapping[str, object], resume: bool
 ) -> bool:
-    """Put it in its queue; False if it was asked for before, and nothing is changed.
+    """Put a request into its queue; False if the same was requested before.
 
-    `flavor` is the revision of its flavor; `who` (host, pid) says in etcd who is at it; `resume` is True for a uuid
-    the user gave, which may have a past.
-    Errors: Conflict (the uuid or the name is used otherwise), OverQuota, UsageError, UnknownOutcome, Unreachable.
+    `owner` and `resume`: see create(). Raises Conflict if the uuid or name is used otherwise, the group differs or
+    another process interferes; OverQuota, UsageError, UnknownOutcome, Unreachable.
     """
-    theirs = settled(store, waiting.group)
-    waiting = replace(waiting, group=theirs.membership if theirs is not None else None)
-    done = _enqueued(store, waiting, flavor, data, who, resume)
+    current_group = settled(store, waiting.group)
+    waiting = replace(waiting, group=current_group.membership if current_group is not None else None)
+    is_new = _enqueued(store, waiting, flavor, data, who, resume)
     failpoint('queued')
-    return done
+    return is_new
 
 
 def _enqueued(
@@ -118,14 +118,14 @@ def _enqueued(
 ) -> bool:
     instance = waiting.instance
     if not resume:
-        _allowed(store, waiting)  # said before anything is written
+        _allowed(store, waiting)  # before anything is written
     elif _before(store, waiting):
         return False
     lease = store.grant(keys.ATTEMPT_SECONDS)
     try:
         value = {'version': 1, 'instances': [instance], 'query': waiting.flavor.query, **who}
         revision = announce(store, lease, instance, value, resume)
-        # Delivered since we looked? From here on nobody else can: a delivery needs the key we hold now.
+        # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
         if resume and _before(store, waiting):
             return False
         try:
@@ -145,7 +145,7 @@ def _enqueued(
 
 
 def _read_back(store: Store, waiting: QueueEntry, revision: int) -> bool:
-    """Whether it is queued, by a commit without an answer: first one that is still on its way is made impossible."""
+    """Return whether a commit without an answer queued the request; it cannot land after this."""
     try:
         withdraw(store, keys.attempt(waiting.instance), revision)
         return _before(store, waiting)
@@ -155,17 +155,16 @@ def _read_back(store: Store, waiting: QueueEntry, revision: int) -> bool:
 
 
 def _commit(store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData | None, attempt_revision: int) -> bool:
-    """Queue it in one transaction, while our own attempt, of this revision, says that we are at this uuid.
+    """Queue the request, with its name, group and quota, while our attempt has this revision.
 
-    Its name becomes its own, its group and its quota have it in the same transaction, or nothing does.
-    Errors: Conflict (the name is somebody else's by now, the group another), OverQuota.
+    False if the attempt, the flavor or the queue has changed. Raises Conflict (name, group or quota), OverQuota.
     """
     instance = waiting.instance
     attempt_key = keys.attempt(instance)
     flavor_key = keys.flavor(waiting.flavor.name)
     conditions = [Unchanged(attempt_key, attempt_revision), Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]
-    written, granted = put_user_data(store, data)
-    operations: list[Put | Delete] = [Put(waiting.key, to_json(waiting)), Delete(attempt_key), *written]
+    user_data_puts, granted = put_user_data(store, data)
+    operations: list[Put | Delete] = [Put(waiting.key, to_json(waiting)), Delete(attempt_key), *user_data_puts]
 
     def joining() -> Change:
         return together(
@@ -182,15 +181,15 @@ def _commit(store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData
 
 
 def _allowed(store: Store, waiting: QueueEntry) -> None:
-    """Nothing where it may wait. Errors: OverQuota; UsageError and Conflict of the group and the name."""
+    """Raise Conflict (name, group), OverQuota or UsageError if the request must not be queued."""
     take_names(store, {waiting.instance: waiting.name})
     terms_of(store, waiting, [waiting.instance]).room(waiting.flavor.resources, 1, 1)
 
 
 def _before(store: Store, waiting: QueueEntry) -> bool:
-    """Whether just this was asked for before, by this uuid; Conflict if something else was."""
-    found = find(store, waiting.instance)
-    if found is None:
+    """True if the same request was made before; Conflict if the uuid is used otherwise."""
+    entries = find(store, waiting.instance)
+    if entries is None:
         return False
-    check_same(found, waiting)
+    check_same(entries, waiting)
     return True
