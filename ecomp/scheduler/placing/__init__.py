@@ -1,1 +1,1 @@
-"""From an order to its request on a compute, or in a queue."""
+"""Turn an order into a request on a compute or in a queue."""
