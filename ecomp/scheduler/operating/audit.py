@@ -119,8 +119,8 @@ def answers(
 ) -> set[str]:
     """Wait for each compute's part `answer_part`, and return the computes that wrote it.
 
-    A compute that is in `stalled`, or has not written `heard_part`, is given up after HEARD_SECONDS, any other one
-    after ANSWER_SECONDS.
+    A compute that is in `stalled`, or has not written `heard_part`, is given up after HEARD_TIMEOUT_SECONDS, any other
+    one after ANSWER_TIMEOUT_SECONDS.
     """
     began, backoff = time.monotonic(), Backoff(FIRST_DELAY, LAST_DELAY)
     while True:
