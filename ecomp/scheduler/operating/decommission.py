@@ -103,7 +103,7 @@ def drained(
 
 
 def _marks(store: Store) -> frozenset[tuple[str, int]]:
-    """Read the key and revision of each request in a queue that a compute is taking."""
+    """Read the taker keys in the queues and their revisions; keys without a lease do not count."""
     waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
     taker_keys = ((key, entry.revision) for key, entry in waiting.items() if entry.lease and key.endswith(keys.TAKER))
     return frozenset(taker_keys)
