@@ -1,7 +1,7 @@
-"""The hypervisor's border: what ecompute asks of libvirt, and of the fake.
+"""The interface between ecompute and its hypervisor: libvirt, or the fake.
 
-Only virt.connection and its neighbours import libvirt; virt.fake keeps everything in memory. One common
-test (tests/functional/test_hypervisor.py) runs over both.
+Only virt.connection and its neighbours import libvirt; virt.fake keeps everything in memory. The common test
+tests/functional/test_hypervisor.py runs against both.
 """
 
 from __future__ import annotations
@@ -14,109 +14,109 @@ from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress
 
 
 class Hypervisor(Protocol):
-    """One host's guests, by the uuids of their instances. Each call can be repeated, and ends in the same state.
+    """The guests of one host, by the uuids of their instances. Every call is idempotent.
 
-    Errors: BuildFailed where a guest cannot be made; Unreachable when the hypervisor gives no answer; Conflict when a
-    domain or volume of that name is there without our mark.
+    Every call may raise Unreachable if the hypervisor does not answer, Conflict if a domain with the instance's name or
+    uuid does not carry this compute's owner mark, and EcompError if the hypervisor reports any other error.
     """
 
     def prepare(self) -> None:
-        """Define the storage pool and the filters, and start the networks, where they are not. UsageError.
+        """Define the storage pool and the network filters, and start the networks, where necessary.
 
-        Filters that cannot be had are a line in the log: without them a guest can take another one's address, and
-        reach etcd and placement.
+        Raises UsageError if this host cannot run guests as configured, and Conflict if the pool is over another
+        directory. Missing filters are only logged: without them a guest can take another guest's address, and reach
+        etcd and placement.
         """
 
     def virt_type(self, wanted: str) -> str:
-        """`kvm` or `qemu` for a wanted `auto`, `kvm` or `qemu`. UsageError if kvm cannot be had."""
+        """Resolve the setting `auto`, `kvm` or `qemu`; UsageError if kvm is unavailable."""
 
     def cpu_features(self, virt_type: str) -> Set[str]:
-        """The features of a guest's processor, by libvirt's names; empty where libvirt does not say."""
+        """Return a guest's CPU features by libvirt's names; empty if libvirt reports none."""
 
     def image_directory(self) -> Path | None:
-        """The directory of the base volumes; None where images are only pretended."""
+        """Return the directory of the base volumes; None if the hypervisor is the fake."""
 
     def guests(self) -> Mapping[str, Guest]:
-        """{instance: Guest} of the domains and overlays with our mark."""
+        """Return {instance: Guest} of the domains and overlays with our owner mark."""
 
     def runs(self, instance: str) -> bool:
-        """Whether a domain with our mark, of this instance, runs."""
+        """Return whether a domain of this instance with our owner mark runs."""
 
     def without_base(self) -> Mapping[str, str]:
-        """{instance: path} of the overlays whose base volume, at that path, is missing."""
+        """Return {instance: path of the base volume} of the overlays whose base volume is missing."""
 
     def open_dhcp(self) -> Set[str]:
-        """The names of the guests' networks whose DHCP gives an address to any MAC that asks."""
+        """Return the names of the guests' networks whose DHCP serves unknown MACs, too."""
 
     def users(self, instance: str) -> Set[str]:
-        """The names of all domains, ours or not, that have the instance's overlay for a disk."""
+        """Return the names of all domains, ours or not, that use the instance's overlay as a disk."""
 
     def create_disk(self, spec: GuestSpec) -> None:
-        """Make the overlay volume, anew if one is there. BuildFailed('disk', …)."""
+        """Create the overlay volume, replacing an existing one. Raises BuildFailed('disk', …)."""
 
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
-        """Write the guest's NoCloud disk with these files, {name: content}, anew if one is there.
-
-        BuildFailed('disk', …).
-        """
+        """Write the seed with `files`, {name: content}, replacing one. BuildFailed('disk', …)."""
 
     def seeds(self) -> Set[str]:
-        """The instances that have a NoCloud disk."""
+        """Return the instances that have a NoCloud disk."""
 
     def delete_seed(self, instance: str) -> None:
-        """Remove the NoCloud disk, if there is one. Conflict while the domain runs."""
+        """Remove the NoCloud disk if there is one. Raises Conflict while the domain runs."""
 
     def start(self, spec: GuestSpec) -> None:
-        """Define the domain and start it; do nothing if ours runs. BuildFailed('started', …)."""
+        """Define the domain and start it; no-op if ours runs. Raises BuildFailed('started', …)."""
 
     def resume(self, instance: str, compute: str) -> None:
-        """Start our domain as it is defined; do nothing if it runs. BuildFailed('started', …)."""
+        """Start our domain as it is defined; no-op if it runs. Raises BuildFailed('started', …)."""
 
     def shutdown(self, instance: str, compute: str) -> None:
-        """Press the power button of our guest, if it runs, and do not wait for what it does. Conflict as destroy."""
+        """Press the power button of our guest if it runs; do not wait until it is off."""
 
     def switch_off(self, instance: str, compute: str) -> None:
-        """End our guest, if it runs, and wait until it is off; its domain stays defined. Conflict as destroy."""
+        """Force our guest off if it runs, and wait until it is off; its domain stays defined."""
 
     def destroy(self, instance: str, compute: str) -> None:
-        """Destroy and undefine the domain, if there is one, and wait until it is gone.
+        """Destroy and undefine our domain if there is one, and wait until it is gone.
 
-        Conflict if it has no mark of ours, or another compute's.
+        A domain that ecompute did not create is left alone.
         """
 
     def delete_disk(self, instance: str) -> None:
-        """Remove the NoCloud disk, the overlay volume and the console log, if there. Conflict while the domain runs."""
+        """Remove seed, overlay and console log where they exist; Conflict while the domain runs."""
 
     def console(self, instance: str) -> Path | None:
-        """The file that the guest's serial console is copied to; None where guests are only pretended."""
+        """Return the file with a copy of the guest's serial console; None for the fake."""
 
     def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
-        """Reserve an IPv4 address of libvirt's `network` for the interface with this MAC, and return it.
+        """Reserve an IPv4 address of libvirt's `network` for the interface with this MAC.
 
-        It is the one reserved already, else `wanted` if that is free, else any free one. None where libvirt gives out
-        no addresses. BuildFailed('scheduled', …) where none is free, or the MAC is another instance's.
+        Returns the address that is already reserved, else `preferred` if it is free, else any free one; None if libvirt
+        serves no DHCP there. Raises BuildFailed('scheduled', …) if no address is free or another instance has the MAC.
         """
 
     def reservations(self) -> Mapping[str, ReservedAddress]:
-        """{MAC: ReservedAddress} of all that reserve() has reserved."""
+        """Return {MAC: ReservedAddress} of everything that reserve_address() has reserved."""
 
     def release(self, instance: str) -> None:
-        """Remove all that is reserved for the instance, on any network."""
+        """Remove all reservations of the instance, on any network."""
 
     def addresses(self, instance: str) -> Mapping[str, Address]:
-        """{MAC: Address} of each interface that has one now, by DHCP leases, the host's ARP table or the guest's agent.
+        """Return {MAC: Address} of the interfaces that have an address now.
 
-        The agent is not waited for: its answer is there at the next call.
+        The sources are DHCP leases, the host's ARP table and the guest agent. The agent is queried in the background:
+        its answer is returned by the next call.
         """
 
     def plug_in(self) -> None:
-        """Put running guests' interfaces that are on no bridge back on theirs; a failure is a trouble in guests()."""
+        """Put interfaces that are on no bridge back; failures are `trouble` in list_guests()."""
 
     def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
-        """From now on call notify(reason), from any thread, when guests or leases may have changed.
+        """Call notify(reason), from any thread, when guests or leases may have changed.
 
-        Call look(reason), None for nothing, when a network was started or stopped: what was put on its bridge is lost.
+        Calls on_network_change(reason), unless it is None, when a network was started or stopped: its bridge lost the
+        interfaces.
         """
 
     def close(self) -> None:
-        """Close the connection. Guests run on."""
+        """Close the connection; guests keep running."""

@@ -1,6 +1,6 @@
-"""A connection to libvirt that is opened when needed, and again when it broke; libvirt's errors are translated here.
+"""A libvirt connection that opens on demand and reopens after a failure; it translates libvirt's errors.
 
-A broken connection never heals, and a new one knows no callbacks. libvirt.org/html/libvirt-libvirt-host.html.
+A broken connection never recovers, and a new one has no callbacks: libvirt.org/html/libvirt-libvirt-host.html.
 """
 
 from __future__ import annotations
@@ -28,29 +28,32 @@ __all__ = ['Connection', 'libvirt', 'reason']
 
 log = logging.getLogger(__name__)
 
-KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 5, 3
-"""Seconds, and how often: a libvirtd that is silent for interval * (count + 1) is gone. Else a call would never end."""
+# Seconds between probes, and how many may go unanswered: a libvirtd that is silent for interval * (count + 1) is
+# considered dead. Without keepalive a call to a frozen one would never return.
+KEEPALIVE_INTERVAL = 5
+KEEPALIVE_COUNT = 3
+# Seconds to wait for a connection; after that it is Unreachable.
 OPEN_TIMEOUT = 20.0
-"""Seconds to wait for a connection; then it is Unreachable."""
-REOPEN_FIRST, REOPEN_MOST = 0.2, 5.0
-"""Seconds between two tries to open a lost connection: the first, and the longest, of the doubled ones after it."""
+# Seconds between two attempts to reopen a lost connection. The delay doubles from the first to the second value.
+REOPEN_FIRST = 0.2
+REOPEN_MOST = 5.0
 
 BROKEN_CODES = frozenset({libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR, libvirt.VIR_ERR_NO_CONNECT})
 BROKEN_DOMAINS = frozenset({libvirt.VIR_FROM_REMOTE, libvirt.VIR_FROM_RPC})
 
 
 def reason(error: libvirt.libvirtError) -> str:
-    """libvirt's message as one line."""
+    """Return libvirt's message as one line."""
     return ' '.join((error.get_error_message() or str(error)).split())
 
 
 def is_broken(error: libvirt.libvirtError) -> bool:
-    """Whether the connection broke; other errors are libvirtd's answers."""
+    """Return whether the connection broke; other errors are libvirtd's answers."""
     return error.get_error_code() in BROKEN_CODES and error.get_error_domain() in BROKEN_DOMAINS
 
 
 class Ignored:
-    """Ends the block at a libvirt error with one of these codes, and does not raise it, unless the connection broke."""
+    """Suppresses libvirt errors with one of these codes, unless the connection broke."""
 
     def __init__(self, *codes: int) -> None:
         self._codes = codes
@@ -65,9 +68,9 @@ class Ignored:
 
 @contextmanager
 def building(stage: str, what: str = '') -> Iterator[None]:
-    """Raise libvirt's errors as BuildFailed in this stage; `what` is put before their message.
+    """Raise libvirt's errors as BuildFailed in this stage, with `prefix` before their message.
 
-    Those of a broken connection are raised as they are.
+    Errors of a broken connection pass unchanged.
     """
     try:
         yield
@@ -78,10 +81,7 @@ def building(stage: str, what: str = '') -> Iterator[None]:
 
 
 class Connection:
-    """One process's connection to libvirt at `uri`, shared by its threads.
-
-    Errors: Unreachable when it cannot be opened or breaks (the next use opens a new one).
-    """
+    """One process's connection to libvirt at `uri`, shared by its threads."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -97,9 +97,10 @@ class Connection:
 
     @contextmanager
     def use(self, doing: str) -> Iterator[libvirt.virConnect]:
-        """The open connection. libvirt's errors leave the block as Unreachable, if it broke, or as EcompError.
+        """Yield the open connection, opening it if necessary; `activity` names the block in errors.
 
-        `doing` is for their messages, 'listing domains' for one.
+        Raises Unreachable if the connection cannot be opened or breaks, and EcompError for any other error of libvirt
+        in the block or after close(). An `activity` is, for example, 'listing domains'.
         """
         connection = self._get()
         try:
@@ -111,15 +112,16 @@ class Connection:
             raise EcompError(f'libvirt: {doing}: {reason(error)}') from error
 
     def watch(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
-        """From now on call notify(reason) when a domain's state changes, or the connection is lost or back.
+        """Call notify(reason) when a domain's state changes, or the connection is lost or restored.
 
-        Call look(reason), None for nothing, when a network was started or stopped: what was put on its bridge is lost.
-        From now on a lost connection is opened again as soon as libvirtd answers, also while nothing uses it.
+        Calls on_network_change(reason), unless it is None, when a network was started or stopped: its bridge lost the
+        interfaces. From the first call on, a lost connection is reopened as soon as libvirtd answers, even if nothing
+        uses it. Raises the errors of use().
         """
-        first, self._notify, self._look = self._notify is None, notify, look
+        is_first, self._notify, self._look = self._notify is None, notify, look
         with self.use('registering for events') as connection:
             self._register(connection)
-        if first:
+        if is_first:
             threading.Thread(target=self._keep_open, name='libvirt-reopen', daemon=True).start()
 
     def close(self) -> None:
@@ -136,14 +138,14 @@ class Connection:
         with self._lock:
             if self._closed.is_set():
                 raise EcompError(f'libvirt {self.uri}: the connection was closed by us')
-            # isAlive asks nobody: the event loop saw the socket close, or the keepalive fail.
+            # isAlive() sends nothing: the event loop has noticed a closed socket or a failed keepalive.
             if self._open is not None and self._open.isAlive():
                 return self._open
             if self._open is not None:
                 self._release(self._open)
                 self._open = None
             opening = self._opening or self._begin_opening()
-        # libvirt waits for a frozen daemon for ever: the thread is left to it, the next call waits for the same one.
+        # libvirt waits forever for a frozen daemon. The opening thread stays blocked; the next call waits for it, too.
         try:
             return opening.result(OPEN_TIMEOUT)
         except TimeoutError as error:
@@ -152,7 +154,10 @@ class Connection:
             raise Unreachable(f'{self._name}: {reason(error)} (is libvirtd running?)', self._name) from error
 
     def _begin_opening(self) -> Future[libvirt.virConnect]:
-        """Have it opened by a thread. With the lock held. Unreachable where none can be started: soon again."""
+        """Start a thread that opens the connection; the caller holds the lock.
+
+        Raises Unreachable if no thread can be started; the next use tries again.
+        """
         opening: Future[libvirt.virConnect] = Future()
         try:
             _run_event_loop()
@@ -171,10 +176,10 @@ class Connection:
             if self._notify is not None:
                 self._register(connection)
         except Exception as error:
-            # Whatever it is, it belongs to those who wait for the result.
+            # Deliver any exception to the callers that wait for the result.
             if connection is not None:
                 self._release(connection)
-                # Nobody else has it. Not left to the last reference: the error has one, and is in a circle with us.
+                # Close it here: the exception references it and forms a cycle with this frame, so it would stay open.
                 with suppress(libvirt.libvirtError):
                     connection.close()
             with self._lock:
@@ -193,11 +198,11 @@ class Connection:
         self._lost.set()
 
     def _register(self, connection: libvirt.virConnect) -> None:
-        # Asked by watch, and by the open that watch itself may have caused.
+        # Called by watch(), and by the opening that watch() may have caused.
         if self._registered is None or self._registered[0] is not connection:
             lifecycle = libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE
             number = connection.domainEventRegisterAny(None, lifecycle, self._on_lifecycle, None)
-            self._registered = (connection, number, None)  # so that it is taken off, whatever comes
+            self._registered = (connection, number, None)  # so that it is removed even if the next line raises
             self._registered = (connection, number, self._register_networks(connection))
 
     def _register_networks(self, connection: libvirt.virConnect) -> int | None:
@@ -207,14 +212,14 @@ class Connection:
         except libvirt.libvirtError as error:
             if is_broken(error):
                 raise
-            # Without their driver, on a host of bridges.
+            # A host that only uses bridges may lack libvirt's network driver.
             log.debug('libvirt tells nothing of networks: %s', reason(error))
             return None
 
     def _release(self, connection: libvirt.virConnect) -> None:
-        """Take our callbacks off: libvirt holds the connection, and its socket, as long as they are on.
+        """Remove our callbacks, which would keep the connection and its socket open.
 
-        It is not closed here, for another thread may be in a call on it: the last reference does that.
+        Does not close the connection, because another thread may be in a call on it; the last reference closes it.
         """
         with suppress(libvirt.libvirtError):
             connection.unregisterCloseCallback()
@@ -226,7 +231,7 @@ class Connection:
                 if networks is not None:
                     connection.networkEventDeregisterAny(networks)
 
-    # The callbacks run in the event loop's thread, where a call to libvirt could wait for itself.
+    # The callbacks run in the event loop's thread, where a call to libvirt could deadlock.
     def _on_lifecycle(self, _: object, domain: libvirt.virDomain, event: int, detail: int, *_rest: object) -> None:
         if self._notify is not None:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
@@ -253,15 +258,15 @@ class Connection:
                     self._closed.wait(backoff.next())
                 else:
                     if self._notify is not None:
-                        # Events in the gap are gone: whoever listens must look at everything again.
+                        # Events during the gap are lost, so the listener has to check everything again.
                         self._notify('libvirt: connection is back')
                     break
 
 
 @cache
 def _run_event_loop() -> None:
-    """Start libvirt's event loop once in this process, before its first open; libvirt cannot end one."""
-    # libvirt prints every error to stderr by itself; ours are raised.
+    """Start libvirt's event loop in this process, before the first open; it cannot be stopped."""
+    # By default libvirt prints every error to stderr; we raise them.
     libvirt.registerErrorHandler(lambda _context, _error: None, None)
     libvirt.virEventRegisterDefaultImpl()
 
