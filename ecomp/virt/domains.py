@@ -1,4 +1,4 @@
-"""Our domains: those whose metadata carries our mark. No other is ever touched."""
+"""Manage the domains whose metadata carries our owner mark. No other domain is ever changed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ecomp.virt.connection import Connection, Ignored, building, is_broken, libv
 
 log = logging.getLogger(__name__)
 
+# Seconds that a guest agent has for each answer; libvirt's default is to wait forever.
 PATIENCE = 1
-"""Seconds an agent has for each answer, then it has given none; libvirt's default is to wait for ever."""
 
 
 class Agents:
-    """Asks guests' agents one by one, in a thread and on a connection of its own, so a silent one delays no caller."""
+    """Queries guest agents in its own thread and connection: a silent one delays no caller."""
 
     def __init__(self, uri: str) -> None:
         self._connection = Connection(uri)
@@ -33,12 +33,12 @@ class Agents:
         self._asked: dict[str, Future[Mapping[str, Any]]] = {}
 
     def addresses(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """{MAC: IPv4 address} of these MACs by the agent's last answer; it is asked again for the next call."""
-        asked = self._asked.get(instance)
-        if asked is not None and not asked.done():
+        """Return {MAC: IPv4 address} from the last answer ({} if none yet), and query again."""
+        answer = self._asked.get(instance)
+        if answer is not None and not answer.done():
             return {}
         if self._thread is None:
-            # Not an executor's: those are waited for at the end of the process, and libvirtd may be frozen.
+            # A plain thread: Python joins an executor's at exit, and libvirtd may be frozen.
             thread = threading.Thread(target=self._ask_each, name='agents', daemon=True)
             try:
                 thread.start()
@@ -48,10 +48,10 @@ class Agents:
             self._thread = thread
         self._asked[instance] = Future()
         self._to_ask.put((instance, self._asked[instance]))
-        return said(asked.result(), macs) if asked is not None else {}
+        return said(answer.result(), macs) if answer is not None else {}
 
     def forget(self, instance: str) -> None:
-        """Drop the answer of an instance that has ended."""
+        """Drop the answer of an instance that no longer exists."""
         self._asked.pop(instance, None)
 
     def close(self) -> None:
@@ -59,8 +59,8 @@ class Agents:
         self._connection.close()
 
     def _ask_each(self) -> None:
-        while (each := self._to_ask.get()) is not None:
-            instance, answer = each
+        while (query := self._to_ask.get()) is not None:
+            instance, answer = query
             answer.set_result(self._ask(instance))
 
     def _ask(self, instance: str) -> Mapping[str, Any]:
@@ -72,21 +72,21 @@ class Agents:
                 domain.agentSetResponseTimeout(PATIENCE)
                 answer: Mapping[str, Any] = domain.interfaceAddresses(libvirt.VIR_DOMAIN_INTERFACE_ADDRESSES_SRC_AGENT)
                 return answer
-        except (EcompError, ValueError) as error:  # ValueError: a name in the answer that is no text
+        except (EcompError, ValueError) as error:  # ValueError: a name in the answer is not text
             log.debug('the agent of %s: %s', instance, error)
             return {}
 
 
 def said(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, str]:
-    """{MAC: address}: of each of these MACs the first in virDomainInterfaceAddresses' answer that others can reach."""
-    wanted = set(macs)
-    found: dict[str, str] = {}
+    """Return {MAC: its first reachable IPv4 address} from virDomainInterfaceAddresses' answer."""
+    wanted_macs = set(macs)
+    addresses: dict[str, str] = {}
     for interface in answer.values():
         mac = str(interface['hwaddr'] or '').lower()
-        usable = [str(each['addr']) for each in interface['addrs'] or () if _usable(str(each['addr']))]
-        if mac in wanted and usable:
-            found.setdefault(mac, usable[0])
-    return found
+        usable = [str(entry['addr']) for entry in interface['addrs'] or () if _usable(str(entry['addr']))]
+        if mac in wanted_macs and usable:
+            addresses.setdefault(mac, usable[0])
+    return addresses
 
 
 def _usable(text: str) -> bool:
@@ -94,18 +94,19 @@ def _usable(text: str) -> bool:
         address = IPv4Address(text)
     except ValueError:
         return False
-    others = address.is_loopback or address.is_link_local or address.is_multicast
-    return not others and not address.is_reserved and not address.is_unspecified
+    is_unreachable = address.is_loopback or address.is_link_local or address.is_multicast
+    return not is_unreachable and not address.is_reserved and not address.is_unspecified
 
 
+# Seconds a domain has to end; then EcompError, and the caller tries again.
 DESTROY_DEADLINE = 60.0
-"""Seconds a domain has to end; then EcompError, and the caller tries again."""
+# Seconds that a QEMU has to accept a press of the power button; then the call returns.
 ASK_DEADLINE = 5.0
-"""Seconds a QEMU has to take a press of the power button; then it is left to answer or not."""
-RETRY_FIRST, RETRY_MOST = 0.05, 2.0
-"""Seconds between two looks at a domain that is to end: the first, and the longest, of the doubled ones after it."""
+# Seconds between two checks of a domain that is to end. The delay doubles from the first to the second value.
+RETRY_FIRST = 0.05
+RETRY_MOST = 2.0
 
-# What would keep a domain from being undefined. Not every driver knows every flag: at last none is given.
+# What these flags remove prevents undefining. Not every driver knows every flag: try each set in turn, then none.
 UNDEFINE_FLAGS = (
     libvirt.VIR_DOMAIN_UNDEFINE_MANAGED_SAVE
     | libvirt.VIR_DOMAIN_UNDEFINE_SNAPSHOTS_METADATA
@@ -114,43 +115,43 @@ UNDEFINE_FLAGS = (
     libvirt.VIR_DOMAIN_UNDEFINE_MANAGED_SAVE | libvirt.VIR_DOMAIN_UNDEFINE_SNAPSHOTS_METADATA,
 )
 READ_AGAIN = (
-    # "Is it there already, is it off already": the state is read again, and may well be the wanted one.
+    # "Already exists", "already off": the state is read again and may be the intended one.
     *(libvirt.VIR_ERR_NO_DOMAIN, libvirt.VIR_ERR_OPERATION_INVALID),
-    # QEMU did not end in time. It may yet.
+    # QEMU did not end in time, but may still end.
     *(libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR),
     *(libvirt.VIR_ERR_OPERATION_TIMEOUT, libvirt.VIR_ERR_OPERATION_FAILED),
 )
-# For other reasons libvirt pauses a guest itself, and soon goes on with it.
+# For other reasons libvirt itself pauses a guest, and soon resumes it.
 PAUSED_BY_OTHERS = libvirt.VIR_DOMAIN_PAUSED_USER, libvirt.VIR_DOMAIN_PAUSED_FROM_SNAPSHOT
 
 
 class Domains:
-    """The domains of one libvirt. Errors: Conflict, Unreachable, EcompError; BuildFailed from start and resume."""
+    """The domains of one libvirt. Every method may raise Unreachable or EcompError."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def ours(self) -> Mapping[str, Guest]:
-        """{instance: Guest} of every domain with our mark, as if it had no disk."""
-        found = {}
+        """Return {instance: Guest} of every domain with our owner mark; `disk` is always False."""
+        guests = {}
         with self._connection.use('listing domains') as connection:
             for domain in connection.listAllDomains():
-                with Ignored(libvirt.VIR_ERR_NO_DOMAIN):  # gone between the list and the question
+                with Ignored(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
                     mark = _mark(domain)
                     if mark is not None and mark.instance == domain.UUIDString():
-                        _, most_kib, now_kib, vcpus, _ = domain.info()
-                        size = {'VCPU': vcpus, 'MEMORY_MB': most_kib // 1024, 'MEMORY_MB now': now_kib // 1024}
+                        _, max_kib, now_kib, vcpus, _ = domain.info()
+                        size = {'VCPU': vcpus, 'MEMORY_MB': max_kib // 1024, 'MEMORY_MB now': now_kib // 1024}
                         is_defined, is_active = bool(domain.isPersistent()), bool(domain.isActive())
                         presence, trouble = (is_defined, is_active, False), _trouble(*domain.state())
-                        found[mark.instance] = Guest(mark.instance, mark.compute, *presence, trouble, size)
-        return found
+                        guests[mark.instance] = Guest(mark.instance, mark.compute, *presence, trouble, size)
+        return guests
 
     def computes(self) -> frozenset[str]:
-        """The computes that the domains here belong to."""
-        return frozenset(each.compute for each in self.ours().values() if each.compute)
+        """Return the computes to which the domains on this host belong."""
+        return frozenset(guest.compute for guest in self.ours().values() if guest.compute)
 
     def runs(self, instance: str) -> bool:
-        """Whether a domain of this instance, with our mark, runs. Not by guests(): that waits for all that start."""
+        """Return whether our domain of this instance runs, without waiting for starting domains."""
         use = self._connection.use(f'looking for domain {instance}')
         with use as connection, Ignored(libvirt.VIR_ERR_NO_DOMAIN):
             domain = connection.lookupByUUIDString(instance)
@@ -159,24 +160,24 @@ class Domains:
         return False
 
     def users(self, disk: str) -> Set[str]:
-        """The names of the domains, ours or not, that have this file for a disk, now or at their next start."""
-        found = set()
+        """Return the names of domains, ours or not, with this disk now or at their next start."""
+        names = set()
         with self._connection.use(f'looking for who has {disk}') as connection:
             for domain in connection.listAllDomains():
                 with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
                     if disk in _disks(domain):
-                        found.add(domain.name())
-        return found
+                        names.add(domain.name())
+        return names
 
     def is_running(self, instance: str) -> bool:
-        """Whether a domain of this name or uuid runs, ours or not."""
+        """Return whether a domain of this name or uuid runs, ours or not."""
         with self._connection.use(f'looking for domain {instance}') as connection:
             return any(_runs(domain) for domain in _named(connection, instance))
 
     def check_free(self, instance: str, files: Collection[str]) -> None:
-        """Conflict if a domain of this name or uuid may need these files of the instance's.
+        """Raise Conflict if a domain of this name or uuid may need these files of the instance.
 
-        That is ours while it runs, and somebody else's that has one of them for a disk.
+        That is our domain while it runs, and a domain that ecompute did not create if one of the files is its disk.
         """
         with self._connection.use(f'looking for domain {instance}') as connection:
             for domain in _named(connection, instance):
@@ -188,9 +189,10 @@ class Domains:
                     raise Conflict(f'domain {which}, not made by ecompute, has {min(used)}: that is not removed')
 
     def start(self, spec: GuestSpec, description: str) -> None:
-        """Define the domain from the XML in `description` and start it; do nothing if it runs.
+        """Define the domain from the XML in `description` and start it; no-op if it runs.
 
-        One that is defined and off is left from an interrupted build, and is defined anew.
+        A domain that is defined and off is left from an interrupted build and is redefined. Raises
+        BuildFailed('started', …), or Conflict if a domain of this name or uuid is not ours.
         """
         with self._connection.use(f'starting domain {spec.instance}') as connection, building('started'):
             for domain in _named(connection, spec.instance):
@@ -203,7 +205,7 @@ class Domains:
             domain.create()
 
     def resume(self, instance: str, compute: str) -> None:
-        """Start our domain as it is defined; do nothing if it runs."""
+        """Start our domain as it is defined; no-op if it runs. Raises what start() raises."""
         with self._connection.use(f'starting domain {instance}') as connection, building('started'):
             domains = _named(connection, instance)
             for domain in domains:
@@ -214,41 +216,43 @@ class Domains:
                 raise BuildFailed('started', 'its domain is gone')
 
     def shutdown(self, instance: str, compute: str) -> None:
-        """Press the power button of our domain if it runs, without waiting for what the guest does."""
-        asking: Future[None] = Future()
+        """Press the power button of our running domain and return; Conflict as in start()."""
+        result: Future[None] = Future()
 
         def ask() -> None:
-            # libvirt waits for a frozen QEMU for ever, and serves only a few calls of one connection at a time.
-            own = Connection(self._connection.uri)
+            # libvirt waits forever for a frozen QEMU, and serves only a few calls of one connection concurrently.
+            own_connection = Connection(self._connection.uri)
             try:
-                _press(own, instance, compute)
-                asking.set_result(None)
-            except Exception as error:  # whatever it is, it belongs to whoever waits for the result
-                asking.set_exception(error)
+                _press(own_connection, instance, compute)
+                result.set_result(None)
+            except Exception as error:  # delivered to the caller by result.result()
+                result.set_exception(error)
             finally:
-                own.close()
+                own_connection.close()
 
-        # If it does not end before, it ends with that QEMU, which is switched off when its time is up.
+        # A thread that blocks ends with its QEMU, which is forced off when the shutdown times out.
         threading.Thread(target=ask, name='libvirt-ask', daemon=True).start()
         try:
-            asking.result(ASK_DEADLINE)
+            result.result(ASK_DEADLINE)
         except TimeoutError:
-            self.is_running(instance)  # Unreachable if it is not QEMU that does not answer
+            self.is_running(instance)  # raises Unreachable if libvirtd does not answer, either
 
     def end(self, instance: str, compute: str, undefine: bool) -> None:
-        """End our domain and wait until it is off; with `undefine` remove its definition, and wait until it is gone.
+        """Force our domain off and wait until it is off; with `undefine`, until it is gone.
 
-        One of this name or uuid that somebody else made is then left alone: nothing of ours is in it (rule 9).
+        Raises Conflict if the domain belongs to another compute or was not created by ecompute. With `undefine` the
+        latter is left alone instead: it contains nothing of ours (rule 9). Raises EcompError after
+        DESTROY_TIMEOUT_SECONDS.
         """
-        last, strangers = 'no error', set[str]()
+        failure, foreign = 'no error', set[str]()
         for _ in _until(time.monotonic() + DESTROY_DEADLINE):
             with self._connection.use(f'destroying domain {instance}') as connection:
                 for domain in _named(connection, instance):
                     try:
                         if not _check_ours(domain, instance, compute, or_stranger=undefine):
-                            strangers.add(domain.UUIDString())
+                            foreign.add(domain.UUIDString())
                             continue
-                        # First destroy: undefine would make a running domain transient, and leave it running.
+                        # Destroy first: undefining makes a running domain transient and leaves it running.
                         if domain.isActive():
                             domain.destroy()
                         failpoint('domain-destroyed')
@@ -257,14 +261,14 @@ class Domains:
                     except libvirt.libvirtError as error:
                         if is_broken(error) or error.get_error_code() not in READ_AGAIN:
                             raise
-                        last = reason(error)
-                left = [each for each in _named(connection, instance) if each.UUIDString() not in strangers]
-                if not any(undefine or _runs(domain) for domain in left):
+                        failure = reason(error)
+                remaining = [other for other in _named(connection, instance) if other.UUIDString() not in foreign]
+                if not any(undefine or _runs(domain) for domain in remaining):
                     return
-        raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {last}')
+        raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {failure}')
 
     def interfaces(self, instance: str) -> Mapping[str, xml.Plug]:
-        """{MAC: what it is plugged into} of our domain's interfaces, in order; empty if there is no domain."""
+        """Return {MAC: InterfaceLink} of our domain's interfaces, in order; {} without a domain."""
         use = self._connection.use(f'asking for the interfaces of {instance}')
         with use as connection, Ignored(libvirt.VIR_ERR_NO_DOMAIN):
             return xml.interfaces(connection.lookupByUUIDString(instance).XMLDesc())
@@ -272,17 +276,17 @@ class Domains:
 
 
 def _named(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:
-    """The domains with this uuid or this name: none, one, or two different ones."""
-    found: dict[str, libvirt.virDomain] = {}
+    """Return the domains with this uuid or this name: none, one, or two different ones."""
+    domains_by_uuid: dict[str, libvirt.virDomain] = {}
     for lookup in (connection.lookupByUUIDString, connection.lookupByName):
         with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
             domain = lookup(instance)
-            found[domain.UUIDString()] = domain
-    return list(found.values())
+            domains_by_uuid[domain.UUIDString()] = domain
+    return list(domains_by_uuid.values())
 
 
 def _runs(domain: libvirt.virDomain) -> bool:
-    """Whether it does; what was made without a definition is gone once it does not."""
+    """Return whether the domain runs; a transient one no longer exists when it does not."""
     with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
         return bool(domain.isActive())
     return False
@@ -292,10 +296,10 @@ def _press(connection: Connection, instance: str, compute: str) -> None:
     with connection.use(f'shutting domain {instance} down') as opened:
         for domain in _named(opened, instance):
             _check_ours(domain, instance, compute)
-            # A QEMU that ends at that very moment does not answer; one that goes on is asked again.
+            # A QEMU that is just ending does not answer; one that keeps running is asked again.
             with Ignored(*READ_AGAIN):
                 if domain.isActive():
-                    # Not by way of its agent, which libvirt would try first, and wait for.
+                    # By default libvirt would try the guest agent first, and wait for it.
                     domain.shutdownFlags(libvirt.VIR_DOMAIN_SHUTDOWN_ACPI_POWER_BTN)
 
 
@@ -306,17 +310,20 @@ def _mark(domain: libvirt.virDomain) -> xml.Mark | None:
 
 
 def _disks(domain: libvirt.virDomain) -> Set[str]:
-    """The files that it has for disks, now or at its next start."""
+    """Return the domain's disk files, now or at its next start."""
     return {disk for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE) for disk in xml.disks(domain.XMLDesc(flags))}
 
 
 def _is_ours(mark: xml.Mark | None, domain: libvirt.virDomain, instance: str) -> bool:
-    """Whether some ecompute made it for this instance; `mark` is the domain's."""
+    """Return whether any ecompute created the domain for this instance; `mark` is the domain's."""
     return mark is not None and mark.instance == instance and domain.UUIDString() == instance
 
 
 def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, or_stranger: bool = False) -> bool:
-    """Conflict if it is another compute's, or somebody else's; with `or_stranger` False for somebody else's."""
+    """Return True if the domain is this compute's, else raise Conflict.
+
+    With `allow_foreign`, return False for a domain that ecompute did not create.
+    """
     mark = _mark(domain)
     if mark is None or not _is_ours(mark, domain, instance):
         if or_stranger:
@@ -330,7 +337,7 @@ def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, or_stran
 
 def _trouble(state: int, why: int) -> str:
     # https://libvirt.org/html/libvirt-libvirt-domain.html#virDomainState and the reasons below it
-    # One that could not be started (SHUTOFF_FAILED) has not crashed: why is what its start said.
+    # A domain that failed to start (SHUTOFF_FAILED) has not crashed: its start raised the reason.
     if state == libvirt.VIR_DOMAIN_CRASHED or (
         state == libvirt.VIR_DOMAIN_SHUTOFF and why == libvirt.VIR_DOMAIN_SHUTOFF_CRASHED
     ):
@@ -350,7 +357,7 @@ def _undefine(domain: libvirt.virDomain) -> None:
 
 
 def _until(deadline: float) -> Iterator[None]:
-    """Turns of a loop, at once and then ever further apart, until time.monotonic() has passed the deadline."""
+    """Yield immediately, then after growing delays, until time.monotonic() passes `deadline`."""
     delay = RETRY_FIRST
     yield
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The Hypervisor of `ecompute --fake`: guests are pretended, kept in memory, or in a file to outlive the process."""
+"""The Hypervisor of `ecompute --fake`: its guests are entries in memory, or in a file to outlive the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar('T')
 
 
 class FakeHypervisor:
-    """Guests that are only pretended. `state` is the directory they are kept in, None for this process's memory."""
+    """Fake guests, kept in the directory `state`, or in memory if `state` is None."""
 
     def __init__(self, state: Path | None = None) -> None:
         self._state = state
@@ -32,12 +32,14 @@ class FakeHypervisor:
         if (state := self._state) is None:
             return
         state.mkdir(parents=True, exist_ok=True)
-        kept = state / 'fake-reserved.json'
-        reserved = _read(kept, lambda data: {mac: ReservedAddress(*each) for mac, each in data.items()})
+        reserved_path = state / 'fake-reserved.json'
+        reservations = _read(reserved_path, lambda data: {mac: ReservedAddress(*row) for mac, row in data.items()})
         seeds = _read(state / 'fake-seeds.json', lambda data: frozenset(map(str, data)))
-        guests = _read(state / 'fake.json', lambda data: {each.instance: each for each in (Guest(**it) for it in data)})
+        guests = _read(
+            state / 'fake.json', lambda data: {guest.instance: guest for guest in (Guest(**row) for row in data)}
+        )
         with self._lock:
-            self._reserved, self._seeds, self._guests = reserved or {}, seeds or frozenset(), guests or {}
+            self._reserved, self._seeds, self._guests = reservations or {}, seeds or frozenset(), guests or {}
 
     def virt_type(self, wanted: str) -> str:
         if wanted == 'kvm':
@@ -117,7 +119,7 @@ class FakeHypervisor:
         self._changed(f'fake: domain {instance} started')
 
     def shutdown(self, instance: str, compute: str) -> None:
-        """Switch the guest off: a pretended one takes no time for it."""
+        """Switch the guest off immediately: the fake has no guest that could do it."""
         self.switch_off(instance, compute)
 
     def switch_off(self, instance: str, compute: str) -> None:
@@ -142,12 +144,12 @@ class FakeHypervisor:
         return None
 
     def reserve(self, instance: str, mac: str, _network: str, _wanted: str | None = None) -> str | None:
-        """An address in 10.0.0.0/8, for one MAC always the same."""
+        """Return an address in 10.0.0.0/8 that depends on the MAC alone."""
         digest = hashlib.sha256(mac.encode()).digest()
         address = f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'
         with self._lock:
-            if (other := self._reserved.get(mac)) is not None and other.instance != instance:
-                raise same_mac(mac, other.instance)
+            if (holder := self._reserved.get(mac)) is not None and holder.instance != instance:
+                raise same_mac(mac, holder.instance)
             self._keep({**self._reserved, mac: ReservedAddress(instance, address)}, 'scheduled')
         return address
 
@@ -157,20 +159,20 @@ class FakeHypervisor:
 
     def release(self, instance: str) -> None:
         with self._lock:
-            kept = {mac: each for mac, each in self._reserved.items() if each.instance != instance}
-            if kept != self._reserved:
-                self._keep(kept)
+            remaining = {mac: held for mac, held in self._reserved.items() if held.instance != instance}
+            if remaining != self._reserved:
+                self._keep(remaining)
 
     def addresses(self, instance: str) -> Mapping[str, Address]:
-        """What is reserved for a guest that runs: a pretended one has it without asking."""
+        """Return the reserved addresses of a running guest."""
         with self._lock:
             if instance not in self._guests or not self._guests[instance].running:
                 return {}
-            reserved = self._reserved.items()
-        return {mac: Address(each.address, 'lease') for mac, each in reserved if each.instance == instance}
+            reservations = self._reserved.items()
+        return {mac: Address(held.address, 'lease') for mac, held in reservations if held.instance == instance}
 
     def plug_in(self) -> None:
-        """Do nothing: no guest has an interface."""
+        """Do nothing: fake guests have no interfaces."""
 
     def on_change(self, notify: Callable[[str], None], _look: Callable[[str], None] | None = None) -> None:
         self._notify = notify
@@ -188,7 +190,7 @@ class FakeHypervisor:
         return guest
 
     def _put(self, guest: Guest, stage: str | None = None) -> None:
-        """Keep what there is of a guest; drop one of which there is nothing."""
+        """Store the guest; drop it if it has neither domain nor disk."""
         guests = {**self._guests, guest.instance: guest}
         if guest == _nothing(guest.instance):
             del guests[guest.instance]
@@ -206,19 +208,19 @@ class FakeHypervisor:
             self._seeds = seeds
 
     def _write(self, which: str, content: object, stage: str | None) -> None:
-        """Write a file whole or not at all: but for a power cut, which no pretended guest outlives.
+        """Write a file atomically, but not durably: no fake guest outlives a power cut.
 
-        On a full disk BuildFailed in this `stage` of a build, None for EcompError.
+        Raises BuildFailed in this `stage` of a build if the file system fails, or EcompError if `stage` is None.
         """
         if self._state is None:
             return
         path = self._state / f'fake{which}.json'
-        new = path.with_suffix('.new')
+        temporary = path.with_suffix('.new')
         try:
-            new.write_text(json.dumps(content))
-            new.rename(path)
+            temporary.write_text(json.dumps(content))
+            temporary.rename(path)
         except OSError as error:
-            new.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             reason = f'{path}: {error.strerror}'
             raise BuildFailed(stage, reason) if stage else EcompError(reason) from error
 
@@ -228,7 +230,7 @@ class FakeHypervisor:
 
 
 def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
-    """What an earlier process wrote to the file; None if it is missing. EcompError if `parse` cannot read it."""
+    """Return what an earlier process wrote, None if there is no file; EcompError if malformed."""
     try:
         return parse(json.loads(path.read_text()))
     except FileNotFoundError:
