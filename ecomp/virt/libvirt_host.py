@@ -1,8 +1,7 @@
-"""The Hypervisor that is real: this host's libvirt. Each process makes its own; threads may share one.
+"""The Hypervisor of this host's libvirt. Each process creates its own; threads may share it.
 
-Beside it are what libvirt and the networks of this host are like, for `ecompute --check` (nothing is made, started or
-defined), the network filters that say what a guest may send, and what it is kept from, and what the user QEMU runs as
-can get at: directories above the disks (libvirt gives it the disks alone), and KVM.
+Also here: a read-only probe of libvirt and the networks for `ecompute --check`, the network filters for guests, and
+what QEMU's user may access: the directories above the disks (libvirt grants it only the disks themselves) and KVM.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from ecomp.virt.xml import Service
 
 
 def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///system') -> health.Libvirt:
-    """What there is. Errors: Unreachable where libvirt does not answer, EcompError."""
+    """Return what libvirt offers on this host; Unreachable if it does not answer, EcompError."""
     with closing(Connection(uri)) as connection:
-        with connection.use('asking for its version') as open_one:
-            version, capabilities = open_one.getLibVersion(), xml.capabilities(open_one.getCapabilities())
+        with connection.use('asking for its version') as opened:
+            version, capabilities = opened.getLibVersion(), xml.capabilities(opened.getCapabilities())
         qemu = user(capabilities.qemu_uid, capabilities.qemu_gid)
-        states = {each: Networks(connection).state(each) for each in attachments}
+        states = {attachment: Networks(connection).state(attachment) for attachment in attachments}
         filters = Filters(connection, ()).missing()
-        unfit = [Networks(connection).explain_unfit(each, not filters) for each in attachments]
+        unfit = [Networks(connection).explain_unfit(attachment, not filters) for attachment in attachments]
         closed = blocked(state.absolute() / 'images', qemu)
         return health.Libvirt(
             version=version,
@@ -56,23 +55,25 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
             blocked='' if closed is None else str(closed),
             pool=_others_pool(connection, state.absolute() / 'images'),
             networks=states,
-            has_bridge=any(_has_bridge(connection, each) for each, found in states.items() if found != MISSING),
+            has_bridge=any(
+                _has_bridge(connection, attachment) for attachment, condition in states.items() if condition != MISSING
+            ),
             filters=filters,
-            unfit=tuple(why for each in unfit for why in each if why),
+            unfit=tuple(why for reasons in unfit for why in reasons if why),
             computes=Domains(connection).computes(),
         )
 
 
 def _has_bridge(connection: Connection, attachment: Attachment) -> bool:
-    with suppress(EcompError):  # one without a bridge
+    with suppress(EcompError):  # a network without a bridge
         return attachment.kind == 'network' and Networks(connection).own_bridge(attachment.name) is not None
     return False
 
 
 def _others_pool(connection: Connection, directory: Path) -> str:
-    with connection.use(f'looking for the storage pool {POOL}') as open_one:
-        targets = [xml.pool_target(each.XMLDesc()) for each in open_one.listAllStoragePools() if each.name() == POOL]
-    return next((str(each) for each in targets if os.path.realpath(each) != os.path.realpath(directory)), '')
+    with connection.use(f'looking for the storage pool {POOL}') as opened:
+        targets = [xml.pool_target(pool.XMLDesc()) for pool in opened.listAllStoragePools() if pool.name() == POOL]
+    return next((str(target) for target in targets if os.path.realpath(target) != os.path.realpath(directory)), '')
 
 
 log = logging.getLogger(__name__)
@@ -88,13 +89,12 @@ NO_FILTERS_NOW = (
 
 
 class Libvirt:
-    """Guests on libvirt at `uri`, disks in `state`/images (the pool `ecompute`), NoCloud disks in `state`/seeds,
-    consoles in `state`/console.
+    """Guests on libvirt at `uri`, with all files below the directory `state`.
 
-    `attachments` are the networks that prepare() starts; a guest's own are in its spec. `control` is host and port of
-    etcd and of placement, which no guest reaches. `filters`: this host had filters when prepare() looked, in whichever
-    process that was, and no guest is made without. `hold_addresses`: on bridges their guests have the addresses alone
-    that DHCP gives them.
+    Overlays are in images/ (the pool `ecompute`), seeds in seeds/, consoles in console/. prepare() starts
+    `attachments`; a guest's own networks are in its spec. Guests cannot reach `control_endpoints`, host and port of
+    etcd and of placement. With `has_filters` (prepare() found filters to work, in any process) no guest is started
+    without them. With `hold_addresses` guests on bridges are restricted to the address that DHCP gives them.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Libvirt:
         self._is_probed = False
         self._unplugged: dict[str, str] = {}
         self._watching = ExitStack()
-        # What one part does by itself.
+        # Operations that one part implements alone.
         self.shutdown, self.without_base = self._domains.shutdown, self._volumes.without_base
         self.switch_off = partial(self._domains.end, undefine=False)
         self.destroy = partial(self._domains.end, undefine=True)
@@ -128,34 +128,34 @@ class Libvirt:
         self.seeds = self._seeds.present
 
     def check(self) -> None:
-        """Raise what prepare() would of this host as it is; nothing is changed."""
-        began, is_first, self._is_probed = time.monotonic(), not self._is_probed, True
-        if is_first:  # libvirt probes every QEMU there is for who asks first
+        """Raise the error that prepare() would raise on this host; change nothing."""
+        started_at, is_first, self._is_probed = time.monotonic(), not self._is_probed, True
+        if is_first:  # libvirt probes every installed QEMU for its first client
             log.info('libvirt is asked what QEMU can do here: seconds at first, up to a minute of a busy machine')
         qemu = self._qemu()
         if is_first:
-            log.info('libvirt has said so, after %.1f s', time.monotonic() - began)
+            log.info('libvirt has said so, after %.1f s', time.monotonic() - started_at)
         check_reachable(self._volumes.directory, qemu)
         has_filters = not self._filters.missing()
         for number, attachment in enumerate(self._attachments):
             self._networks.check(attachment)
             unmade, unaddressed = self._networks.explain_unfit(attachment, has_filters)
-            # Nobody waits for an address on any but the first.
+            # Only the first interface's address is waited for.
             if unmade or (unaddressed and number == 0):
                 raise UsageError(unmade or unaddressed)
         self._volumes.check()
 
     def prepare(self) -> None:
         self.check()
-        entered = dict.fromkeys((self._state, self._volumes.directory, self._seeds.directory), 0o711)
-        for directory, mode in {**entered, self._consoles: 0o700}.items():
+        directory_modes = dict.fromkeys((self._state, self._volumes.directory, self._seeds.directory), 0o711)
+        for directory, mode in {**directory_modes, self._consoles: 0o700}.items():
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 directory.chmod(mode)
             except OSError as error:
                 raise UsageError(f'{directory} cannot be made or opened up: {error.strerror} (see `state:`)') from error
         qemu = self._qemu()
-        check_reachable(self._volumes.directory, qemu)  # again: what was just made may have an ACL of its own
+        check_reachable(self._volumes.directory, qemu)  # again: a new directory may have a default ACL
         if is_kvm_closed(qemu):
             log.warning('%s %s', KVM, UNUSABLE_KVM.format(name=qemu.name))
         for attachment in self._attachments:
@@ -165,7 +165,7 @@ class Libvirt:
         self.filters = not why
         if why:
             log.warning(NO_FILTERS.format(why=why))
-        # What libvirt probes of QEMU for this takes seconds once: here, and not in the first guest's start.
+        # libvirt's first probe of QEMU takes seconds: do it here, not when the first guest starts.
         with self._connection.use('probing QEMU') as connection:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.virt_type('auto'))
 
@@ -175,31 +175,31 @@ class Libvirt:
         return choose_virt_type(wanted, explain_no_kvm(qemu, capabilities.domain_types))
 
     def cpu_features(self, virt_type: str) -> Set[str]:
-        asked = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
+        target = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
         try:
             with self._connection.use('asking what guests can do') as connection:
-                cpu = xml.guest_cpu(connection.getDomainCapabilities(None, *asked))
+                cpu = xml.guest_cpu(connection.getDomainCapabilities(None, *target))
                 if cpu is None:
                     return frozenset()
                 expand = libvirt.VIR_CONNECT_BASELINE_CPU_EXPAND_FEATURES
-                model = connection.baselineHypervisorCPU(None, *asked, [xml.cpu_xml(cpu.model)], expand)
+                expanded = connection.baselineHypervisorCPU(None, *target, [xml.cpu_xml(cpu.model)], expand)
         except Unreachable:
             raise
         except EcompError as error:
             log.warning('no traits of the processor: %s', error)
             return frozenset()
-        return (xml.cpu_features(model) | cpu.more) - cpu.fewer
+        return (xml.cpu_features(expanded) | cpu.more) - cpu.fewer
 
     def image_directory(self) -> Path | None:
         return self._volumes.directory
 
     def guests(self) -> Mapping[str, Guest]:
-        # Disks first: a guest removed between the two questions is then seen with too much, not with too little.
+        # List disks first: a guest removed in between then seems to have a disk, not to lack one.
         disks = self._volumes.present()
-        guests = {each: Guest(each, None, defined=False, running=False, disk=True) for each in disks}
-        for instance, found in self._domains.ours().items():
-            size = {**found.size, 'DISK_GB': self._volumes.measure_disk_gb(instance)}
-            guest = replace(found, disk=instance in disks, size=size)
+        guests = {uuid: Guest(uuid, None, defined=False, running=False, disk=True) for uuid in disks}
+        for instance, guest_domain in self._domains.ours().items():
+            size = {**guest_domain.size, 'DISK_GB': self._volumes.measure_disk_gb(instance)}
+            guest = replace(guest_domain, disk=instance in disks, size=size)
             guests[instance] = guest.with_trouble(self._unplugged.get(instance, ''))
         return guests
 
@@ -211,7 +211,7 @@ class Libvirt:
         return self._domains.users(str(self._volumes.path(instance)))
 
     def create_disk(self, spec: GuestSpec) -> None:
-        # Without a disk no domain runs on it, and libvirt need not be asked.
+        # Without a disk no domain runs on it, so the query to libvirt is skipped.
         if self._volumes.path(spec.instance).exists() and self._domains.is_running(spec.instance):
             raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
         self._volumes.create(spec)
@@ -229,7 +229,7 @@ class Libvirt:
     def start(self, spec: GuestSpec) -> None:
         seed = str(self._seeds.path(spec.instance)) if spec.seed is not None else None
         disk, console = self._volumes.path(spec.instance), self.console(spec.instance)
-        # Asked each time: somebody may have removed the filters, or installed what was missing.
+        # Prepared each time: filters may have been removed, or missing packages installed.
         why = self._filters.prepare()
         if why and self.filters:
             raise Unreachable(NO_FILTERS_NOW.format(why=why), "libvirt's network filters")
@@ -250,10 +250,10 @@ class Libvirt:
         self._domains.resume(instance, compute)
 
     def delete_disk(self, instance: str) -> None:
-        self._domains.check_free(instance, [str(each.path(instance)) for each in (self._volumes, self._seeds)])
-        self._seeds.delete(instance)  # first: by its overlay an instance is known to be here
+        self._domains.check_free(instance, [str(files.path(instance)) for files in (self._volumes, self._seeds)])
+        self._seeds.delete(instance)  # first: the overlay shows that the instance exists here
         self._volumes.delete(instance)
-        # virtlogd begins a new file now and then: the ones before are .log.0 and so on.
+        # virtlogd rotates the log: older files are .log.0 and so on.
         for path in self._consoles.glob(f'{instance}.log*'):
             path.unlink(missing_ok=True)
 
@@ -263,33 +263,33 @@ class Libvirt:
 
     def addresses(self, instance: str) -> Mapping[str, Address]:
         interfaces = self._domains.interfaces(instance)
-        found: dict[str, Address] = {}
-        for network in {each.attachment.name for each in interfaces.values() if each.attachment.kind == 'network'}:
-            found |= self._networks.leases(network, interfaces)
-        # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
-        for source, ask in (('arp', networks.neighbours), ('agent', partial(self._agents.addresses, instance))):
-            left = {mac: plug.bridge for mac, plug in interfaces.items() if mac not in found}
-            for mac, address in (ask(left) if left else {}).items():
-                # dnsmasq puts what it only offers into the table, and an agent may say what it likes: the lease counts.
+        known_addresses: dict[str, Address] = {}
+        for network in {link.attachment.name for link in interfaces.values() if link.attachment.kind == 'network'}:
+            known_addresses |= self._networks.leases(network, interfaces)
+        # On a bridge another DHCP server assigns the address: the host sees it when the guest talks to it.
+        for source, find in (('arp', networks.neighbours), ('agent', partial(self._agents.addresses, instance))):
+            missing = {mac: port.bridge for mac, port in interfaces.items() if mac not in known_addresses}
+            for mac, address in (find(missing) if missing else {}).items():
+                # dnsmasq adds mere offers to the ARP table, and an agent may report anything: only the lease counts.
                 kind, name = interfaces[mac].attachment
                 if kind != 'network' or not self._networks.gives(name, address):
-                    found[mac] = Address(address, source)
-        return found
+                    known_addresses[mac] = Address(address, source)
+        return known_addresses
 
     def plug_in(self) -> None:
-        loose, unplugged = networks.find_loose_taps(), dict[str, str]()
-        for instance in self._domains.ours() if loose else ():
-            for plug in self._domains.interfaces(instance).values():
-                # Asked again: libvirt answers for a guest that is starting once its tap is on its bridge.
-                if plug.tap not in loose & networks.find_loose_taps():
+        loose_taps, unplugged = networks.find_loose_taps(), dict[str, str]()
+        for instance in self._domains.ours() if loose_taps else ():
+            for link in self._domains.interfaces(instance).values():
+                # List them again: libvirt describes a starting guest only after its tap is on its bridge.
+                if link.tap not in loose_taps & networks.find_loose_taps():
                     continue
-                kind, name = plug.attachment
+                kind, name = link.attachment
                 try:
-                    bridge = (self._networks.own_bridge(name) if kind == 'network' else None) or plug.bridge
-                    networks.plug_tap(plug.tap, bridge, plug.isolated)
-                    log.warning('instance %s: %s was on no bridge, plugged it into %s', instance, plug.tap, bridge)
+                    bridge = (self._networks.own_bridge(name) if kind == 'network' else None) or link.bridge
+                    networks.plug_tap(link.tap, bridge, link.isolated)
+                    log.warning('instance %s: %s was on no bridge, plugged it into %s', instance, link.tap, bridge)
                 except EcompError as error:
-                    unplugged[instance] = f'{UNPLUGGED} ({plug.tap}): {error}. Fix: start {kind} {name} again'
+                    unplugged[instance] = f'{UNPLUGGED} ({link.tap}): {error}. Fix: start {kind} {name} again'
         self._unplugged = unplugged
 
     def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
@@ -301,17 +301,17 @@ class Libvirt:
             log.warning('%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES, error)
 
     def metadata_address_present(self) -> bool:
-        """Whether the network's bridge has 169.254.169.254."""
+        """Return whether our bridge has 169.254.169.254. Raises EcompError."""
         bridge = self.bridge_name()
         return bridge is not None and networks.has_metadata_address(bridge)
 
     def set_metadata_address(self, present: bool) -> None:
-        """Put 169.254.169.254 on the network's bridge, or take it off, for the process that put it there."""
+        """Add 169.254.169.254 to our bridge, or remove it; no-op without one. Raises EcompError."""
         if (bridge := self.bridge_name()) is not None:
             networks.set_metadata_address(bridge, present)
 
     def bridge_name(self) -> str | None:
-        """The first bridge that libvirt made for one of the networks, None for none: metadata is not for LANs."""
+        """Return the first bridge libvirt created for our networks, or None: LANs get no metadata."""
         names = (name for kind, name in self._attachments if kind == 'network')
         return next(filter(None, map(self._networks.own_bridge, names)), None)
 
@@ -328,7 +328,7 @@ class Libvirt:
         return self._consoles / f'{instance}.log'
 
     def _qemu(self) -> User:
-        """Who QEMU runs as. UsageError where libvirt knows none."""
+        """Return QEMU's user. Raises UsageError if libvirt has no QEMU."""
         capabilities = self._capabilities()
         if 'qemu' not in capabilities.domain_types:
             raise UsageError(
@@ -342,7 +342,7 @@ class Libvirt:
 
 
 class Filters:
-    """The filters of one libvirt. `control` is host and port of etcd and of placement. Unreachable, EcompError."""
+    """The network filters of one libvirt. Every method may raise Unreachable or EcompError."""
 
     def __init__(self, connection: Connection, control: Sequence[tuple[str, int]]) -> None:
         self._connection = connection
@@ -350,11 +350,11 @@ class Filters:
         self._found: dict[str, list[IpAddress]] = {}
 
     def prepare(self) -> str:
-        """Define our filters where libvirt does not have them; '', or in words why this host can have none."""
+        """Define our filters if libvirt lacks them; return '' or why this host cannot have any."""
         return self._try('defining network filters', _define_all)
 
     def missing(self) -> str:
-        """What prepare() would say, and nothing is defined."""
+        """Return what prepare() would return, without defining anything."""
         return self._try('looking for network filters', lambda connection: connection.listAllNWFilters())
 
     def _try(self, doing: str, call: Callable[[libvirt.virConnect], object]) -> str:
@@ -364,27 +364,27 @@ class Filters:
             try:
                 call(connection)
             except libvirt.libvirtError as error:
-                # One daemon for all says the first; where each driver has its own, and this one is not there, the
-                # daemon that was asked passes on that it cannot be reached, and lives.
-                missing = error.get_error_code() == libvirt.VIR_ERR_NO_SUPPORT
-                if not missing and not (is_broken(error) and connection.isAlive()):
+                # NO_SUPPORT: libvirtd has no nwfilter driver. With modular daemons and no virtnwfilterd, our daemon
+                # reports a broken connection to it, while our own connection stays alive.
+                is_unsupported = error.get_error_code() == libvirt.VIR_ERR_NO_SUPPORT
+                if not is_unsupported and not (is_broken(error) and connection.isAlive()):
                     raise
                 return reason(error)
         return ''
 
     def services(self) -> list[Service]:
-        """The services no guest may reach: etcd and placement, at each address that their names have now.
+        """Return etcd's and placement's services at each current address of their names.
 
-        A service on this host is listed with all of the host's addresses, for a guest could reach it by any.
-        Unreachable where a name never had an address in this process.
+        A service on this host is listed with all addresses of the host, because a guest could reach it at any. A name
+        that does not resolve now keeps its last addresses; if it never resolved in this process, Unreachable is raised.
         """
-        found: dict[Service, None] = {}
+        services: dict[Service, None] = {}
         for host, port in self._control:
-            there = self._addresses(host)
-            if any(map(is_own, there)):
-                there = networks.own_addresses()
-            found |= {Service(address, port): None for address in there}
-        return list(found)
+            host_addresses = self._addresses(host)
+            if any(map(is_own, host_addresses)):
+                host_addresses = networks.own_addresses()
+            services |= {Service(address, port): None for address in host_addresses}
+        return list(services)
 
     def _addresses(self, host: str) -> list[IpAddress]:
         try:
@@ -402,17 +402,21 @@ def _define_all(connection: libvirt.virConnect) -> None:
         with Ignored(libvirt.VIR_ERR_NO_NWFILTER):
             connection.nwfilterLookupByName(name)
             continue
-        # Another process that does the same at this moment is no trouble: the uuid is the same, too.
+        # Another process may do the same concurrently: harmless, because the uuid is the same.
         connection.nwfilterDefineXML(definition)
 
 
 ACL = 'system.posix_acl_access'
-ACL_USER, ACL_GROUP_OBJ, ACL_GROUP, ACL_MASK = 0x02, 0x04, 0x08, 0x10
-ENTER, READ_WRITE = 0o1, 0o6
+ACL_USER = 0x02
+ACL_GROUP_OBJ = 0x04
+ACL_GROUP = 0x08
+ACL_MASK = 0x10
+ENTER = 0o1
+READ_WRITE = 0o6
 
 CPUINFO = Path('/proc/cpuinfo')
 KVM = Path('/dev/kvm')
-# libvirt then holds its own cache of what QEMU can do for outdated whenever it looks.
+# libvirt then considers its cache of QEMU's capabilities outdated on every use.
 UNUSABLE_KVM = (
     'cannot be opened by {name}: every start of a guest, and this one of ecompute, takes up to a minute longer, while '
     'libvirt probes QEMU again. chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
@@ -421,7 +425,7 @@ UNUSABLE_KVM = (
 
 @dataclass(frozen=True)
 class User:
-    """The user QEMU runs as: its name, its number, and the numbers of all its groups."""
+    """The user QEMU runs as; `groups` are the gids of all its groups."""
 
     name: str
     uid: int
@@ -429,20 +433,20 @@ class User:
 
 
 def user(uid: int, gid: int) -> User:
-    """The user of this host with these numbers."""
+    """Return the user of this host with this uid, as a member of the group `gid`."""
     try:
         entry = pwd.getpwuid(uid)
     except KeyError:
         return User(str(uid), uid, frozenset({gid}))
-    # libvirt's group for QEMU need not be the user's own: it has both.
+    # libvirt may run QEMU in another group than the user's own: it then has both.
     groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
     return User(entry.pw_name, uid, frozenset({*groups, gid}))
 
 
 def check_reachable(directory: Path, qemu: User) -> None:
-    """UsageError, with the command that helps, for the first directory on the way that QEMU cannot enter.
+    """Raise UsageError, with a fix, for the first directory on the way that QEMU cannot enter.
 
-    One that is not there is made by ecompute, so that it can.
+    A missing directory is fine: ecompute creates it so that QEMU can enter it.
     """
     if (step := blocked(directory, qemu)) is not None:
         raise UsageError(
@@ -452,37 +456,37 @@ def check_reachable(directory: Path, qemu: User) -> None:
 
 
 def blocked(directory: Path, qemu: User) -> Path | None:
-    """The first directory that is there on the way, and that QEMU cannot enter."""
+    """Return the first existing directory on the way that QEMU cannot enter, or None."""
     real = directory.resolve()
     steps = (*reversed(real.parents), real)
-    # os.path's is false, and no error, below what we may not enter.
+    # Unlike Path.exists(), this is False below a directory that we may not enter.
     return next((step for step in steps if os.path.exists(step) and not can(ENTER, step, qemu)), None)
 
 
 def can(wanted: int, path: Path, qemu: User) -> bool:
-    """Whether QEMU may use an existing file or directory in the `wanted` way, ENTER or READ_WRITE.
+    """Return whether QEMU has `required_bits` (ENTER or READ_WRITE) on an existing path.
 
-    By that file's own mode and ACL; the directories above it are not looked at.
+    Only its own mode and ACL count, not the directories above it. Raises OSError if it is missing.
     """
     status = path.stat()
     try:
         acl = os.getxattr(path, ACL)
     except OSError:
-        # None set, or a file system without them: the mode alone counts.
+        # No ACL is set, or the file system has none: only the mode counts.
         acl = b''
-    permissions = granted(status.st_mode, status.st_uid, status.st_gid, acl, qemu)
-    return permissions & wanted == wanted
+    granted_bits = granted(status.st_mode, status.st_uid, status.st_gid, acl, qemu)
+    return granted_bits & wanted == wanted
 
 
 def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
-    """The rwx bits a user has on a file with this owner, group, mode and ACL (b'' is none): acl(5)'s algorithm."""
+    """Return a user's rwx bits on a file by the algorithm of acl(5); b'' means no ACL."""
     if qemu.uid == 0:
         return 0o7
     if owner == qemu.uid:
         return mode >> 6 & 0o7
     if not acl:
         return mode >> 3 & 0o7 if group in qemu.groups else mode & 0o7
-    # A version number, then (tag, permissions, id) for each entry.
+    # A version number of 4 bytes, then (tag, permissions, id) for each entry.
     entries = list(struct.iter_unpack('<HHI', acl[4:]))
     mask = next((permissions for tag, permissions, _ in entries if tag == ACL_MASK), 0o7)
     for tag, permissions, number in entries:
@@ -494,20 +498,20 @@ def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
         if (tag == ACL_GROUP and number in qemu.groups) or (tag == ACL_GROUP_OBJ and group in qemu.groups)
     ]
     if by_group:
-        # One entry must grant all that is wanted, says acl(5); we want one bit, or two that are given together.
+        # acl(5): one entry must grant all required bits. We require one, or two that are usually granted together.
         return max(by_group) & mask
     return mode & 0o7
 
 
 def is_kvm_closed(qemu: User) -> bool:
-    """Whether /dev/kvm is there, and QEMU may not open it."""
+    """Return whether /dev/kvm exists and QEMU may not open it."""
     return KVM.exists() and not can(READ_WRITE, KVM, qemu)
 
 
 def explain_no_kvm(qemu: User, domain_types: Collection[str]) -> str:
-    """Why guests cannot have KVM here, in words; '' if they can. libvirt offers `domain_types`.
+    """Return why guests cannot use KVM here, or ''; libvirt offers `domain_types`.
 
-    /dev/kvm alone proves nothing: it may be there where the CPU cannot do it, and a guest then hangs for ever.
+    /dev/kvm alone proves nothing: it may exist although the CPU cannot virtualize, and guests then hang.
     """
     flags = CPUINFO.read_text(errors='replace').split()
     needed = {
@@ -515,11 +519,11 @@ def explain_no_kvm(qemu: User, domain_types: Collection[str]) -> str:
         '/dev/kvm is not there for QEMU to open': KVM.exists() and not is_kvm_closed(qemu),
         'libvirt does not offer it': 'kvm' in domain_types,
     }
-    return '; '.join(what for what, there in needed.items() if not there)
+    return '; '.join(problem for problem, is_met in needed.items() if not is_met)
 
 
 def choose_virt_type(wanted: str, no_kvm: str) -> str:
-    """`kvm` or `qemu` for a `wanted` auto, kvm or qemu. UsageError where kvm is wanted and `no_kvm` says why not."""
+    """Return kvm or qemu for a setting auto, kvm or qemu; UsageError if unknown or unavailable."""
     if wanted == 'qemu' or (wanted == 'auto' and no_kvm):
         return 'qemu'
     if wanted not in ('auto', 'kvm'):
