@@ -1,7 +1,7 @@
-"""What guests are plugged into: that it is there, and to whom it gave which address.
+"""The networks of guests: their existence, DHCP reservations and leases, and this host's addresses and neighbours.
 
-The addresses of this host and of its neighbours are asked of iproute2's `ip`, whose answers are JSON:
-https://man7.org/linux/man-pages/man8/ip.8.html. pyroute2 would do it in this process, and takes 8 MiB of it for good.
+Host data comes from iproute2's `ip`, as JSON: https://man7.org/linux/man-pages/man8/ip.8.html. pyroute2 would do it in
+this process, but would permanently occupy 8 MiB of it.
 """
 
 from __future__ import annotations
@@ -31,72 +31,71 @@ from ecomp.virt.xml import Dhcp, Reservation
 log = logging.getLogger(__name__)
 
 INTERFACES = Path('/sys/class/net')
+# States of a neighbour entry in which its MAC is trusted.
 KNOWN = {'REACHABLE', 'STALE', 'DELAY', 'PROBE', 'PERMANENT'}
-"""States of a neighbour in which the MAC is believed."""
+# Timeout of one `ip`, which only queries the kernel.
 SECONDS = 10
-"""In which it is to answer; it asks the kernel."""
 
 
 def neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
-    """{MAC: IPv4 address} of those of these MACs, each on its bridge, that this host's ARP table has. EcompError.
+    """Return {MAC: IPv4 address} from this host's ARP table for these MACs on their bridges.
 
-    One that has several there has none: any machine may say so of any MAC, and one of them is wrong.
-
-    libvirt 9.0's own look at the table fails ("wrong nlmsg len"), and says so of a guest without an address as well.
+    A MAC with several addresses is left out and logged, because one of these claims is false. Raises EcompError.
+    libvirt 9.0's own query fails ("wrong nlmsg len"), even for a guest without an address.
     """
-    believed = [each for each in _asked('-4', 'neighbour', 'show') if KNOWN & {*each.get('state', ())}]
-    found: dict[str, set[str]] = {}
-    for each in believed:
-        mac, address = each.get('lladdr', ''), each['dst']
-        # What a guest without DHCP gives itself is no address anybody can use.
-        if bridges.get(mac) == each['dev'] and not address.startswith(('169.254.', '0.')):
-            found.setdefault(mac, set()).add(address)
-    for mac, addresses in found.items():
+    entries = [entry for entry in _asked('-4', 'neighbour', 'show') if KNOWN & {*entry.get('state', ())}]
+    addresses_of: dict[str, set[str]] = {}
+    for entry in entries:
+        mac, address = entry.get('lladdr', ''), entry['dst']
+        # An address that a guest without DHCP gives itself is not usable.
+        if bridges.get(mac) == entry['dev'] and not address.startswith(('169.254.', '0.')):
+            addresses_of.setdefault(mac, set()).add(address)
+    for mac, addresses in addresses_of.items():
         if len(addresses) > 1:
             _tell(mac, bridges[mac], ', '.join(sorted(addresses)))
-    return {mac: addresses.pop() for mac, addresses in found.items() if len(addresses) == 1}
+    return {mac: addresses.pop() for mac, addresses in addresses_of.items() if len(addresses) == 1}
 
 
-@lru_cache(maxsize=1024)  # once of each, for it is asked again and again
+@lru_cache(maxsize=1024)  # each warning once: the table is queried again and again
 def _tell(mac: str, bridge: str, addresses: str) -> None:
-    cure = f'`ip neighbour del ADDRESS dev {bridge}` for what is not its own'
-    log.warning('%s has several addresses by ARP on %s, and none is believed: %s; %s', mac, bridge, addresses, cure)
+    fix = f'`ip neighbour del ADDRESS dev {bridge}` for what is not its own'
+    log.warning('%s has several addresses by ARP on %s, and none is believed: %s; %s', mac, bridge, addresses, fix)
 
 
 def own_addresses() -> list[IPv4Address | IPv6Address]:
-    """The addresses that this host has now, without its loopback ones. EcompError."""
-    found = {ip_address(each['local']) for each in _addresses()}
-    return sorted((each for each in found if not each.is_loopback), key=str)
+    """Return the host's current addresses without loopback ones. Raises EcompError."""
+    own = {ip_address(entry['local']) for entry in _addresses()}
+    return sorted((address for address in own if not address.is_loopback), key=str)
 
 
 def find_loose_taps() -> frozenset[str]:
     """Return the names of libvirt's tap devices that are on no bridge."""
-    return frozenset(each.name for each in INTERFACES.glob('vnet*') if not (each / 'master').exists())
+    return frozenset(interface.name for interface in INTERFACES.glob('vnet*') if not (interface / 'master').exists())
 
 
 def plug_tap(tap: str, bridge: str, isolated: bool) -> None:
-    """Put a tap device on a bridge; `isolated` keeps it from the other isolated ones there. EcompError."""
+    """Connect a tap device to a bridge; `isolated` ports cannot reach each other. EcompError."""
     _run('link', 'set', 'dev', tap, 'master', bridge)
     if isolated:
         _run('link', 'set', 'dev', tap, 'type', 'bridge_slave', 'isolated', 'on')
 
 
 def has_metadata_address(bridge: str) -> bool:
-    """Whether the bridge itself carries 169.254.169.254. EcompError."""
-    return any(each['local'] == METADATA_ADDRESS for each in _addresses(bridge))
+    """Return whether the bridge itself has 169.254.169.254. Raises EcompError."""
+    return any(entry['local'] == METADATA_ADDRESS for entry in _addresses(bridge))
 
 
 def set_metadata_address(bridge: str, present: bool) -> None:
-    """Put 169.254.169.254/32 on the bridge, or take it off, if it is not so already. A missing bridge has it not.
+    """Add 169.254.169.254/32 to the bridge or remove it; no-op if that is done already.
 
-    On the network's own bridge and nowhere else: its guests can then ask no other machine. EcompError.
+    Only the network's own bridge has it, so that its guests cannot ask another machine. Raises EcompError.
     """
     if has_metadata_address(bridge) == present:
         return
-    if all(each['ifname'] != bridge for each in _asked('address', 'show')):
+    if all(interface['ifname'] != bridge for interface in _asked('address', 'show')):
         raise EcompError(f'the bridge {bridge} is not there: is the network started?')
     try:
-        # Not add: mdserver's unit may put it there at this moment.
+        # Not `add`, which fails if mdserver's unit adds it concurrently.
         _run('address', 'replace' if present else 'del', f'{METADATA_ADDRESS}/32', 'dev', bridge)
     except EcompError as error:
         verb = 'put on' if present else 'taken off'
@@ -104,23 +103,23 @@ def set_metadata_address(bridge: str, present: bool) -> None:
 
 
 def _addresses(interface: str | None = None) -> list[dict[str, Any]]:
-    """The entries of all interfaces, or of this one; none where it is not there."""
-    found = [each for each in _asked('address', 'show') if interface in (None, each['ifname'])]
-    return [entry for each in found for entry in each['addr_info'] if 'local' in entry]
+    """Return the address entries of all interfaces, or of this one; [] if it is missing."""
+    links = [link for link in _asked('address', 'show') if interface in (None, link['ifname'])]
+    return [entry for link in links for entry in link['addr_info'] if 'local' in entry]
 
 
 def _asked(*words: str) -> list[dict[str, Any]]:
-    # A namespace without any answers with nothing at all, and an interface that has just gone with an empty object.
-    return [each for each in json.loads(_run('-json', *words) or '[]') if each]
+    # `ip` prints nothing if a namespace has no entries, and {} for an interface that was just removed.
+    return [entry for entry in json.loads(_run('-json', *words) or '[]') if entry]
 
 
 def _run(*words: str) -> str:
-    """What `ip` prints. EcompError in its own words."""
+    """Return what `ip` prints. Raises EcompError with its message."""
     program = shutil.which('ip', path=search_path())
     if program is None:
         raise EcompError('the program `ip` is not there: install iproute2')
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             (program, *words),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -135,89 +134,92 @@ def _run(*words: str) -> str:
         raise EcompError(f'`{program}` cannot be started: {error.strerror}') from error
     except subprocess.CalledProcessError as error:
         raise EcompError(' '.join(error.stderr.split()) or f'`ip {" ".join(words)}` failed') from error
-    return done.stdout
+    return process.stdout
 
 
+# The stage at which an instance without an address fails: before anything of it is created.
 STAGE = 'scheduled'
-"""The stage of an instance that gets no address: nothing of it is made before."""
+# Attempts, when other processes take the chosen address first; then BuildFailed or EcompError.
 TRIES = 20
-"""How often an address is chosen that another process takes at that moment; then BuildFailed."""
 HOST = libvirt.VIR_NETWORK_SECTION_IP_DHCP_HOST
-ADD, DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
-LIVE, CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE, libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
-# "There is one that matches", "there is none that matches": what is there is looked at again.
+ADD = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST
+DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
+LIVE = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE
+CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
+# "A matching entry exists", "no matching entry exists": read the definition again.
 READ_AGAIN = libvirt.VIR_ERR_OPERATION_INVALID
 
 
 class Networks:
-    """The networks of one libvirt. Errors: UsageError, Unreachable, EcompError; BuildFailed from reserve."""
+    """The networks of one libvirt. Every method may raise Unreachable or EcompError."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
-        """Reserve an address for the interface with this MAC: the one it has, else `wanted`, else a free one.
+        """Reserve an address for this MAC: its current one, else `preferred`, else a free one.
 
-        None where libvirt gives out no addresses. Processes and threads may do this at once: libvirt takes no address
-        twice, and who comes second chooses anew.
+        Returns None if libvirt serves no DHCP there. Raises BuildFailed('scheduled', …) if the network is missing, no
+        address is free, or another instance has the MAC. Safe to call concurrently: libvirt rejects a duplicate, and
+        the loser tries again.
         """
         use = self._connection.use(f'reserving an address on network {network}')
         with use as connection, building(STAGE, f'network {network}: '):
-            found = connection.networkLookupByName(network)
+            libvirt_network = connection.networkLookupByName(network)
             for _ in range(TRIES):
-                definitions = _definitions(found)
+                definitions = _definitions(libvirt_network)
                 if not definitions:
                     raise BuildFailed(STAGE, f'network {network} was stopped and is gone')
-                for held in filter(None, (each.of(mac) for each in definitions.values())):
+                for held in filter(None, (dhcp.of(mac) for dhcp in definitions.values())):
                     if held.name != instance and _is_ours(held):
                         raise same_mac(mac, held.name)
-                first = definitions[min(definitions)]
-                if not first.ranges or not first.served:
+                effective = definitions[min(definitions)]
+                if not effective.ranges or not effective.served:
                     return None
-                address = _chosen(found, definitions, mac, wanted)
+                address = _chosen(libvirt_network, definitions, mac, wanted)
                 if address is None:
-                    raise BuildFailed(STAGE, f'network {network} has no free address: {_words(first)}')
-                for held in (each for definition in definitions.values() for each in definition.reservations):
-                    # libvirt takes no name twice: changed by hand, or of when `networks:` had another order.
+                    raise BuildFailed(STAGE, f'network {network} has no free address: {_words(effective)}')
+                for held in (entry for definition in definitions.values() for entry in definition.reservations):
+                    # libvirt rejects a second entry of one name. This one was edited, or `networks:` was reordered.
                     if held.name == instance and held.mac != mac:
-                        entry = f'network {network} has {held.mac} under its name, and not its own {mac}'
-                        words = f'delete ip-dhcp-host "<host mac=\'{held.mac}\'/>" --live --config'
-                        raise BuildFailed(STAGE, f'{entry}. Fix: virsh net-update {network} {words}')
-                if _written(found, definitions, Reservation(mac, address, instance)):
+                        problem = f'network {network} has {held.mac} under its name, and not its own {mac}'
+                        command = f'delete ip-dhcp-host "<host mac=\'{held.mac}\'/>" --live --config'
+                        raise BuildFailed(STAGE, f'{problem}. Fix: virsh net-update {network} {command}')
+                if _written(libvirt_network, definitions, Reservation(mac, address, instance)):
                     return address
         raise BuildFailed(STAGE, f'network {network}: each of {TRIES} addresses was taken by somebody else meanwhile')
 
     def reservations(self) -> Mapping[str, ReservedAddress]:
-        """What is reserved for instances, {MAC: ReservedAddress}."""
-        found: dict[str, ReservedAddress] = {}
+        """Return {MAC: ReservedAddress} of the reservations for instances."""
+        reserved: dict[str, ReservedAddress] = {}
         with self._connection.use('listing DHCP reservations') as connection:
             for _, definitions in _networks(connection):
-                for _, definition in sorted(definitions.items(), reverse=True):  # what is running counts
-                    for each in definition.reservations:
-                        if _is_ours(each):
-                            found[each.mac] = ReservedAddress(each.name, each.address)
-        return found
+                for _, definition in sorted(definitions.items(), reverse=True):  # the running definition wins
+                    for held in definition.reservations:
+                        if _is_ours(held):
+                            reserved[held.mac] = ReservedAddress(held.name, held.address)
+        return reserved
 
     def release(self, instance: str) -> None:
-        """Remove every reservation of the instance, on any network."""
+        """Remove all the instance's reservations; EcompError if they keep changing concurrently."""
         macs = frozenset(all_macs(instance))
         for _ in range(TRIES):
             with self._connection.use(f'releasing the addresses of {instance}') as connection:
-                left = False
+                is_incomplete = False
                 for network, definitions in _networks(connection):
                     held: dict[Reservation, int] = {}
                     for flag, definition in definitions.items():
-                        for each in definition.reservations:
-                            if each.mac in macs and each.name == instance:
-                                held[each] = held.get(each, 0) | flag
-                    for each, flags in held.items():
-                        left = not _update(network, DELETE, each, flags) or left
-                if not left:
+                        for reservation in definition.reservations:
+                            if reservation.mac in macs and reservation.name == instance:
+                                held[reservation] = held.get(reservation, 0) | flag
+                    for reservation, flags in held.items():
+                        is_incomplete = not _update(network, DELETE, reservation, flags) or is_incomplete
+                if not is_incomplete:
                     return
         raise EcompError(f'the DHCP reservations of {instance} are changed by somebody else all the time')
 
     def state(self, attachment: Attachment) -> str:
-        """Whether guests can be plugged into it now, THERE, or it is OFF (libvirt's network) or MISSING."""
+        """Return THERE if guests can be plugged in, OFF if libvirt's network is off, or MISSING."""
         kind, name = attachment
         if kind == 'bridge':
             return THERE if (INTERFACES / name / 'bridge').is_dir() else MISSING
@@ -227,56 +229,56 @@ class Networks:
         return MISSING
 
     def check(self, attachment: Attachment) -> str:
-        """What state() says, but UsageError for MISSING."""
+        """Return what read_state() returns, but raise UsageError, with a fix, for MISSING."""
         if (state := self.state(attachment)) != MISSING:
             return state
         kind, name = attachment
         if kind == 'bridge':
             raise UsageError(f'this host has no bridge {name}: make it (see docs/howto/bridge.md) or leave it out')
-        usual = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
-        cure = usual if name == 'default' else 'virsh net-list --all has those there are'
-        raise UsageError(f'libvirt has no network {name!r}: {cure}')
+        define_default = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
+        fix = define_default if name == 'default' else 'virsh net-list --all has those there are'
+        raise UsageError(f'libvirt has no network {name!r}: {fix}')
 
     def prepare(self, attachment: Attachment) -> None:
-        """Start libvirt's network if it is off. UsageError as check() has it."""
+        """Start libvirt's network if it is off. Raises UsageError if it is missing."""
         if self.check(attachment) == OFF:
             with self._connection.use(f'starting the network {attachment.name}') as connection:
                 connection.networkLookupByName(attachment.name).create()
 
     def own_bridge(self, name: str) -> str | None:
-        """The bridge that libvirt made for the network; None if the network uses one made by others."""
+        """Return the bridge that libvirt created for the network, or None if it uses another one."""
         with self._connection.use(f'asking for the bridge of network {name}') as connection:
             network = connection.networkLookupByName(name)
             return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).served else None
 
     def gives(self, name: str, address: str) -> bool:
-        """Whether the network's DHCP may give out the address; False if the network is not there."""
+        """Return whether the network's DHCP may give out the address; False without the network."""
         return self._dhcp(name).may_give(IPv4Address(address))
 
     def answers_anybody(self, name: str) -> bool:
-        """Whether the network's DHCP gives an address to any MAC that asks; False if the network is not there."""
+        """Return whether the network's DHCP serves unknown MACs, too; False without the network."""
         definition = self._dhcp(name)
         return bool(definition.ranges) and definition.served and not definition.known_only
 
     def without_ipv6(self, attachments: Iterable[Attachment]) -> list[Attachment]:
-        """Those that are networks of libvirt's own on which it has no IPv6."""
-        asked = dict.fromkeys(each for each in attachments if each.kind == 'network')
-        return [each for each in asked if not self._dhcp(each.name).ipv6]
+        """Return the attachments that are networks of libvirt's own without IPv6."""
+        networks = dict.fromkeys(attachment for attachment in attachments if attachment.kind == 'network')
+        return [attachment for attachment in networks if not self._dhcp(attachment.name).ipv6]
 
     def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
-        """Return why no guest can be made there, and why none gets an IPv4 address, each with its fix, or ''."""
+        """Return why no guest can be made there and why none gets IPv4, each with its fix, or ''."""
         unmade, unaddressed = self._dhcp(attachment.name).unfit if attachment.kind == 'network' else ('', '')
         return unmade if has_filters else '', unaddressed
 
     def _dhcp(self, name: str) -> Dhcp:
-        """What the network gives out: nothing if it is not there."""
+        """Return the network's DHCP; one without ranges if the network is missing."""
         use = self._connection.use(f'asking for the DHCP of network {name}')
         with use as connection, Ignored(libvirt.VIR_ERR_NO_NETWORK):
             return xml.read_dhcp(connection.networkLookupByName(name).XMLDesc())
         return Dhcp((), frozenset(), (), served=False)
 
     def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
-        """{MAC: the IPv4 address leased to it last} of these MACs; empty if the network is not there, or off."""
+        """Return {MAC: its latest leased IPv4 address}; {} if the network is missing or off."""
         absent = Ignored(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
         with self._connection.use(f'asking for the leases of network {name}') as connection, absent:
             network = connection.networkLookupByName(name)
@@ -290,40 +292,40 @@ def _is_ours(reservation: Reservation) -> bool:
 
 def _networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:
     for network in connection.listAllNetworks():
-        with Ignored(libvirt.VIR_ERR_NO_NETWORK):  # gone between the list and the question
+        with Ignored(libvirt.VIR_ERR_NO_NETWORK):  # removed after it was listed
             yield network, _definitions(network)
 
 
 def _definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
-    """The network's DHCP now, at LIVE, if it runs, and after its next start, at CONFIG, if it is persistent."""
-    found = {}
+    """Return the DHCP at LIVE if the network runs, at CONFIG (its next start) if persistent."""
+    definitions = {}
     if network.isActive():
-        found[LIVE] = xml.read_dhcp(network.XMLDesc())
+        definitions[LIVE] = xml.read_dhcp(network.XMLDesc())
     if network.isPersistent():
-        found[CONFIG] = xml.read_dhcp(network.XMLDesc(libvirt.VIR_NETWORK_XML_INACTIVE))
-    return found
+        definitions[CONFIG] = xml.read_dhcp(network.XMLDesc(libvirt.VIR_NETWORK_XML_INACTIVE))
+    return definitions
 
 
 def _chosen(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: str, wanted: str | None) -> str | None:
-    """The address the MAC has reserved, else the one leased to it, else `wanted`, else a free one; None: all taken."""
+    """Return the MAC's reserved or leased address, else `preferred`, else a free one, or None."""
     for _, definition in sorted(definitions.items()):
         if (held := definition.of(mac)) is not None:
             return held.address
     leases = network.DHCPLeases() if network.isActive() else []
-    of_ipv4 = [each for each in leases if each['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4]
-    leased = {IPv4Address(each['ipaddr']): (each['mac'] or '').lower() for each in of_ipv4}
-    reserved = [each.address for found in definitions.values() for each in found.reservations]
-    taken = {address for each in reserved for address in _parsed(each)}
-    first = definitions[min(definitions)]
-    for address in (*(each for each, whose in leased.items() if whose == mac), *_parsed(wanted)):
-        if address not in taken and leased.get(address, mac) == mac and first.may_give(address):
+    ipv4_leases = [lease for lease in leases if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4]
+    mac_of = {IPv4Address(lease['ipaddr']): (lease['mac'] or '').lower() for lease in ipv4_leases}
+    reserved = [reservation.address for dhcp in definitions.values() for reservation in dhcp.reservations]
+    taken = {address for text in reserved for address in _parsed(text)}
+    effective = definitions[min(definitions)]
+    for address in (*(candidate for candidate, holder in mac_of.items() if holder == mac), *_parsed(wanted)):
+        if address not in taken and mac_of.get(address, mac) == mac and effective.may_give(address):
             return str(address)
-    free = xml.choose_address(first, taken | leased.keys(), mac)
+    free = xml.choose_address(effective, taken | mac_of.keys(), mac)
     return str(free) if free is not None else None
 
 
 def _written(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reservation: Reservation) -> bool:
-    """Write the reservation into each definition that lacks it; False if another process changed one meanwhile."""
+    """Write the reservation where it is missing; False if another process changed a definition."""
     missing = 0
     for flag, definition in definitions.items():
         held = definition.of(reservation.mac)
@@ -352,49 +354,49 @@ def _words(definition: Dhcp) -> str:
     return f'{ranges} are all leased or reserved. Fix: virsh net-edit; its restart cuts guests off for a second'
 
 
+# Here libvirt's helper for dnsmasq rewrites `<bridge>.status` on each lease.
 LEASES = Path('/var/lib/libvirt/dnsmasq')
-"""The directory where libvirt's helper for dnsmasq writes `<bridge>.status`, anew for each lease."""
 
 
 def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: Dhcp) -> dict[str, Address]:
-    """{MAC: IPv4 address} of these MACs, by the lease in virNetworkGetDHCPLeases' answer that expires last."""
-    wanted = set(macs)
+    """Return {MAC: its IPv4 address that expires last} from virNetworkGetDHCPLeases' answer."""
+    wanted_macs = set(macs)
     by_expiry = sorted(leases, key=lambda lease: int(lease['expirytime']))
     return {
         lease['mac'].lower(): Address(lease['ipaddr'], 'lease', _given(lease, network))
         for lease in by_expiry
-        if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4 and lease['mac'] and lease['mac'].lower() in wanted
+        if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4 and lease['mac'] and lease['mac'].lower() in wanted_macs
     }
 
 
 def _given(lease: Mapping[str, Any], network: Dhcp) -> str:
-    """When a lease was given, or given again, by when it expires; '' where that is no time."""
-    lasts = network.lasts(IPv4Address(lease['ipaddr']))
-    with suppress(ValueError, OverflowError, OSError):  # libvirt takes a lease of a million years, too
-        return timestamp(datetime.fromtimestamp(int(lease['expirytime']) - lasts, UTC)) if lasts else ''
+    """Return when a lease was given or renewed, computed from its expiry; '' if unknown."""
+    lease_seconds = network.lasts(IPv4Address(lease['ipaddr']))
+    with suppress(ValueError, OverflowError, OSError):  # libvirt accepts even a lease of a million years
+        return timestamp(datetime.fromtimestamp(int(lease['expirytime']) - lease_seconds, UTC)) if lease_seconds else ''
     return ''
 
 
 def leased(path: Path) -> frozenset[tuple[str, ...]] | None:
-    """The (MAC, address, expiry) of each lease in a file of the helper's; None if it cannot be read."""
-    parts = 'mac-address', 'ip-address', 'expiry-time'
+    """Return the (MAC, address, expiry) of each lease in a status file; None if unreadable."""
+    names = 'mac-address', 'ip-address', 'expiry-time'
     with suppress(OSError, ValueError, TypeError, KeyError):
-        return frozenset(tuple(str(each[part]) for part in parts) for each in json.loads(path.read_bytes()))
+        return frozenset(tuple(str(lease[name]) for name in names) for lease in json.loads(path.read_bytes()))
     return None
 
 
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
-    """From now on call notify(reason) within milliseconds of a lease being given, or given again; returns what ends it.
+    """Call notify(reason) within milliseconds of a new or renewed lease.
 
-    OSError if the directory cannot be watched.
+    Returns a function that stops it. Raises OSError if the directory cannot be watched.
     """
-    known: dict[Path, object] = {}
+    last_leases: dict[Path, object] = {}
 
     def written(path: Path) -> None:
-        # Each change of a reservation has dnsmasq run the helper once for every lease there is.
+        # Ignore unchanged files: on each changed reservation dnsmasq runs the helper for every lease.
         leases = leased(path)
-        if leases is None or leases != known.get(path):
-            known[path] = leases
+        if leases is None or leases != last_leases.get(path):
+            last_leases[path] = leases
             notify(f'leases: {path.name} was written')
 
     return watch(directory, '.status', written)

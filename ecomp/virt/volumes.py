@@ -1,4 +1,4 @@
-"""The storage pool `ecompute` and the overlay volumes in it: a directory on this host, `<instance>.qcow2` each."""
+"""The storage pool `ecompute` with the overlays, `<instance>.qcow2` in a directory on this host, and the seeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LABEL = 'cidata'
 
 
 class _Files:
-    """A directory with a file for each instance that has one, `<instance><suffix>`."""
+    """A directory with at most one file for each instance, `<instance><suffix>`."""
 
     suffix = ''
 
@@ -33,9 +33,9 @@ class _Files:
         return self.directory / (instance + self.suffix)
 
     def present(self) -> Set[str]:
-        """The instances that have one.
+        """Return the instances that have a file.
 
-        Unreachable if the directory cannot be read: nothing may be taken for gone because of that.
+        Raises Unreachable if the directory cannot be read, so that its instances are not considered removed.
         """
         try:
             names = os.listdir(self.directory)
@@ -46,52 +46,52 @@ class _Files:
 
 
 class Seeds(_Files):
-    """The NoCloud disks in `directory`."""
+    """The seeds in `directory`."""
 
     suffix = '.iso'
 
     def create(self, instance: str, files: Mapping[str, bytes]) -> None:
-        """Write the instance's NoCloud disk anew. No domain may be running on it. BuildFailed('disk', reason)."""
+        """Write or replace the seed, on which no domain may run. Raises BuildFailed('disk', …)."""
         try:
-            # Root's alone, for user-data may hold secrets: libvirt gives it to QEMU's user when the guest is started.
+            # Only root may read it, because user-data may hold secrets: libvirt gives it to QEMU's user at the start.
             write_durably(self.path(instance), iso(files))
         except OSError as error:
             raise BuildFailed('disk', f'{self.path(instance)}: {error.strerror}') from error
 
     def delete(self, instance: str) -> None:
-        """Remove the instance's NoCloud disk, if it has one."""
+        """Remove the instance's seed, if it has one. Raises OSError."""
         for path in (part_of(self.path(instance)), self.path(instance)):
             path.unlink(missing_ok=True)
 
 
 def iso(files: Mapping[str, bytes]) -> bytes:
-    """An ISO 9660 file system with these files, {name: content}, named in Rock Ridge, for Linux, and in Joliet."""
-    import pycdlib  # late: most ecomputes write none, and each worker imports this module anew
+    """Return an ISO 9660 image of {name: content}, with Rock Ridge (Linux) and Joliet names."""
+    import pycdlib  # late: most ecomputes write no seed, and every worker imports this module
 
     disk = pycdlib.PyCdlib()
     disk.new(interchange_level=3, vol_ident=LABEL, joliet=3, rock_ridge='1.09')
     for name, content in files.items():
-        plain = f'/{name.upper().replace("-", "_")}.;1'
-        disk.add_fp(BytesIO(content), len(content), plain, rr_name=name, joliet_path=f'/{name}')
-    out = BytesIO()
-    disk.write_fp(out)
+        iso_path = f'/{name.upper().replace("-", "_")}.;1'
+        disk.add_fp(BytesIO(content), len(content), iso_path, rr_name=name, joliet_path=f'/{name}')
+    image_file = BytesIO()
+    disk.write_fp(image_file)
     disk.close()
-    return out.getvalue()
+    return image_file.getvalue()
 
 
 POOL = 'ecompute'
+# Seconds for which libvirt may refuse to refresh the pool; then its error is raised.
 REFRESH_DEADLINE = 20.0
-"""Seconds libvirt may refuse to refresh the pool; then its error is raised."""
+# Seconds for which another worker may be setting up the pool; then libvirt's error is raised.
 PUT_UP_DEADLINE = 2.0
-"""Seconds for which another worker may be at putting up the pool; then libvirt's error is raised."""
-# What putting it up may meet of another worker's doing the same.
+# Errors when another worker sets up the pool concurrently.
 BEING_PUT_UP = libvirt.VIR_ERR_OPERATION_INVALID, libvirt.VIR_ERR_OPERATION_FAILED
 
 
 class Volumes(_Files):
-    """The overlays in `directory`. Errors: Conflict, Unreachable, EcompError; BuildFailed from create.
+    """The overlays in `directory`. Methods raise Conflict, Unreachable or EcompError.
 
-    Those present are not asked of libvirt: its list of a pool is a cache, and to refresh it opens every volume.
+    list_instances() does not use libvirt: its list of a pool is a cache, and refreshing it opens every volume.
     """
 
     suffix = '.qcow2'
@@ -101,12 +101,12 @@ class Volumes(_Files):
         self._connection = connection
 
     def check(self) -> None:
-        """Conflict if the pool is over another directory than ours."""
+        """Raise Conflict if the pool is over another directory."""
         with self._connection.use(f'looking for the storage pool {POOL}') as connection:
             self._pool(connection)
 
     def prepare(self) -> None:
-        """Define the pool over our directory, start it, and have libvirtd start it from now on; if not done already."""
+        """Define the pool over our directory, start it and mark it for autostart, where necessary."""
         with self._connection.use(f'preparing the storage pool {POOL}') as connection:
             self._put_up(connection)
 
@@ -121,7 +121,7 @@ class Volumes(_Files):
             pool.setAutostart(True)
 
     def _pool(self, connection: libvirt.virConnect) -> libvirt.virStoragePool | None:
-        """The pool over our directory, None if libvirt has none of its name. Conflict if it is over another one."""
+        """Return our pool, or None if libvirt has none. Raises Conflict as check() does."""
         try:
             pool = connection.storagePoolLookupByName(POOL)
         except libvirt.libvirtError as error:
@@ -138,19 +138,19 @@ class Volumes(_Files):
         return pool
 
     def without_base(self) -> Mapping[str, str]:
-        """{instance: path of its base volume} where no file is at that path."""
+        """Return {instance: path of its base volume} where that file is missing."""
         bases = {instance: image.backing(self.path(instance)) for instance in self.present()}
-        there = {base: os.path.exists(base) for base in set(bases.values()) if base}
-        return {instance: base for instance, base in bases.items() if base and not there[base]}
+        exists = {base: os.path.exists(base) for base in set(bases.values()) if base}
+        return {instance: base for instance, base in bases.items() if base and not exists[base]}
 
     def measure_disk_gb(self, instance: str) -> int:
-        """Return the size of the instance's disk in GiB, rounded up; 0 where it cannot be read."""
+        """Return the size of the instance's disk in GiB, rounded up; 0 if it is unreadable."""
         with suppress(OSError, struct.error):
             return -(-image.inspected(self.path(instance)).virtual_size // GIB)
         return 0
 
     def create(self, spec: GuestSpec) -> None:
-        """Make the instance's overlay anew. No domain may be running on the one that is there."""
+        """Create or replace the overlay, on which no domain may run. Raises BuildFailed('disk', …)."""
         path, base = self.path(spec.instance), spec.base
         description = xml.volume_xml(path.name, image.capacity(spec), base.path, base.format)
         if not os.path.exists(base.path):
@@ -175,16 +175,16 @@ class Volumes(_Files):
             if not os.path.lexists(path):
                 return
             self._pool(connection)
-        # The pool is over our directory, and this is no volume to libvirt: a link, say.
+        # The pool is over our directory, and libvirt does not consider this a volume: a link, for example.
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise EcompError(f'{path} cannot be removed: {error.strerror}') from error
 
     def _in_pool(self, connection: libvirt.virConnect, do: Callable[[libvirt.virStoragePool], None]) -> None:
-        """Do something in the pool.
+        """Run `action` on the pool; set the pool up and retry if it is missing or off.
 
-        It is defined or started if somebody has removed or stopped it: to ask first would cost every disk.
+        Checking first would slow down every disk.
         """
         deadline, is_up, is_late = time.monotonic() + PUT_UP_DEADLINE, False, False
         while True:
@@ -199,7 +199,7 @@ class Volumes(_Files):
                 self._put_up(connection)
                 is_up = True
             except libvirt.libvirtError as error:
-                # Another worker is at it, and has perhaps defined it and not started it yet.
+                # Another worker is setting it up: it may have defined the pool, but not started it yet.
                 if is_late or error.get_error_code() not in BEING_PUT_UP:
                     raise
                 is_up = False
@@ -207,15 +207,18 @@ class Volumes(_Files):
             time.sleep(0.05)
 
     def _why(self, message: str) -> str:
-        """Why no overlay could be made: that the disk is full, if it is, else libvirt's `message`."""
-        # qemu-img's exit status says no more than "1": the file system itself is asked.
+        """Return why no overlay could be created: a full file system, else libvirt's `message`."""
+        # qemu-img only reports exit status 1, so the file system is queried.
         try:
             free = os.statvfs(self.directory)
         except OSError as error:
             return f'{self.directory}: {error.strerror}'
-        left = free.f_bavail * free.f_frsize
-        if left < 2**20 or (free.f_files and not free.f_favail):
-            return f'the file system of {self.directory} is full: {left // 1024} KiB and {free.f_favail} files are left'
+        free_bytes = free.f_bavail * free.f_frsize
+        if free_bytes < 2**20 or (free.f_files and not free.f_favail):
+            return (
+                f'the file system of {self.directory} is full: {free_bytes // 1024} KiB and {free.f_favail} files '
+                'are left'
+            )
         return message
 
 
@@ -223,7 +226,7 @@ def _create(pool: libvirt.virStoragePool, description: str) -> None:
     with Ignored(libvirt.VIR_ERR_STORAGE_VOL_EXIST):
         pool.createXML(description)
         return
-    # libvirt remembers a volume whose file was removed by hand.
+    # libvirt remembers a volume whose file was removed outside libvirt.
     _refresh(pool)
     pool.createXML(description)
 
@@ -235,12 +238,12 @@ def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
             return
         if refreshed or not path.exists():
             return
-        # There, and libvirt has not seen it: a volume half made when libvirtd was killed.
+        # The file exists, but libvirt does not know it: libvirtd was killed while creating the volume.
         _refresh(pool)
 
 
 def _refresh(pool: libvirt.virStoragePool) -> None:
-    """Read the directory again. libvirt refuses while a volume is being made in the pool, and that ends soon."""
+    """Let libvirt reread the directory; retry while it refuses, because a volume is being made."""
     deadline = time.monotonic() + REFRESH_DEADLINE
     while True:
         try:
