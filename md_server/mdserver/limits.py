@@ -1,8 +1,7 @@
-"""How much of the server one client may have: its connections, its requests a second, its time for one request.
+"""Limits on each client: its connections, requests per second, and time for one request.
 
-waitress has limits for all clients together, so one of them could have it all. Here each connection is for one request,
-for a connection that waits for the next one is a connection nobody else has; and what one address asks too fast waits,
-rather than be refused: a crawl of everything there is, as cloud-init does it, is 30 requests.
+waitress only limits all clients together, so one of them could use everything. Here a connection serves one request,
+because an idle one blocks others. Requests over the rate wait instead of failing: a complete crawl by cloud-init is 30.
 """
 
 from __future__ import annotations
@@ -19,49 +18,54 @@ from waitress.task import WSGITask
 
 log = logging.getLogger('mdserver')
 
-CONNECTIONS = 16  # of one address; with one more the oldest ends
-RATE, BURST = 10.0, 20  # requests of one address: a second, and at once; more of them wait
-LINES, FIRST_LINES = 1.0, 20  # in the log about one address: a second, and at once; more are left out
-HEAD_SECONDS = 10.0  # for a whole request; then its connection ends
-LIFE_SECONDS = 60.0  # for a connection in all; then it ends
-LOOK_SECONDS = 0.25  # between two looks at whose turn it is
-ADDRESSES = 4096  # remembered; with one more those that used nothing lately are forgotten
+CONNECTIONS = 16  # of one address; another one closes the oldest
+# Requests of one address: per second, and as a burst. More requests wait.
+RATE = 10.0
+BURST = 20
+# Log lines about one address: per second, and as a burst. More lines are dropped.
+LINES = 1.0
+FIRST_LINES = 20
+HEAD_SECONDS = 10.0  # to receive a request; then its connection is closed
+LIFE_SECONDS = 60.0  # for a connection in total; then it is closed
+LOOK_SECONDS = 0.25  # between two checks of which connections may be read
+ADDRESSES = 4096  # remembered; another one drops those that are idle
 
 
 class FairShares:
-    """Limits each address to `rate` a second and `burst` at once. PURE: `now` is in seconds of any monotonic clock.
+    """Limits each address to `rate` events per second and `burst` immediate ones. Pure.
 
-    The generic cell rate algorithm: https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
+    `now` is in seconds of any monotonic clock. This is the generic cell rate algorithm:
+    https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
     """
 
     def __init__(self, rate: float, burst: int) -> None:
         self._step = 1 / rate
-        self._tolerance = (burst - 0.5) / rate  # half a step, so that nothing hangs on rounding
-        self._used: dict[str, float] = {}  # when what an address has used will have been given back
+        self._tolerance = (burst - 0.5) / rate  # half a step less, so that rounding has no effect
+        self._used: dict[str, float] = {}  # when an address's share will be unused again
 
     def wait(self, address: str, now: float) -> float:
-        """Count one of this address; the seconds it has to wait, at most as long as CONNECTIONS of them take."""
-        used = max(self._used.get(address, now), now)
-        seconds = min(max(0.0, used - now - self._tolerance), CONNECTIONS * self._step)
-        self._note(address, now, now + self._tolerance + seconds if seconds else used)
+        """Count one event; return its delay in seconds, at most MAX_CONNECTIONS_PER_ADDRESS / rate."""
+        used_until = max(self._used.get(address, now), now)
+        seconds = min(max(0.0, used_until - now - self._tolerance), CONNECTIONS * self._step)
+        self._note(address, now, now + self._tolerance + seconds if seconds else used_until)
         return seconds
 
     def allows(self, address: str, now: float) -> bool:
-        """Count one of this address, if it need not wait; whether it was counted."""
-        used = max(self._used.get(address, now), now)
-        if used - now > self._tolerance:
+        """Count one event if it need not wait, and return whether it was counted."""
+        used_until = max(self._used.get(address, now), now)
+        if used_until - now > self._tolerance:
             return False
-        self._note(address, now, used)
+        self._note(address, now, used_until)
         return True
 
     def _note(self, address: str, now: float, used: float) -> None:
         if len(self._used) >= ADDRESSES:
-            self._used = {each: when for each, when in self._used.items() if when > now}
+            self._used = {other: until for other, until in self._used.items() if until > now}
         self._used[address] = used + self._step
 
 
 class _OneRequest(WSGITask):  # type: ignore[misc]
-    """The task of a connection that ends with its first answer, and says so in the header."""
+    """A task that closes its connection after one answer, and announces this in the header."""
 
     def build_response_header(self) -> bytes:
         self.set_close_on_finish()
@@ -69,7 +73,7 @@ class _OneRequest(WSGITask):  # type: ignore[misc]
 
 
 class _Channel(HTTPChannel):  # type: ignore[misc]
-    """A connection that is read once Server.admit() says it is its turn."""
+    """A connection that is not read before the time that Server.admit() returned."""
 
     task_class = _OneRequest
 
@@ -81,17 +85,17 @@ class _Channel(HTTPChannel):  # type: ignore[misc]
         return self.connected and time.monotonic() >= self.begins and super().readable()
 
     def writable(self) -> bool:
-        # Its number may be another's by now.
+        # Another connection may already have its descriptor number.
         return self.connected and bool(super().writable())
 
     def is_late(self, now: float) -> bool:
-        """Whether its request took more than HEAD_SECONDS, or all of it more than LIFE_SECONDS, at monotonic `now`."""
-        waits = not self.requests and not self.total_outbufs_len
-        return now - self.begins > (HEAD_SECONDS if waits else LIFE_SECONDS)
+        """Return whether, at monotonic time `now`, its request or its lifetime takes too long."""
+        is_receiving = not self.requests and not self.total_outbufs_len
+        return now - self.begins > (HEAD_SECONDS if is_receiving else LIFE_SECONDS)
 
 
 class Server(TcpWSGIServer):  # type: ignore[misc]
-    """waitress's server on a listening socket. A client whose address `may_ask` denies gets no answer."""
+    """waitress's server on a listening socket. An address that is not allowed gets no answer."""
 
     channel_class = _Channel
 
@@ -106,31 +110,34 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
             application, _sock=sock, bind_socket=False, cleanup_interval=1,
             sockinfo=(sock.family, sock.type, sock.proto, sock.getsockname()), **adjustments,
         )
-        self.adj.asyncore_loop_timeout = LOOK_SECONDS  # given as the others it would be made a whole number, 0
+        self.adj.asyncore_loop_timeout = LOOK_SECONDS  # as an adjustment it would be truncated to 0
 
     def admit(self, channel: _Channel) -> float:
-        """When the connection may be read, on the monotonic clock. The oldest above CONNECTIONS of its address ends."""
+        """Return the monotonic time from which the connection may be read; infinity if not allowed.
+
+        A connection that is not allowed, and the oldest over the limit of its address, are marked to be closed.
+        """
         address, now = channel.addr[0], time.monotonic()
         if not self._may_ask(address):
             self._ends.append(channel)
             if self._complaints.allows('', now):
                 log.warning('client=%s is no guest here: not answered', address)
             return float('inf')
-        theirs = [each for each in self.active_channels.values() if each.addr[0] == address and each not in self._ends]
-        if len(theirs) > CONNECTIONS:
-            self._ends.append(theirs[0])  # a dict's order is that of time
+        peers = [peer for peer in self.active_channels.values() if peer.addr[0] == address and peer not in self._ends]
+        if len(peers) > CONNECTIONS:
+            self._ends.append(peers[0])  # a dict keeps the order of insertion
             if self._complaints.allows(address, now):
                 log.warning('client=%s has more than %d connections: the oldest ends', address, CONNECTIONS)
         return now + self._turns.wait(address, now)
 
     def readable(self) -> bool:
-        """End what admit() and maintenance() chose: waitress asks this at each look, when it handles no connection."""
-        ends, self._ends = self._ends, []
-        for each in ends:
-            each.handle_close()
+        """Close the marked connections: waitress calls this while it handles no connection."""
+        to_close, self._ends = self._ends, []
+        for channel in to_close:
+            channel.handle_close()
         return bool(super().readable())
 
     def maintenance(self, now: float) -> None:
-        """Choose the connections that are late, once a second, to be ended."""
+        """Mark late connections to be closed; waitress calls this once a second."""
         super().maintenance(now)
-        self._ends += [each for each in self.active_channels.values() if each.is_late(time.monotonic())]
+        self._ends += [channel for channel in self.active_channels.values() if channel.is_late(time.monotonic())]

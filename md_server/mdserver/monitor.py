@@ -1,16 +1,15 @@
-"""The process beside mdserver that keeps root's rights, once mdserver itself has given them up.
+"""The process that keeps root's rights for mdserver, which drops its own.
 
-mdserver reads what guests send and so has to be nobody; its files are root's, below directories that are root's. So a
-child that stays root opens them, and hands the descriptors over: it is asked in one of the five ways of files, writes
-down what a guest said without reading it, and ends with mdserver. This is privilege separation as sshd has it (Provos,
-Friedl, Honeyman 2003,
+mdserver parses what guests send, so it must not be root; the files it reads are root's, in root's directories. A child
+that stays root opens them and passes the descriptors: it accepts the five requests of `files`, stores a guest's report
+without parsing it, and ends with mdserver. This is privilege separation as in sshd (Provos, Friedl, Honeyman 2003,
 https://www.usenix.org/conference/12th-usenix-security-symposium/preventing-privilege-escalation).
 
-A request is a packet of text, the answer one for each file, `ERRNO NAME`, with its descriptor where ERRNO is 0, and one
-that is `.` at the end (unix(7): SOCK_SEQPACKET, SCM_RIGHTS).
+A request is a packet of text. The answer is a packet `ERRNO NAME` for each file, with its descriptor if ERRNO is 0, and
+a final `.` (unix(7): SOCK_SEQPACKET, SCM_RIGHTS).
 
-Sources for giving them up, for good: setresuid(2), capabilities(7) on what leaving uid 0 does, prctl(2) and
-PR_SET_NO_NEW_PRIVS, proc(5) for /proc/PID/status.
+For dropping rights permanently see setresuid(2), capabilities(7) on leaving uid 0, prctl(2) for PR_SET_NO_NEW_PRIVS,
+and proc(5) for /proc/PID/status.
 """
 
 from __future__ import annotations
@@ -31,17 +30,18 @@ from typing import NamedTuple
 from mdserver import conf
 from mdserver.files import Opened, carry_out
 
+# Bytes of a request; a longer one is truncated. The longest has a guest's report: 4 KiB, up to six times that in JSON's
+# escapes.
 REQUEST_LIMIT = 32768
-"""Bytes of a request, which is cut off there; the longest has what a guest said: 4 KiB, in JSON's escapes six times."""
+# Bytes of an answer; a longer one is truncated. The kernel accepts paths of up to 4096.
 NAME_LIMIT = 8192
-"""Bytes of an answer, which is cut off there; the kernel takes paths of up to 4096."""
 END = b'.'
 PR_SET_NO_NEW_PRIVS = 38
-LARGEST = 2**32 - 2  # of a uid: the one above means "as it is"
+LARGEST = 2**32 - 2  # uid; the next one means "unchanged"
 
 
 class Monitor:
-    """A monitor process, from now until close(). It is forked, so make it while this process has one thread."""
+    """A monitor process, until close(). It is forked, so create it before any other thread."""
 
     def __init__(self, config: conf.Config) -> None:
         self._lock = threading.Lock()
@@ -51,21 +51,21 @@ class Monitor:
         theirs.close()
 
     def ask(self, request: str) -> list[Opened]:
-        """What files.carry_out() returns for `request`, opened by the monitor. OSError if that is gone. Thread-safe."""
-        found: list[Opened] = []
+        """Let the monitor run carry_out(request); OSError if the monitor is gone. Thread-safe."""
+        files: list[Opened] = []
         with self._lock:
             try:
                 self._channel.send(request.encode())
-                while (said := self._hear())[0] != END:
-                    number, _, name = said[0].partition(b' ')
+                while (packet := self._hear())[0] != END:
+                    number, _, name = packet[0].partition(b' ')
                     path = os.fsdecode(name)
-                    opened = said[1] if number == b'0' else OSError(int(number), os.strerror(int(number)), path)
-                    found.append((path, opened))
+                    opened = packet[1] if number == b'0' else OSError(int(number), os.strerror(int(number)), path)
+                    files.append((path, opened))
             except BaseException:
-                # Cut off in the middle: whoever asks next would be given this one's answer.
+                # An interrupted answer would be read as the answer to the next request.
                 self._hang_up()
                 raise
-        return found
+        return files
 
     def close(self) -> None:
         """End the monitor, and wait until it is gone."""
@@ -74,18 +74,18 @@ class Monitor:
         self._process.join()
 
     def _hear(self) -> tuple[bytes, int]:
-        said, descriptors, _, _ = socket.recv_fds(self._channel, NAME_LIMIT, 1, socket.MSG_CMSG_CLOEXEC)
-        if not said:
+        packet, descriptors, _, _ = socket.recv_fds(self._channel, NAME_LIMIT, 1, socket.MSG_CMSG_CLOEXEC)
+        if not packet:
             raise OSError(errno.EPIPE, 'its monitor is gone')
-        return said, descriptors[0] if descriptors else -1
+        return packet, descriptors[0] if descriptors else -1
 
     def _hang_up(self) -> None:
-        with suppress(OSError):  # hung up before, or the other end did
+        with suppress(OSError):  # already shut down by either end
             self._channel.shutdown(socket.SHUT_RDWR)
 
 
 def _serve(config: conf.Config, channel: socket.socket, other_end: socket.socket) -> None:
-    # It ends when mdserver does, and not before: a Ctrl-C goes to both.
+    # Ends only after mdserver: a Ctrl-C goes to both.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     other_end.close()
@@ -95,7 +95,7 @@ def _serve(config: conf.Config, channel: socket.socket, other_end: socket.socket
                 _tell(channel, os.fsencode(name), opened)
             channel.send(END)
     except OSError:
-        return  # nobody hears any more
+        return  # mdserver has ended
 
 
 def _tell(channel: socket.socket, name: bytes, opened: int | OSError) -> None:
@@ -109,14 +109,14 @@ def _tell(channel: socket.socket, name: bytes, opened: int | OSError) -> None:
 
 
 class Ids(NamedTuple):
-    """The number of a user and of its group."""
+    """The uid of a user and the gid of its group."""
 
     uid: int
     gid: int
 
 
 def find_user(user: str) -> Ids:
-    """The numbers of a user by name or, as chown(1) takes it, by a number that no user need have. Raises ValueError."""
+    """Return the ids of a user name or, as chown(1), any number; ValueError if unknown or root."""
     try:
         entry = pwd.getpwnam(user)
     except KeyError as error:
@@ -133,17 +133,17 @@ def find_user(user: str) -> Ids:
 
 
 def drop_rights(ids: Ids) -> None:
-    """Make this process that user, of that group alone, without any capability, for good. Raises OSError.
+    """Make this process that user with only that group and no capabilities, permanently.
 
-    Called while the process has one thread.
+    Call it while the process has one thread. Raises OSError, also if root or a capability could be regained.
     """
     os.setgroups([])
     os.setresgid(ids.gid, ids.gid, ids.gid)
     os.setresuid(ids.uid, ids.uid, ids.uid)
-    # Nor by running a program that would change them.
+    # Programs that it runs cannot regain rights, either.
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), 'no_new_privs cannot be set')
-    # Securebits can have them kept, across a change of user.
+    # Securebits can keep capabilities across a change of user.
     if re.search(r'^Cap(Prm|Eff|Amb):\s*0*[1-9a-f]', Path('/proc/self/status').read_text(), re.MULTILINE):
         raise OSError(errno.EPERM, 'capabilities are kept')
     try:

@@ -1,8 +1,8 @@
-"""One guest's NoCloud seed, for a disk instead of the network: `python -m mdserver.seed --guests DIR MAC [CONF]`.
+"""Print one guest's NoCloud seed for a disk: `python -m mdserver.seed --guests DIR MAC [CONF]`.
 
-Prints one JSON object, {file name: text}, with the files the metadata server would serve this guest. Bytes that are no
-UTF-8 (gzip) are halves of surrogate pairs in it. Exit 1 when nothing can be told of the guest, 2 when it is told
-something wrong, with one line on stderr.
+Prints a JSON object {file name: text} of the files that the metadata server would serve to this guest, with bytes that
+are not UTF-8 (gzip) as halves of surrogate pairs. Exits 1 if the guest is unknown or unusable, and 2 for a wrong
+configuration or argument, with one line on stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mdserver.files import Files
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the files of the guest's seed as JSON; the exit code."""
+    """Print the files of the guest's seed as JSON; return the exit code."""
     parser = argparse.ArgumentParser(prog='mdserver.seed', description="A guest's NoCloud seed, as JSON.")
     parser.add_argument('mac', help='of any of its interfaces')
     parser.add_argument('conf', nargs='?', type=Path, help='mdserver.conf; without one, the defaults')
@@ -29,13 +29,13 @@ def main(argv: list[str] | None = None) -> int:
         config = conf.load(arguments.conf)
         if arguments.guests is not None:
             config = replace(config, guests=arguments.guests)
-        known = Files(config)
-        guest = known.filled_in(known.guest(arguments.mac))
+        guest_files = Files(config)
+        guest = guest_files.filled_in(guest_files.guest(arguments.mac))
     except (conf.ConfError, guests.Unknown, guests.Broken, ValueError) as error:
         print(f'mdserver: {error}', file=sys.stderr)
         return 2 if isinstance(error, conf.ConfError) else 1
-    files = metadata.seed(guest, phones_home=not arguments.no_phone_home)
-    print(json.dumps({name: body.decode('utf-8', 'surrogateescape') for name, body in files.items()}))
+    seed_files = metadata.seed(guest, phones_home=not arguments.no_phone_home)
+    print(json.dumps({name: body.decode('utf-8', 'surrogateescape') for name, body in seed_files.items()}))
     return 0
 
 
