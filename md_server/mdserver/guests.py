@@ -1,8 +1,8 @@
-"""What says which guest asks: DHCP leases, the neighbour table and ecompute's files, as they are written, understood.
+"""Parse what identifies the guest of a request: DHCP leases, the neighbour table and ecompute's files. Pure.
 
 Sources: libvirt's `leaseshelper` (`<bridge>.status`: a JSON list of `ip-address`, `mac-address` and `expiry-time`,
-seconds since the epoch, 0 for never), the files that libvirt writes for dnsmasq (`<network>.conf` and
-`<network>.hostsfile`), proc(5) for /proc/net/arp (flag 0x2: the entry is complete). Pure.
+seconds since the epoch, 0 for never), libvirt's files for dnsmasq (`<network>.conf`, `<network>.hostsfile`), and
+proc(5) for /proc/net/arp (flag 0x2: the entry is complete).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMPLETE = 0x2
 
 
 class Unknown(Exception):
-    """Which guest asks is not known. str() may be sent to the client, `detail` goes to the log alone."""
+    """The client is no known guest. str() may be sent to it, `detail` is only logged."""
 
     def __init__(self, message: str, detail: str = '') -> None:
         super().__init__(message)
@@ -31,18 +31,18 @@ class Unknown(Exception):
 
 
 class Forged(Unknown):
-    """The address is leased to another machine than the one that asks."""
+    """The address is leased to another machine than the one that uses it."""
 
 
 class Broken(Exception):
-    """A file about this guest cannot be used. str() names the file, and goes to the log alone."""
+    """A file about this guest is unusable. str() names the file, and is only logged."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One DHCP lease of libvirt's dnsmasq; `expiry` is in seconds since the epoch, infinite for a lease without end.
+    """A DHCP lease of libvirt's dnsmasq, or, if `reserved`, a reservation.
 
-    `bridge` is that of the network which gave it, '' where that is not known. `reserved`: it is no lease, but reserved.
+    `expiry` is in seconds since the epoch, infinite if unlimited. `bridge` is the bridge of its network, '' if unknown.
     """
 
     address: str
@@ -54,10 +54,10 @@ class Lease:
 
 @dataclass(frozen=True)
 class Guest:
-    """What ecompute wrote of one guest, and so what it is told; `address` is the IPv4 address it asks from.
+    """What ecompute wrote about a guest, which is served to it; `address` is its IPv4 address.
 
-    `instance` is its uuid; `public_keys` are pairs of a unique name and an OpenSSH line. `public_keys` or `user_data`
-    None means mdserver.conf's, or none once that is filled in; `network_config` None means that it has none.
+    `instance` is its uuid; `public_keys` are pairs of a unique name and an OpenSSH line. If `public_keys` or
+    `user_data` is None, those of mdserver.conf apply, or none after they were filled in. `network_config` may be None.
     """
 
     instance: str
@@ -69,9 +69,9 @@ class Guest:
 
 
 def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
-    """The IPv4 leases in the status file of one bridge, in its order, without those entries that are no lease.
+    """Return the valid IPv4 leases in the status file of one bridge, in its order.
 
-    An empty file has no leases: dnsmasq's begins empty. Raises ValueError for what is no JSON list.
+    An empty file has no leases: dnsmasq creates it empty. Raises ValueError if it is not a JSON list.
     """
     if not data.strip():
         return []
@@ -88,9 +88,9 @@ def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
 
 
 def current(leases: Iterable[Lease], now: float) -> dict[str, Lease]:
-    """By address the leases that have not expired at `now`, of two for one address or one MAC the later.
+    """Return {address: lease} of the leases not expired at `now`, seconds since the epoch.
 
-    `now` is in seconds since the epoch.
+    Of two leases for one address or one MAC, the one that expires later counts.
     """
     by_address: dict[str, Lease] = {}
     by_mac: dict[str, Lease] = {}
@@ -102,31 +102,31 @@ def current(leases: Iterable[Lease], now: float) -> dict[str, Lease]:
 
 def parse_bridge(conf: bytes) -> str:
     """Return the bridge that a configuration file of dnsmasq serves, '' if it names none."""
-    found = re.search(rb'^interface=(\S+)$', conf, re.MULTILINE)
-    return found[1].decode('ascii', 'replace') if found else ''
+    match = re.search(rb'^interface=(\S+)$', conf, re.MULTILINE)
+    return match[1].decode('ascii', 'replace') if match else ''
 
 
 def parse_reservations(data: bytes, bridge: str) -> list[Lease]:
-    """Return the IPv4 reservations in a hosts file of dnsmasq, whose lines are `MAC,ADDRESS[,NAME]`."""
-    fields = [(*line.split(','), '') for line in data.decode('ascii', 'replace').lower().splitlines()]
-    return [Lease(each[1], each[0], 0, bridge, True) for each in fields if is_mac(each[0]) and _is_ipv4(each[1])]
+    """Return the IPv4 reservations in dnsmasq's hosts file, with lines `MAC,ADDRESS[,NAME]`."""
+    rows = [(*line.split(','), '') for line in data.decode('ascii', 'replace').lower().splitlines()]
+    return [Lease(row[1], row[0], 0, bridge, True) for row in rows if is_mac(row[0]) and _is_ipv4(row[1])]
 
 
 def parse_neighbours(text: str, device: str) -> dict[str, frozenset[str]]:
-    """{address: MACs} of the device's complete entries in `text`, that of /proc/net/arp, without any other line."""
-    seen: dict[str, set[str]] = {}
+    """Return {address: MACs} of the device's complete entries in the text of /proc/net/arp."""
+    macs_of: dict[str, set[str]] = {}
     for line in text.splitlines():
         fields = line.split()
         # IP address, HW type, Flags, HW address, Mask, Device.
         if fields[5:] != [device] or not is_mac(fields[3].lower()):
             continue
         if re.fullmatch(r'0x[0-9a-f]+', fields[2]) and int(fields[2], 16) & _COMPLETE:
-            seen.setdefault(fields[0], set()).add(fields[3].lower())
-    return {address: frozenset(macs) for address, macs in seen.items()}
+            macs_of.setdefault(fields[0], set()).add(fields[3].lower())
+    return {address: frozenset(macs) for address, macs in macs_of.items()}
 
 
 def parse_guest(data: bytes, mac: str) -> Guest:
-    """What `data`, ecompute's file of the guest with this MAC, says, without unknown keys. Raises ValueError."""
+    """Parse ecompute's file of the guest with this MAC; ignore unknown keys. Raises ValueError."""
     record = _load(data)
     if not isinstance(record, dict):
         raise ValueError('is not a JSON object')
@@ -149,22 +149,22 @@ def parse_guest(data: bytes, mac: str) -> Guest:
         keys = tuple((f'key-{n}' if n else 'default', key) for n, key in enumerate(lines))
     if text is not None and not isinstance(text, str):
         raise ValueError('"user_data" is not text')
-    # An older ecompute has nothing to say of its interfaces.
+    # An older ecompute writes no network_config.
     network_config = record.get('network_config')
     if network_config is not None and not isinstance(network_config, dict):
         raise ValueError('"network_config" is not a JSON object')
-    # surrogateescape: bytes that are no UTF-8 (gzip) survive a JSON text that was made with it.
+    # ecompute wrote bytes that are not UTF-8 (gzip) with surrogateescape, too.
     user_data = None if text is None else text.encode('utf-8', 'surrogateescape')
     return Guest(instance, hostname, keys, user_data, network_config)
 
 
 def is_mac(text: str) -> bool:
-    """Whether this is a MAC address as it is always written: with colons, in small letters."""
+    """Return whether this is a MAC address in canonical form: colons, lower case."""
     return _MAC.fullmatch(text) is not None
 
 
 def is_uuid(text: str) -> bool:
-    """Whether this is a uuid as it is always written: 36 characters, in small letters."""
+    """Return whether this is a uuid in canonical form: 36 characters, lower case."""
     with suppress(ValueError):
         return str(uuid.UUID(text)) == text
     return False
@@ -173,7 +173,7 @@ def is_uuid(text: str) -> bool:
 def _load(data: bytes) -> Any:
     try:
         return json.loads(data)
-    # RecursionError: ten thousand opening brackets.
+    # RecursionError: for example ten thousand opening brackets.
     except (ValueError, RecursionError) as error:
         raise ValueError('is not JSON') from error
 

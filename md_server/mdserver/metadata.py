@@ -1,19 +1,19 @@
-"""What one guest is told at which path. Pure: a guest and a path in, the body out.
+"""Compute the body for a guest and a path. Pure.
 
-Two trees, both answered with and without trailing slashes:
+Two trees, both served with and without trailing slashes:
 
     /2009-04-04/…  /latest/…   EC2's, as Cirros and cloud-init's Ec2 source crawl it
-    /seed/<uuid>/…             NoCloud's, the one current cloud images find (SMBIOS serial `ds=nocloud-net;s=…`);
-                               the same files can be put on a disk for the guest: seed()
+    /seed/<uuid>/…             NoCloud's, which current cloud images use (SMBIOS serial `ds=nocloud-net;s=…`);
+                               make_seed() puts the same files on a disk for the guest
 
-and a third that is posted to: /phone-home/<uuid>/, by a script in vendor-data, when cloud-init is through. What is
-posted is a form as cloud-init's phone_home has it, pub_key_ed25519 and its like, and beside that stage and error.
+A script in vendor-data posts to /phone-home/<uuid>/ when cloud-init has finished: a form as cloud-init's phone_home
+sends it, pub_key_ed25519 and so on, with the additional fields stage and error.
 
-A body has no newline at its end: cloud-init takes an EC2 value with a newline in it for a list of values.
+A body has no newline at its end: cloud-init takes an EC2 value with a newline for a list of values.
 
 Sources: Amazon's "Instance metadata" user guide; cloud-init's `sources/helpers/ec2.py` (an index entry that ends in "/"
-is a directory, `0=name` stands for `0/openssh-key`), `DataSourceNoCloud.py`, `util.read_seeded`,
-`cc_phone_home.py`, `cc_scripts_vendor.py`, `cmd/main.py` (status.json, result.json, manual-clean); Cirros' `ds/ec2`.
+is a directory, `0=name` stands for `0/openssh-key`), `DataSourceNoCloud.py`, `util.read_seeded`, `cc_phone_home.py`,
+`cc_scripts_vendor.py`, `cmd/main.py` (status.json, result.json, manual-clean); Cirros' `ds/ec2`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,16 @@ from mdserver.guests import Guest
 
 VERSIONS = ('2009-04-04', 'latest')
 
+# Fields of a posted form; one with more is refused.
 FIELDS = 32
-"""Of a posted form; one with more is refused."""
+# The form's fields that are host keys of the types that sshd generates today. Other fields are ignored.
 HOST_KEYS = ('pub_key_ed25519', 'pub_key_ecdsa', 'pub_key_rsa')
-"""The fields of the form that are host keys: what sshd makes today. Others are passed over."""
 
+# The vendor-data. INSTANCE, URL (where to post) and SEED (part of the SMBIOS serial if the guest uses the network) are
+# replaced.
+# cloud-init runs it once, as a script; it copies itself to run at later boots. cloud-init's own module phone_home runs
+# before the end, does not know of failures, and logs a warning in the guest for each missing type of key. A script does
+# not conflict with the user's own cloud-config either.
 REPORT = """\
 #!/bin/sh
 # Tells the host what became of cloud-init, and which keys sshd has. It waits in the background until cloud-init ends.
@@ -101,29 +106,22 @@ for pause in (1, 2, 4, 8, 15, 30, 60, 0):
         time.sleep(pause)
 END
 """
-"""The vendor-data, with INSTANCE, URL for where to post, and SEED for what its SMBIOS serial names if told by network.
-
-cloud-init runs it as a script, once; for later boots it copies itself.
-
-Not phone_home, cloud-init's module for this: it comes before the end, does not know of failures, and warns in the
-guest's log of each kind of key that is not there. A script is not in the way of the user's own cloud-config either.
-"""
 
 Tree = Mapping[str, 'bytes | Tree']
 
 
 def versions() -> bytes:
-    """The body of `/`, the same for every client, so that each can see that a metadata server answers."""
+    """Return the body of `/`, which shows every client that a metadata server answers."""
     return '\n'.join(VERSIONS).encode()
 
 
 def answer(path: str, guest: Guest) -> bytes | None:
-    """The body for this guest at this path, None where there is nothing (404)."""
-    # Empty steps are dropped: a trailing slash means nothing, and the clients of 2019 ask for `public-keys//0`.
+    """Return the body for this guest at this path, or None for 404."""
+    # Drop empty steps: a trailing slash has no meaning, and the clients of 2019 request `public-keys//0`.
     match [step for step in path.split('/') if step]:
         case [version, *steps] if version in VERSIONS:
             return _look_up(_ec2(guest), steps)
-        # Its own seed only; no other uuid is said to exist.
+        # Only the guest's own seed; the existence of other uuids is not revealed.
         case ['seed', instance, *steps] if instance == guest.instance:
             return _look_up(_seed(guest, {'dsmode': 'net'}), steps)
     return None
@@ -137,33 +135,33 @@ def _ec2(guest: Guest) -> Tree:
         'local-hostname': hostname,
         'local-ipv4': guest.address.encode(),
     }
-    # What is listed must answer, or cloud-init drops all of meta-data: without keys there is no `public-keys`.
+    # Every listed entry must exist, or cloud-init drops all meta-data: without keys, list no `public-keys`.
     if guest.public_keys:
         meta_data['public-keys/'] = {
             f'{number}={name}': {'openssh-key': key.encode()} for number, (name, key) in enumerate(guest.public_keys)
         }
     tree: dict[str, bytes | Tree] = {'meta-data': meta_data}
-    # EC2 says "no user-data" by 404; an empty body would be a script that fails.
+    # In EC2, 404 means no user-data; an empty body would be a script that fails.
     if guest.user_data is not None:
         tree['user-data'] = guest.user_data
     return tree
 
 
 def seed(guest: Guest, phones_home: bool) -> dict[str, bytes]:
-    """The files of this guest's NoCloud disk, {name: content}, without those that would be empty.
+    """Return {name: content} of this guest's NoCloud disk, without empty optional files.
 
-    With `phones_home` the vendor-data has the guest say when cloud-init is through; a metadata server must hear that.
+    With `with_phone_home` the vendor-data reports the end of cloud-init; a metadata server must receive it.
     """
     files = _seed(guest, {})
     if not phones_home:
         del files['vendor-data']
-    # cloud-init takes no disk for a seed that lacks one of the first two.
+    # cloud-init accepts no disk without both of these files as a seed.
     return {name: body for name, body in files.items() if body or name in ('meta-data', 'user-data')}
 
 
 def _seed(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
-    # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data says `dsmode: net`; one on a disk is
-    # to be taken before there is a network.
+    # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data has `dsmode: net`. A seed on a disk
+    # must be read before the network is up, so it omits that.
     meta_data = {
         'instance-id': guest.instance,
         'local-hostname': guest.hostname,
@@ -174,52 +172,52 @@ def _seed(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
         'meta-data': _yaml(meta_data),
         'user-data': guest.user_data or b'',
         'vendor-data': _vendor_data(guest.instance),
-        # Empty is "none". A 404 would be asked for ten more times, a second apart, by cloud-init 24.3 and newer.
+        # Empty means none. After a 404, cloud-init 24.3 and newer would retry ten times, a second apart.
         'network-config': _yaml(guest.network_config) if guest.network_config else b'',
     }
 
 
 def _yaml(data: Mapping[str, Any]) -> bytes:
-    # JSON is YAML as long as it is not \u-escaped: YAML knows no surrogate pairs.
+    # JSON is YAML if it is not \u-escaped: YAML has no surrogate pairs.
     return json.dumps(data, ensure_ascii=False, indent=1).encode()
 
 
 def phone_home(instance: str) -> str:
-    """The path at which a guest says that its cloud-init is through."""
+    """Return the path at which a guest reports that its cloud-init has finished."""
     return f'/phone-home/{instance}/'
 
 
 def word(body: bytes) -> bytes:
-    """What a form that a guest posted says: JSON {"version": 1, "host_keys": [text], "stage", "error": text or null}.
+    """Convert a guest's posted form to JSON. Raises ValueError for more than MAX_FORM_FIELDS.
 
-    ecompute believes none of it unseen. ValueError for more than FIELDS.
+    It is {"version": 1, "host_keys": [text], "stage", "error": text or null}; ecompute validates the content.
     """
-    said = dict(parse_qsl(body.decode('ascii', 'replace'), errors='replace', max_num_fields=FIELDS))
-    keys = [said[name] for name in HOST_KEYS if name in said]
-    failed = {name: said.get(name) for name in ('stage', 'error')}
+    fields = dict(parse_qsl(body.decode('ascii', 'replace'), errors='replace', max_num_fields=FIELDS))
+    keys = [fields[name] for name in HOST_KEYS if name in fields]
+    failed = {name: fields.get(name) for name in ('stage', 'error')}
     return json.dumps({'version': 1, 'host_keys': keys, **failed}).encode()
 
 
 def _vendor_data(instance: str) -> bytes:
-    here = 'http://169.254.169.254'
-    said = {'INSTANCE': instance, 'URL': f'{here}{phone_home(instance)}', 'SEED': f'{here}/seed/{instance}/'}
+    host = 'http://169.254.169.254'
+    replacements = {'INSTANCE': instance, 'URL': f'{host}{phone_home(instance)}', 'SEED': f'{host}/seed/{instance}/'}
     report = REPORT
-    for word, value in said.items():
-        report = report.replace(word, value)
+    for placeholder, value in replacements.items():
+        report = report.replace(placeholder, value)
     return report.encode()
 
 
 def _look_up(tree: Tree, steps: list[str]) -> bytes | None:
-    """The body at these steps of the tree, None if there is none.
+    """Return the body at these steps of the tree, or None.
 
-    A directory's body lists whole names; a step has a name's part before a `/` or `=`.
+    The body of a directory lists full names; a step matches the part of a name before `/` or `=`.
     """
     node: bytes | Tree = tree
     for step in steps:
         if isinstance(node, bytes):
             return None
-        asked = {name.split('=')[0].rstrip('/'): name for name in node}
-        if step not in asked:
+        name_of = {name.split('=')[0].rstrip('/'): name for name in node}
+        if step not in name_of:
             return None
-        node = node[asked[step]]
+        node = node[name_of[step]]
     return node if isinstance(node, bytes) else '\n'.join(node).encode()
