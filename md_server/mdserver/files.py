@@ -1,16 +1,16 @@
-"""Which guest asks: its address, by the DHCP lease and the neighbour table, to a MAC, and by that to ecompute's file.
+"""Identify a client by its address: DHCP lease and neighbour table give its MAC, and the MAC ecompute's file.
 
-What that file leaves open is filled in from mdserver.conf. Everything is read again for each request: the files are
-small, and what is read late is never stale. Only who has a lease, asked of each connection, is known for a second.
+mdserver.conf supplies what that file leaves open. Everything is read again for each request, so nothing is stale; only
+the addresses that have a lease, which every connection needs, are cached for a second.
 
-Whoever may opens them, this process itself or its monitor (see there), asked in one of five ways:
+This process, or its monitor (see there), executes one of five requests:
 
-    leases              dnsmasq's status files, and what libvirt wrote beside them: configurations and reservations
-    user-data           the file that mdserver.conf names
-    guest MAC           ecompute's file of this guest
-    ready MAC INSTANCE WORD
-                        nothing to read: leave for ecompute what this guest has said of its cloud-init's end, JSON
-    refused MAC REASON  nothing to read: leave for ecompute why this guest was refused; no REASON: it was answered
+    leases              open dnsmasq's status files, and libvirt's configurations and reservations beside them
+    user-data           open the file that mdserver.conf names
+    guest MAC           open ecompute's file of this guest
+    ready MAC INSTANCE REPORT
+                        store for ecompute what this guest reports about the end of its cloud-init, JSON
+    refused MAC REASON  store for ecompute why this guest was refused; without REASON it was answered
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ from pathlib import Path
 from mdserver import conf, guests
 from mdserver.guests import Broken, Forged, Guest, Lease, Unknown
 
+# Bytes of a file; a larger one is refused. Legitimate files are smaller: 256 KiB of gzip are 1.5 MiB of JSON.
 LIMIT = 1 << 21
-"""Bytes of a file; a larger one is refused. None is honestly: 256 KiB of gzip are 1.5 MiB of JSON."""
 
-CONF, HOSTS = '.conf', '.hostsfile'
-"""What libvirt writes of a network for dnsmasq, in the directory of the status files."""
+# Suffixes of libvirt's files for dnsmasq, one each for a network, in the directory of the status files.
+CONF = '.conf'
+HOSTS = '.hostsfile'
 
 REFUSED = '.refused'
-# A guest without filters can send from any MAC: it must not fill the directory.
+# A guest without filters can send from any MAC, and must not fill the directory.
 MAX_REFUSALS = 256
 
+# How long the leased addresses are cached: a new lease is seen after that.
 LEASED_SECONDS = 1.0
-"""For which it is known who has a lease; one that was given since is seen after it."""
 
+# Held while a report or refusal is stored: without a monitor, several threads do that.
 _being_told = threading.Lock()
-"""Held while a guest's word is left: without a monitor several threads are at it."""
 
+# A file's name and its open descriptor, which the caller closes, or the error of opening it.
 Opened = tuple[str, 'int | OSError']
-"""A file's name and its open descriptor, which the asker closes, or the error of opening it."""
 
 
 class Files:
-    """The files about guests, read anew for each request. `ask` opens them in the five ways above.
+    """The files about guests, read again for each request.
 
-    None means that this process opens them itself.
+    `ask` executes the five requests above; with None this process does. OSError if the monitor is gone.
     """
 
     def __init__(self, config: conf.Config, ask: Callable[[str], list[Opened]] | None = None) -> None:
@@ -64,44 +65,44 @@ class Files:
         self._answered: set[str] = set()
 
     def leased_to(self, address: str, now: float) -> str:
-        """Return the MAC of the guest whose IPv4 address this is, by DHCP; `now` is in seconds since the epoch.
+        """Return the MAC of the guest with this IPv4 address, by DHCP at `now`, in epoch seconds.
 
-        A reservation counts if the kernel sees its MAC at the address: dnsmasq drops the lease of a guest when another
-        one sends the same client identifier. Raises Unknown, Forged if the kernel sees another MAC there, or Broken.
+        A reservation counts if the kernel sees its MAC at the address: dnsmasq drops a guest's lease when another guest
+        sends the same client identifier. Raises Unknown, Broken, or Forged if the kernel sees another MAC there.
         """
-        leases, trouble = self._leases()
+        leases, problems = self._leases()
         table = self._read_table()
-        # On its own bridge: the kernel believes who says on another one that it has this address, and asks it nothing.
+        # Only on the lease's bridge: the kernel also accepts a guest's claim to this address on another one.
         owners = {
-            each: guests.parse_neighbours(table, each.bridge).get(address, frozenset())
-            for each in [*filter(attrgetter('reserved'), leases), *guests.current(leases, now).values()]
-            if each.address == address
+            lease: guests.parse_neighbours(table, lease.bridge).get(address, frozenset())
+            for lease in [*filter(attrgetter('reserved'), leases), *guests.current(leases, now).values()]
+            if lease.address == address
         }
-        for owner, seen in owners.items():
-            # No entry proves nothing (the kernel forgets), so a lease counts without one. A reservation does not: a
-            # network that is off may have the same addresses as one that is on.
-            if seen == {owner.mac} or not (seen or owner.reserved):
+        for owner, macs in owners.items():
+            # A missing entry proves nothing (entries expire), so a lease counts without one. A reservation does not: an
+            # inactive network may have the same addresses as an active one.
+            if macs == {owner.mac} or not (macs or owner.reserved):
                 return owner.mac
-        for owner, seen in owners.items():
-            if seen:
-                detail = f'leased to {owner.mac}, used by {", ".join(sorted(seen))}'
+        for owner, macs in owners.items():
+            if macs:
+                detail = f'leased to {owner.mac}, used by {", ".join(sorted(macs))}'
                 raise Forged(f'{address} is leased to another machine', detail)
-        trouble = trouble or [f'looked in {self._config.leases}']
-        raise Unknown(f'no current DHCP lease for {address}', '; '.join(trouble))
+        problems = problems or [f'looked in {self._config.leases}']
+        raise Unknown(f'no current DHCP lease for {address}', '; '.join(problems))
 
     def find_macs(self, address: str) -> list[str]:
-        """Return the MACs that the kernel sees at an address, on whichever bridge. Broken."""
+        """Return the MACs that the kernel sees at an address, on any bridge. Raises Broken."""
         return [fields[3].lower() for fields in self._read_neighbours(address)]
 
     def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
-        """Tell ecompute, by a file for each MAC, why its guest was refused; '' that it was answered. OSError."""
+        """Write for ecompute why the guests with these MACs were refused; '': answered. OSError."""
         for mac in macs:
             if refusal or mac not in self._answered:
                 self._ask(f'refused {mac} {refusal}')
             (self._answered.discard if refusal else self._answered.add)(mac)
 
     def guest(self, mac: str) -> Guest:
-        """ecompute's file of the guest with this MAC address. Raises Unknown or Broken."""
+        """Parse ecompute's file of the guest with this MAC address. Raises Unknown or Broken."""
         [(name, opened)] = self._ask(f'guest {mac}')
         try:
             return guests.parse_guest(_whole(opened), mac)
@@ -113,7 +114,7 @@ class Files:
             raise Broken(f'{name}: {error}') from error
 
     def filled_in(self, known: Guest, address: str = '') -> Guest:
-        """What the guest is told: its own keys and user-data, else mdserver.conf's. Raises ValueError."""
+        """Return the guest with its own keys and user-data, or mdserver.conf's. Raises ValueError."""
         keys, user_data = known.public_keys, known.user_data
         if user_data is None and self._config.user_data is not None:
             user_data = conf.read_user_data(self._config.user_data, lambda *_: self._user_data())
@@ -121,37 +122,38 @@ class Files:
         return replace(known, address=address, public_keys=keys, user_data=user_data)
 
     def note_ready(self, mac: str, instance: str, word: bytes) -> None:
-        """Tell ecompute, by a file, what a guest said of its cloud-init's end: its first `word` counts, no further one.
+        """Write a guest's report of its cloud-init's end for ecompute; only its first one counts.
 
-        FileNotFoundError if the guest is gone; OSError.
+        Raises FileNotFoundError if the guest no longer exists, or OSError.
         """
         for _, opened in self._ask(f'ready {mac} {instance} {word.decode("ascii")}'):
             if isinstance(opened, OSError):
                 raise opened
 
     def is_on(self, bridge: str, address: str) -> bool:
-        """Whether the neighbour table has this address on this bridge, as it has for a client that just connected."""
+        """Return whether a just connected client is on this bridge, by the neighbour table. Broken."""
         return any(fields[5:] == [bridge] for fields in self._read_neighbours(address))
 
     def has_lease(self, address: str, now: float) -> bool:
-        """Whether this address is leased to any machine; `now` is in seconds since the epoch. For one thread.
+        """Return whether any machine has a lease or reservation of this address at `now`.
 
-        What it was in the last LEASED_SECONDS counts: whoever connects asks this, before anything limits him.
+        `now` is in epoch seconds. The answer may be LEASE_CACHE_SECONDS old, because every connection asks for it
+        before any limit applies. Not thread-safe.
         """
         if not 0 <= now - self._leased_at < LEASED_SECONDS:
-            self._leased = {each.address for each in self._leases()[0] if each.reserved or each.expiry > now}
+            self._leased = {lease.address for lease in self._leases()[0] if lease.reserved or lease.expiry > now}
             self._leased_at = now
         return address in self._leased
 
     def _leases(self) -> tuple[list[Lease], list[str]]:
-        """The leases and reservations in all files that can be read, and a line for each file that cannot."""
+        """Return all readable leases and reservations, and a message for each unreadable file."""
         leases: list[Lease] = []
-        trouble = []
+        problems = []
         bridge = ''
         for name, opened in self._ask('leases'):
             path = Path(name)
             try:
-                if path.suffix == CONF:  # comes before the reservations of its network
+                if path.suffix == CONF:  # precedes the reservations of its network
                     bridge = ''
                     bridge = guests.parse_bridge(_whole(opened))
                 elif path.suffix == HOSTS:
@@ -159,10 +161,10 @@ class Files:
                 else:
                     leases += guests.parse_leases(_whole(opened), path.stem)
             except OSError as error:
-                trouble.append(f'{name}: {error.strerror}')
+                problems.append(f'{name}: {error.strerror}')
             except ValueError as error:
-                trouble.append(f'{name}: {error}')
-        return leases, trouble
+                problems.append(f'{name}: {error}')
+        return leases, problems
 
     def _read_table(self) -> str:
         neighbours = self._config.neighbours
@@ -183,26 +185,26 @@ class Files:
 
 
 def carry_out(config: conf.Config, request: str) -> list[Opened]:
-    """Open the files that `request`, one of the five ways above, names; EINVAL for any other request."""
-    # One space between words, nothing in the first three but what a MAC and a uuid have: no path can be said.
+    """Open, or write, the files of `request`, one of the five above; EINVAL for any other."""
+    # Words are separated by single spaces, and the first three must be a MAC or uuid, so no request can name a path.
     match request.split(' ', 3):
         case ['leases']:
-            hosts = sorted(glob.glob(f'{glob.escape(os.path.dirname(config.leases))}/*{HOSTS}'))
-            beside = [name for each in hosts for name in (each.removesuffix(HOSTS) + CONF, each)]
-            return [_open(Path(name)) for name in (*sorted(glob.glob(config.leases)), *beside)]
+            hosts_files = sorted(glob.glob(f'{glob.escape(os.path.dirname(config.leases))}/*{HOSTS}'))
+            libvirt_files = [name for hosts in hosts_files for name in (hosts.removesuffix(HOSTS) + CONF, hosts)]
+            return [_open(Path(name)) for name in (*sorted(glob.glob(config.leases)), *libvirt_files)]
         case ['user-data'] if config.user_data is not None:
             return [_open(config.user_data, links=True)]
         case ['guest', mac] if guests.is_mac(mac):
             return [_open(_file_of(config, mac))]
         case ['ready', mac, instance, word] if guests.is_mac(mac) and guests.is_uuid(instance):
-            leave = partial(_leave_word, config, mac, instance, word)
+            write = partial(_leave_word, config, mac, instance, word)
         case ['refused', mac, *reason] if guests.is_mac(mac):
-            leave = partial(_leave_refusal, config, mac, ' '.join(reason))
+            write = partial(_leave_refusal, config, mac, ' '.join(reason))
         case _:
             return [('', OSError(errno.EINVAL, os.strerror(errno.EINVAL)))]
     try:
         with _being_told:
-            leave()
+            write()
     except OSError as error:
         return [(str(error.filename), error)]
     return []
@@ -213,7 +215,7 @@ def _file_of(config: conf.Config, mac: str) -> Path:
 
 
 def _open(path: Path, links: bool = False) -> Opened:
-    # O_NONBLOCK: opening a FIFO planted here must not wait for a writer.
+    # O_NONBLOCK: opening a FIFO that was planted here must not wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         return str(path), os.open(path, flags if links else flags | os.O_NOFOLLOW)
@@ -222,34 +224,34 @@ def _open(path: Path, links: bool = False) -> Opened:
 
 
 def _leave_word(config: conf.Config, mac: str, instance: str, word: str) -> None:
-    told, being_told = config.guests / f'{instance}.ready', config.guests / f'{instance}.said'
-    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(told))
-    # Of guests that are there alone: nobody fills the directory with words of others.
+    report_path, temporary = config.guests / f'{instance}.ready', config.guests / f'{instance}.said'
+    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(report_path))
+    # Only existing guests may report, so that nobody can fill the directory.
     if not _is_there(config, mac, instance):
-        raise gone
-    # What was left of an earlier word goes: killed after the link, it is the first word itself, by another name.
-    being_told.unlink(missing_ok=True)
-    if told.exists():
-        return  # before any write: who says it again and again has the disk do nothing for it
+        raise missing
+    # Remove the rest of an interrupted write first: killed after the link, it is another name of the first report.
+    temporary.unlink(missing_ok=True)
+    if report_path.exists():
+        return  # before any write: repeated reports cause no disk writes
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with open(os.open(being_told, flags, 0o600), 'wb') as file:
+    with open(os.open(temporary, flags, 0o600), 'wb') as file:
         file.write(word.encode())
         file.flush()
         os.fsync(file.fileno())
-    # Whole or not at all, and only the first: what runs in a guest later does not take its keys back.
+    # Atomic, and only the first report: programs that run in the guest later cannot replace its keys.
     with suppress(FileExistsError):
-        os.link(being_told, told)
-    being_told.unlink(missing_ok=True)
+        os.link(temporary, report_path)
+    temporary.unlink(missing_ok=True)
     if not _is_there(config, mac, instance):
-        told.unlink(missing_ok=True)  # it was removed meanwhile, and nothing of it is to stay
-        raise gone
+        report_path.unlink(missing_ok=True)  # the guest was removed concurrently: keep no files of it
+        raise missing
 
 
 def _leave_refusal(config: conf.Config, mac: str, reason: str) -> None:
     path = config.guests / f'{mac}{REFUSED}'
     with suppress(OSError, ValueError):
         if _whole(_open(path)[1]) == reason.encode():
-            return  # before any write: who is refused again and again has the disk do nothing for it
+            return  # before any write: repeated refusals cause no disk writes
     path.unlink(missing_ok=True)
     if reason and len(list(config.guests.glob(f'*{REFUSED}'))) < MAX_REFUSALS:
         path.write_text(reason)
@@ -262,7 +264,7 @@ def _is_there(config: conf.Config, mac: str, instance: str) -> bool:
 
 
 def _whole(opened: int | OSError) -> bytes:
-    """The bytes of an opened regular file, which is closed. Raises OSError, ValueError for more than LIMIT."""
+    """Read an opened regular file and close it. OSError; ValueError if irregular or too large."""
     if isinstance(opened, OSError):
         raise opened
     try:

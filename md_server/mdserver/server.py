@@ -1,12 +1,14 @@
-"""The metadata server: bottle on waitress. `make_app(config)` is all of it; `main` starts it.
+"""The metadata server: bottle on waitress. `make_app(files)` is the application; `main` starts it.
 
-Started as `mdserver [CONF]`, as `python -m mdserver.server`, or straight from the tree as
-`sudo python md_server/mdserver/server.py mdserver.conf`. Ends with exit 0 at SIGINT, SIGTERM or, with --with-parent, at
-the end of its standard input; exit 1 when it cannot listen, 2 when it is told something wrong. With --user it is root
-until it listens and that user before it reads what anybody sends; what only root may open its monitor opens.
+Start it as `mdserver [CONF]`, as `python -m mdserver.server`, or from the source tree as
+`sudo python md_server/mdserver/server.py mdserver.conf`.
 
-waitress rather than bottle's own wsgiref: that serves one client at a time, and threads on top of it are one for each
-client that says nothing. waitress reads a request whole in its one loop, with limits, before a thread is given to it.
+It exits 0 on SIGINT, SIGTERM or, with --with-parent, at the end of standard input, 1 if it cannot listen, and 2 for
+wrong arguments or configuration. With --user it drops root after it listens and before it reads requests; its monitor
+then opens the files that only root may read.
+
+bottle's own wsgiref serves one client at a time; with threads, each silent client would hold one. waitress reads each
+request completely in one loop, with limits, before it uses a thread.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 if not __package__:
-    # Started as a script: the package is this file's directory, found from the one above it. The directory itself
-    # has to go from the path, or `import conf` anywhere would find ours.
+    # Started as a script: import the package from the directory above this file's. Replace this file's own directory
+    # in the path, or any `import conf` would find ours.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import bottle
@@ -48,20 +50,20 @@ log = logging.getLogger('mdserver')
 INSTANCE = 'mdserver.instance'
 WHY = 'mdserver.why'
 
-LATE = ('idna', 'ascii')  # Python imports these when first used, maybe from where root alone can read
+LATE = ('idna', 'ascii')  # encodings that Python imports at first use, perhaps from where only root can read
 METADATA_ADDRESS = '169.254.169.254'
 ADDRESS = re.compile(r'([0-9.]+|\[[0-9a-fA-F:.]+\])(:[0-9]+)?')
-PROXIES = ('HTTP_X_FORWARDED', 'HTTP_FORWARDED', 'HTTP_VIA', 'HTTP_X_REAL_IP')  # how the headers that they add begin
+PROXIES = ('HTTP_X_FORWARDED', 'HTTP_FORWARDED', 'HTTP_VIA', 'HTTP_X_REAL_IP')  # prefixes of headers that they add
 THREADS = 4
 HEADER_LIMIT = 8192  # bytes; more is refused
-BODY_LIMIT = 4096  # bytes, more is refused; a guest has its host keys to say, and what went wrong
-CONNECTIONS = 500  # of all clients together, further ones wait; what one may have is in limits
+BODY_LIMIT = 4096  # bytes; more is refused. A guest posts its host keys and errors
+CONNECTIONS = 500  # of all clients together, further ones wait; limits has those of one client
 
 
 class App(bottle.Bottle):  # type: ignore[misc]
-    """bottle with errors in one plain line, and a line in the log for each request (--verbose).
+    """bottle with errors as one line of text, and a log line for each request (--verbose).
 
-    Of one address that is LINES a second, and FIRST_LINES at once; for further requests there is no line.
+    For each address that is LOG_LINES_PER_SECOND with a burst of LOG_LINE_BURST; further requests are not logged.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
         self._lines = limits.FairShares(limits.LINES, limits.FIRST_LINES)
 
     def may_say(self, address: str) -> bool:
-        """Whether another line about this address may go into the log now."""
+        """Return whether another line about this address may be logged now, and count it."""
         return self._lines.allows(address, time.monotonic())
 
     def default_error_handler(self, res: bottle.HTTPError) -> str:
@@ -80,21 +82,21 @@ class App(bottle.Bottle):  # type: ignore[misc]
         def logged(status: str, *rest: Any) -> Any:
             client = environ['REMOTE_ADDR']
             if self.may_say(client):
-                # Quoted: a path is the client's own words and must stay within its line.
-                asked = f'{quote(environ["REQUEST_METHOD"])[:10]} {quote(environ["PATH_INFO"], "/=:")[:200]}'
+                # Quoted: the client chooses the path, which must not break the log line.
+                request_line = f'{quote(environ["REQUEST_METHOD"])[:10]} {quote(environ["PATH_INFO"], "/=:")[:200]}'
                 guest = f'instance={environ.get(INSTANCE, "-")}{environ.get(WHY, "")}'
-                log.debug('%s %s client=%s %s', asked, status[:3], client, guest)
+                log.debug('%s %s client=%s %s', request_line, status[:3], client, guest)
             return start_response(status, *rest)
 
         return super().wsgi(environ, logged)  # type: ignore[no-any-return]
 
 
 def make_app(files: Files) -> bottle.Bottle:
-    """The WSGI application. It knows a client by REMOTE_ADDR, and by nothing that the client sends."""
+    """Return the WSGI application. It identifies a client by REMOTE_ADDR only."""
     app = App()
 
     def asking() -> tuple[str, guests.Guest]:
-        """The MAC of the guest that asks, and what it is told; raises HTTPError."""
+        """Return the MAC of the requesting guest, and what is served to it. Raises HTTPError."""
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']
         try:
@@ -110,7 +112,7 @@ def make_app(files: Files) -> bottle.Bottle:
             refusal = bottle.HTTPError(500, 'what is known of this guest cannot be read: see the log of mdserver')
         else:
             environ[INSTANCE] = guest.instance
-            with suppress(OSError):  # it is answered although the file system is read-only
+            with suppress(OSError):  # answer even if the file system is read-only
                 files.note_answer([mac])
             return mac, guest
         with suppress(guests.Broken, OSError):
@@ -130,13 +132,13 @@ def make_app(files: Files) -> bottle.Bottle:
         if guest.instance != instance:
             return bottle.HTTPError(404, 'no such data')
         try:
-            said = metadata.word(bottle.request.body.read(BODY_LIMIT))
+            report = metadata.word(bottle.request.body.read(BODY_LIMIT))
         except ValueError:
             return bottle.HTTPError(400, f'a form of at most {metadata.FIELDS} fields, please')
         try:
-            files.note_ready(mac, instance, said)
+            files.note_ready(mac, instance, report)
         except FileNotFoundError:
-            return bottle.HTTPError(404, 'no such data')  # it was removed meanwhile
+            return bottle.HTTPError(404, 'no such data')  # removed concurrently
         except OSError as error:
             log.error('instance %s is ready, and that cannot be noted: %s', instance, error)
             return bottle.HTTPError(500, 'that cannot be noted: see the log of mdserver')
@@ -149,26 +151,26 @@ def make_app(files: Files) -> bottle.Bottle:
 
 def _check_headers() -> None:
     environ = bottle.request.environ
-    # A proxy inside a guest must not fetch that guest's data for whoever asks the proxy.
+    # A proxy inside a guest must not fetch that guest's data for the proxy's clients.
     if any(name.startswith(PROXIES) for name in environ):
         raise bottle.HTTPError(403, 'not through a proxy')
-    # A malicious page in a guest's browser is of the same origin by a name of its own that leads here (DNS rebinding).
+    # DNS rebinding: a malicious web page in a guest becomes same-origin by a host name that resolves to this server.
     if not ADDRESS.fullmatch(environ.get('HTTP_HOST', METADATA_ADDRESS)):
         raise bottle.HTTPError(421, f'not by a name: ask {METADATA_ADDRESS}')
 
 
 def _plain(body: bytes) -> bottle.HTTPResponse:
-    # No charset: user-data may be anything.
+    # No charset: user-data may have any encoding.
     return bottle.HTTPResponse(body, 200, {'Content-Type': 'text/plain'})
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises OSError, whose str() says what, where and what to do."""
+    """Return a listening socket. Raises OSError, whose str() says what, where and what to do."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((address, port))
-        # Here, not by waitress: of two that bound, only listening tells the second that it is late.
+        # Listen here, not in waitress: two processes can bind, and only the second one's listen() fails.
         sock.listen(CONNECTIONS)
     except OSError as error:
         sock.close()
@@ -182,30 +184,30 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def may_ask(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
-    """Whether this address may ask: this machine's own, and guests' on `bridge`. None: any address may.
+    """Return whether the client is local, on `bridge` or has a lease; True without `bridge`.
 
-    The host answers for 169.254.169.254 on all its interfaces, so clients on its LAN get as far as this. Not done with
-    SO_BINDTODEVICE: a network that is started again has another bridge of the same name.
+    The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this far. SO_BINDTODEVICE would
+    not work: a restarted network has a new bridge of the same name.
     """
     if bridge is None or address == config.listen_address or address.startswith('127.'):
         return True
     try:
         return files.is_on(bridge, address) or files.has_lease(address, time.time())
     except (OSError, guests.Broken):
-        return False  # its monitor is gone, and so is it in a moment
+        return False  # the monitor is gone, so this process is about to end
 
 
 def end_with_parent() -> None:
-    """Wait until standard input ends, then end this process as SIGTERM does."""
-    with suppress(OSError):  # closed from the start: no parent holds it
+    """Wait until standard input ends, then send SIGTERM to this process."""
+    with suppress(OSError):  # it was closed from the start: there is no parent
         while os.read(0, 4096):
             pass
-    # To the main thread, whose poll it has to interrupt.
+    # To the main thread, to interrupt its poll.
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def _end(_signal: int, _frame: FrameType | None) -> None:
-    # A monitor that ends from now on does as it should.
+    # From here on the monitor is expected to end.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     raise SystemExit(0)
 
@@ -221,7 +223,7 @@ def _become(name: str, ids: Ids) -> None:
 
 
 def _user(name: str) -> Ids:
-    """The numbers of the user that --user names. Raises ConfError."""
+    """Return the ids of the user that --user names. Raises ConfError."""
     try:
         ids = find_user(name)
     except ValueError as error:
@@ -245,7 +247,7 @@ def _configure(arguments: argparse.Namespace) -> conf.Config:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with its errors in one line as those of ecomp's commands are."""
+    """argparse with one-line errors, as in ecomp's commands."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f'mdserver: {message}; --help shows all\n')
@@ -253,12 +255,12 @@ class _Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is not sys.stdout:
             super()._print_message(message, file)
-        else:  # argparse's own passes over a full disk, or leaves it to Python's end, which is exit 120
+        else:  # argparse's method ignores a full disk, or leaves it to Python's shutdown: exit 120
             print(message, end='', flush=True)
 
 
 class _OneLine(logging.Formatter):
-    """`2026-01-31T12:00:00.123+01:00 INFO 4711 message`, as ecompute has it, in whose log this may be."""
+    """`2026-01-31T12:00:00.123+01:00 INFO 4711 message`, as in ecompute, whose log may get it."""
 
     def __init__(self) -> None:
         super().__init__('%(asctime)s %(levelname)s %(process)d %(message)s')
@@ -268,23 +270,23 @@ class _OneLine(logging.Formatter):
 
 
 def parser() -> argparse.ArgumentParser:
-    """What mdserver may be told."""
-    made = _Parser(prog='mdserver', description='Metadata for the guests on this host.')
-    made.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf; without one, the defaults')
-    made.add_argument('--listen', metavar='ADDRESS[:PORT]', help="instead of the file's (169.254.169.254:80)")
-    made.add_argument('--guests', metavar='DIR', type=Path, help='the files of guests (/var/lib/ecompute/metadata)')
-    made.add_argument('--bridge', metavar='NAME', help='answer nobody but this host, and leases on this bridge')
-    made.add_argument('--user', metavar='NAME', help='once it listens, be this user (a name or a number), not root')
-    made.add_argument('--with-parent', action='store_true', help='end when standard input ends')
-    made.add_argument('--verbose', action='store_true', help='log each request too, not only what is wrong')
-    unit = 'print the systemd unit that runs it beside ecompute, with CONF alone if given, and end'
-    made.add_argument('--unit', action='store_true', help=unit)
-    made.add_argument('--version', action='version', version=f'mdserver {__version__}')
-    return made
+    """Return the parser of mdserver's command line."""
+    cli = _Parser(prog='mdserver', description='Metadata for the guests on this host.')
+    cli.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf; without one, the defaults')
+    cli.add_argument('--listen', metavar='ADDRESS[:PORT]', help="instead of the file's (169.254.169.254:80)")
+    cli.add_argument('--guests', metavar='DIR', type=Path, help='the files of guests (/var/lib/ecompute/metadata)')
+    cli.add_argument('--bridge', metavar='NAME', help='answer nobody but this host, and leases on this bridge')
+    cli.add_argument('--user', metavar='NAME', help='once it listens, be this user (a name or a number), not root')
+    cli.add_argument('--with-parent', action='store_true', help='end when standard input ends')
+    cli.add_argument('--verbose', action='store_true', help='log each request too, not only what is wrong')
+    unit_help = 'print the systemd unit that runs it beside ecompute, with CONF alone if given, and end'
+    cli.add_argument('--unit', action='store_true', help=unit_help)
+    cli.add_argument('--version', action='version', version=f'mdserver {__version__}')
+    return cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal, or the end of standard input with --with-parent; the exit code."""
+    """Serve until a signal, or with --with-parent the end of stdin; return the exit code."""
     try:
         command = parser()
         arguments = command.parse_args(argv)
@@ -299,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     handler.setFormatter(_OneLine())
     logging.basicConfig(handlers=[handler], level=logging.INFO)
     log.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
-    # First of all, so that no moment is left in which a signal ends it with another exit code.
+    # Before anything else, so that a signal cannot end it with another exit code.
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
     orphaned: list[int] = []
@@ -315,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.user is not None:
                 ids = _user(arguments.user)
                 signal.signal(signal.SIGCHLD, on_orphaned)
-                # Before there is a socket, which is none of its business.
+                # Before the socket is opened, which the monitor must not inherit.
                 monitor = Monitor(config)
                 at_exit.callback(monitor.close)
                 at_exit.callback(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
@@ -336,14 +338,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _put(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What systemd reads is UTF-8, whatever the terminal's encoding is.
+        # systemd reads UTF-8, regardless of the terminal's encoding.
         sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
     print(text, end='', flush=True)
 
 
 def _unsaid(error: OSError) -> int:
-    """Say why nothing could be printed, unless whoever read us has gone; the exit code."""
-    # Else Python would try once more at its end, and complain.
+    """Report why nothing could be printed, unless the reader has gone; return the exit code."""
+    # Otherwise Python would retry at its end and print an error.
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     with suppress(OSError):
@@ -357,7 +359,7 @@ def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, soc
         make_app(files), sock, lambda address: may_ask(address, arguments.bridge, config, files),
         ident=f'mdserver/{__version__}', threads=THREADS,
         max_request_header_size=HEADER_LIMIT, max_request_body_size=BODY_LIMIT, connection_limit=CONNECTIONS,
-        # Otherwise waitress removes X-Forwarded-For, and what is removed cannot be refused.
+        # Otherwise waitress removes X-Forwarded-For, and we could not refuse it.
         clear_untrusted_proxy_headers=False,
         asyncore_use_poll=True,
     )
@@ -369,21 +371,22 @@ def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, soc
 
 
 def notify(state: str) -> None:
-    """Tell systemd, if it has started this process as a service: sd_notify(3)."""
+    """Send `state` to systemd if it started this process as a service: sd_notify(3)."""
     if path := os.environ.get('NOTIFY_SOCKET'):
-        # It acts by itself where it hears nothing.
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as said:
-            said.settimeout(5)
-            said.sendto(state.encode(), path.replace('@', '\0', 1) if path.startswith('@') else path)
+        # Errors are ignored: systemd has its own timeout.
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+            channel.settimeout(5)
+            channel.sendto(state.encode(), path.replace('@', '\0', 1) if path.startswith('@') else path)
 
 
 def unit(conf_file: Path | None, program: str) -> str:
-    """The unit that --unit prints, for mdserver as this `program`."""
+    """Return the systemd unit that --unit prints, which runs mdserver as `program`."""
     interpreter = [] if os.access(program, os.X_OK) else [sys.executable]
     words = [*interpreter, os.path.abspath(program), *([str(conf_file.absolute())] if conf_file else [])]
-    first, *others = ('"' + re.sub(r'(["\\])', r'\\\1', each).replace('%', '%%') + '"' for each in words)
-    said = ' '.join([first, *(each.replace('$', '$$') for each in others)])  # systemd.service(5) on command lines
-    return Path(__file__).with_name('mdserver.service').read_text(encoding='utf-8').replace('@words@', said)
+    first, *others = ('"' + re.sub(r'(["\\])', r'\\\1', word).replace('%', '%%') + '"' for word in words)
+    # Quoted as in systemd.service(5), "Command lines".
+    command_line = ' '.join([first, *(word.replace('$', '$$') for word in others)])
+    return Path(__file__).with_name('mdserver.service').read_text(encoding='utf-8').replace('@words@', command_line)
 
 
 if __name__ == '__main__':
