@@ -1,4 +1,4 @@
-"""What addresses a name has now, and whether one is this host's."""
+"""Resolve host names, and recognize this host's addresses."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ecomp.model.image import Address, without_zone
 
 
 def addresses(host: str, flags: int = 0) -> list[Address]:
-    """Of a name or an address, in the order in which they are to be tried; `flags` are getaddrinfo's.
+    """Resolve a host name or address to its addresses, in the order to try them.
 
-    Errors: OSError, ValueError (an address that nobody understands, a name that cannot be written down).
+    `flags` are getaddrinfo's. Raises OSError, or ValueError for a malformed address or a name that cannot be encoded.
     """
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
-    return [without_zone(str(address[0])) for *_, address in found]
+    entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
+    return [without_zone(str(sockaddr[0])) for *_, sockaddr in entries]
 
 
 def is_own(address: Address) -> bool:
-    """Whether it is this host's: the kernel speaks to it from itself. Nothing is sent."""
+    """Return whether the address is this host's, by the kernel's routing; nothing is sent."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((str(address), 9))

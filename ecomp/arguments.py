@@ -1,4 +1,4 @@
-"""What the arguments of all commands have in common."""
+"""The argument parser of all commands."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ecomp.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors in one line like all others: UsageError. OSError where a help cannot be written."""
+    """argparse with one-line errors as UsageError; OSError if a help text cannot be printed."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f'{message}; --help shows all')
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own passes over a full disk, or leaves it to Python's end, which is exit 120.
+        # argparse's method ignores a full disk, or leaves it to Python's shutdown: exit 120.
         file.write(message)
         file.flush()

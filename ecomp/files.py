@@ -1,7 +1,7 @@
-"""Files: those that somebody else writes, seen as they are written; our own, written whole or not at all.
+"""Watch files that other programs write, write our own atomically, and lock instances and images.
 
-And locks, which the kernel drops with their holder, however it ends: of one worker for each instance, and one download
-for each image. A killed ecompute's worker dies with it, but not before the next ecompute may have started its own.
+The kernel releases a lock when its holder ends, in any way: one worker per instance, one download per image. A killed
+ecompute's worker dies with it, but perhaps only after the next ecompute has started its own.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
 
 
 def boot_id(path: Path = BOOT_ID) -> str:
-    """Which boot of this machine this is. proc_sys_kernel(5)"""
+    """Return the id of this machine's current boot: proc_sys_kernel(5). Raises OSError."""
     return path.read_text().strip()
 
 
 def watch(directory: Path, suffix: str, written: Callable[[Path], None]) -> Callable[[], None]:
-    """From now on written(path) within milliseconds of a file that ends so being written; returns what ends it.
+    """Call `on_written(path)` within milliseconds of a file with this suffix being written.
 
-    OSError if the directory cannot be watched.
+    Returns a function that stops watching. Raises OSError if the directory cannot be watched.
     """
-    # Late: only an ecompute with a real hypervisor watches.
+    # Imported late: only an ecompute with libvirt watches files.
     from watchdog.events import FileSystemEvent, FileSystemEventHandler
     from watchdog.observers import Observer
 
     class Handler(FileSystemEventHandler):
         def on_any_event(self, event: FileSystemEvent) -> None:
-            # Most write a new file and rename it; some write in place.
+            # Most programs write a new file and rename it; some write in place.
             path = Path(str(event.dest_path or event.src_path))
             if event.event_type in ('moved', 'modified', 'created') and path.name.endswith(suffix):
                 written(path)
@@ -53,7 +53,7 @@ def watch(directory: Path, suffix: str, written: Callable[[Path], None]) -> Call
 
 
 def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
-    """Write a file whole or not at all, also across a power cut. OSError names it; nothing half written stays."""
+    """Write a file atomically and durably. An OSError leaves no partial file."""
     temporary = part_of(path)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
@@ -70,12 +70,12 @@ def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """Where a file is while it is written; whoever is killed then leaves it there."""
+    """Return the path of a file while it is written; a process that is killed leaves it there."""
     return path.with_name(f'.{path.name}.part')
 
 
 def sync(directory: Path) -> None:
-    """See that what was made or renamed in a directory is there after a power cut. OSError."""
+    """Make the entries of a directory durable across a power cut. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -84,20 +84,21 @@ def sync(directory: Path) -> None:
 
 
 def search_path() -> str:
-    """PATH, and where Debian keeps root's programs: sudo's or a plain user's PATH may lack those."""
+    """Return PATH with Debian's directories for root's programs, which a user's PATH may lack."""
     return os.pathsep.join((os.environ.get('PATH', os.defpath), '/usr/local/sbin', '/usr/sbin', '/sbin'))
 
 
+# Seconds to wait for another process's work on an instance; then the job fails, and is retried.
 PATIENCE = 60.0
-"""Seconds for which another process's work on an instance is waited for; then the job fails, and is tried again."""
+# Seconds between two attempts to get a lock.
 POLL = 0.05
-"""Seconds between two tries to get a lock."""
 
 
 class InstanceLocks:
-    """A byte of <state>/instances.lock for each instance: no file is left over, and none is removed under a holder.
+    """Locks on instances: a byte of <state>/instances.lock each.
 
-    The locks are the process's (fcntl(2), F_SETLK): one for each, opened in it, and never a second at one state.
+    So no lock file is left over or removed under its holder. The locks belong to the process (fcntl(2), F_SETLK): each
+    process must open its own object, and only one for a state directory.
     """
 
     def __init__(self, state: Path) -> None:
@@ -105,18 +106,18 @@ class InstanceLocks:
 
     @contextmanager
     def held(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
-        """Hold the instance's lock inside the block. EcompError after a minute of waiting; the checkpoint's errors."""
-        byte, exclusive = _byte(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
-        if not wait_for_lock(PATIENCE, lambda: fcntl.lockf(self._file, exclusive, 1, byte), checkpoint):
+        """Hold the instance's lock. Raises EcompError after a timeout, and `checkpoint`'s errors."""
+        offset, flags = _byte(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
+        if not wait_for_lock(PATIENCE, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint):
             raise EcompError(f'another process has been at work on it for {PATIENCE:g} s')
         try:
             yield
         finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, offset)
 
 
 def wait_for_lock(seconds: float, lock: Callable[[], object], checkpoint: Callable[[], None] = lambda: None) -> bool:
-    """Retry a lock that does not block; return False after so many seconds. Errors: those of the checkpoint."""
+    """Retry a non-blocking `acquire`; False after the timeout. Raises `checkpoint`'s errors."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -134,10 +135,11 @@ def _byte(name: str) -> int:
 
 
 def try_lock(path: Path, name: str, create: bool = True) -> int | None:
-    """A descriptor that has the lock `name` of the file at `path` until it is closed; None while somebody else has.
+    """Return a descriptor that holds the lock `name` in the file at `path` until it is closed.
 
-    One lock file is good for all names, and stays. The lock is the open file's, not the process's as above: threads
-    keep each other out too. OSError of the file.
+    None if another holder has it. One lock file serves all names and is never removed. The lock belongs to the open
+    file, not to the process as above, so threads exclude each other, too. Raises OSError, also for a missing file
+    without `create`.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, 0o600)
