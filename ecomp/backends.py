@@ -1,4 +1,4 @@
-"""How etcd and placement are met from this machine: what `eschedule doctor` and `ecompute --check` know of them."""
+"""Probe etcd and placement from this machine, for `eschedule doctor` and `ecompute --check`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from ecomp.model.health import Backends, Certificate, ends
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 
+# Seconds of the lease that is granted, renewed and revoked as a test.
 LEASE_SECONDS = 10
-"""Seconds of the lease that is granted, renewed and revoked to see that this works."""
 
 
 def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual: str) -> Backends:
-    """Ask both once. `told` is the configuration that names them, `usual` what that is called."""
+    """Query etcd and placement once; their EcompErrors become part of the result.
+
+    `config_path` is the configuration that names them, or None; `config_name` is the usual name of its file.
+    """
     no_etcd = no_placement = etcd_version = placement_version = ''
-    ahead: float | None = None
+    clock_ahead: float | None = None
     try:
         store = Store(etcd)
         try:
@@ -35,14 +38,14 @@ def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual:
         about = client.about()
         placement_version = about.version
         if about.clock is not None:
-            ahead = (datetime.now(UTC) - about.clock).total_seconds()
-        # What it is for is in its database, which the page above does not ask.
+            clock_ahead = (datetime.now(UTC) - about.clock).total_seconds()
+        # The version page does not use placement's database, so query that, too.
         client.get('/traits?name=in:COMPUTE_STATUS_DISABLED')
     except EcompError as error:
         no_placement = str(error)
     finally:
         client.close()
-    shown = (etcd.ca_cert, etcd.cert_cert, placement.ca_cert, placement.cert_cert)
+    paths = (etcd.ca_cert, etcd.cert_cert, placement.ca_cert, placement.cert_cert)
     return Backends(
         etcd=f'etcd at {",".join(etcd.endpoints)}',
         placement=f'placement at {placement.endpoint}',
@@ -53,14 +56,14 @@ def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual:
         no_placement=no_placement,
         etcd_version=etcd_version,
         placement_version=placement_version,
-        ahead=ahead,
+        ahead=clock_ahead,
         open_secrets=tuple(map(str, open_secrets(etcd, placement))),
-        certificates=tuple(Certificate(str(path), _until(path)) for path in dict.fromkeys(shown) if path is not None),
+        certificates=tuple(Certificate(str(path), _until(path)) for path in dict.fromkeys(paths) if path is not None),
     )
 
 
 def _check_lease(store: Store) -> None:
-    """Renew a lease once: a compute is alive as long as that works. EcompError: it does not, behind a proxy, say."""
+    """Renew a lease, as presences do; EcompError if that fails. Skipped if etcd is full."""
     with suppress(NoSpace):
         lease = store.grant(LEASE_SECONDS)
         try:

@@ -1,12 +1,12 @@
-"""Failpoints: named places between two steps, where a test can have this very process die or freeze.
+"""Failpoints: named places between two steps at which a test can kill or freeze this process.
 
     ECOMP_FAILPOINT=claimed:kill            at every arrival: SIGKILL to this process
     ECOMP_FAILPOINT=disk-created:kill:1     at the first arrival only, counted in the file of ECOMP_FAILPOINT_FIRED
-    ECOMP_FAILPOINT=claimed:stop            SIGSTOP instead: frozen until somebody sends SIGCONT
+    ECOMP_FAILPOINT=claimed:stop            SIGSTOP instead: frozen until it gets SIGCONT
 
-Several are separated by commas. Each that fires first adds a line `name pid` to the file ECOMP_FAILPOINT_FIRED names,
-so that a test can assert that it did. The variable is read once, when a process first comes to one; without it each
-is one look into an empty table.
+Separate several by commas. Before one fires, it adds a line `name pid` to the file in ECOMP_FAILPOINT_FIRED, so that a
+test can assert that it did. The variables are read when a process first reaches a failpoint; unarmed, each costs one
+lookup.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cache
 
 from ecomp.errors import UsageError
 
+# {name: the process that reaches it, and the state at that point}.
 PLACES = {
     'announced': 'eschedule: the attempt is put, placement has been asked, nothing is claimed',
     'claimed-some': 'eschedule: placement holds a part of what a set wants, nothing is delivered',
@@ -74,42 +75,41 @@ PLACES = {
     'domain-undefined': 'worker: the domain is gone, its disk is there',
     'disk-deleted': 'worker: domain and disk are gone, nobody has been told',
 }
-"""{name: the process that comes to it, and what is true then}."""
 
 ACTIONS = {'kill': 'SIGKILL', 'stop': 'SIGSTOP'}
 
 
 def failpoint(name: str) -> None:
-    """Kill or stop this process if a test armed this place. UsageError for a setting that cannot be understood."""
+    """Kill or stop this process if a test armed this place. UsageError for an invalid setting."""
     if name in (armed := _armed()):
         _arrive(name, *armed[name])
 
 
 def _arrive(name: str, action: str, times: int | None) -> None:
-    import signal  # no command loads it but for this
+    import signal  # late: commands do not need it otherwise
 
-    fired = os.environ.get('ECOMP_FAILPOINT_FIRED')
-    if fired is not None:
-        # One write, appended: several processes may come here.
-        with open(fired, 'a+b', buffering=0) as file:
+    fired_path = os.environ.get('ECOMP_FAILPOINT_FIRED')
+    if fired_path is not None:
+        # A single appending write, because several processes may arrive concurrently.
+        with open(fired_path, 'a+b', buffering=0) as file:
             file.seek(0)
-            before = sum(line.split()[:1] == [name.encode()] for line in file.read().splitlines())
-            if times is not None and before >= times:
+            fired_count = sum(line.split()[:1] == [name.encode()] for line in file.read().splitlines())
+            if times is not None and fired_count >= times:
                 return
             file.write(f'{name} {os.getpid()}\n'.encode())
-    # To this very thread: if another one takes it, this one goes on for a moment.
+    # Signal this thread: if another one receives it, this one continues for a moment.
     signal.pthread_kill(threading.get_ident(), signal.Signals[action])
 
 
 @cache
 def _armed() -> dict[str, tuple[str, int | None]]:
-    found: dict[str, tuple[str, int | None]] = {}
-    for each in filter(None, os.environ.get('ECOMP_FAILPOINT', '').split(',')):
-        name, _, rest = each.partition(':')
+    armed: dict[str, tuple[str, int | None]] = {}
+    for setting in filter(None, os.environ.get('ECOMP_FAILPOINT', '').split(',')):
+        name, _, rest = setting.partition(':')
         action, _, times = rest.partition(':')
         if name not in PLACES or action not in ACTIONS or not (times or '1').isdecimal():
-            raise UsageError(f'ECOMP_FAILPOINT: {each!r} is not name:kill or name:stop of a place there is')
+            raise UsageError(f'ECOMP_FAILPOINT: {setting!r} is not name:kill or name:stop of a place there is')
         if times and 'ECOMP_FAILPOINT_FIRED' not in os.environ:
-            raise UsageError(f'ECOMP_FAILPOINT: {each!r} is counted in a file, and ECOMP_FAILPOINT_FIRED names none')
-        found[name] = ACTIONS[action], int(times) if times else None
-    return found
+            raise UsageError(f'ECOMP_FAILPOINT: {setting!r} is counted in a file, and ECOMP_FAILPOINT_FIRED names none')
+        armed[name] = ACTIONS[action], int(times) if times else None
+    return armed
