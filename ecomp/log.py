@@ -21,10 +21,7 @@ USERINFO = re.compile(r'(?<=://)[^/\s?#"\'<>]*@')
 
 
 def configure(stream: TextIO | None = None) -> None:
-    """Log to `stream`, stderr if None: our own records from INFO, libraries' from WARNING.
-
-    Another call replaces this configuration.
-    """
+    """Replace the log setup: ours from INFO, libraries' from WARNING, to `stream` or stderr."""
     # Otherwise logging prints a traceback for every line if the disk is full or the terminal closed.
     logging.raiseExceptions = False
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)

@@ -68,10 +68,7 @@ class Ignored:
 
 @contextmanager
 def building(stage: str, what: str = '') -> Iterator[None]:
-    """Raise libvirt's errors as BuildFailed in this stage, with `prefix` before their message.
-
-    Errors of a broken connection pass unchanged.
-    """
+    """Raise libvirt's errors, except a broken connection's, as BuildFailed(stage, prefix + …)."""
     try:
         yield
     except libvirt.libvirtError as error:
@@ -154,10 +151,7 @@ class Connection:
             raise Unreachable(f'{self._name}: {reason(error)} (is libvirtd running?)', self._name) from error
 
     def _begin_opening(self) -> Future[libvirt.virConnect]:
-        """Start a thread that opens the connection; the caller holds the lock.
-
-        Raises Unreachable if no thread can be started; the next use tries again.
-        """
+        """Open the connection in a thread, with the lock held; Unreachable if no thread can start."""
         opening: Future[libvirt.virConnect] = Future()
         try:
             _run_event_loop()

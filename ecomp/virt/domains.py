@@ -175,10 +175,7 @@ class Domains:
             return any(_runs(domain) for domain in _named(connection, instance))
 
     def check_free(self, instance: str, files: Collection[str]) -> None:
-        """Raise Conflict if a domain of this name or uuid may need these files of the instance.
-
-        That is our domain while it runs, and a domain that ecompute did not create if one of the files is its disk.
-        """
+        """Raise Conflict if our domain runs, or a foreign one of this name or uuid uses `files`."""
         with self._connection.use(f'looking for domain {instance}') as connection:
             for domain in _named(connection, instance):
                 which = f'{domain.name()} ({domain.UUIDString()})'
@@ -320,10 +317,7 @@ def _is_ours(mark: xml.Mark | None, domain: libvirt.virDomain, instance: str) ->
 
 
 def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, or_stranger: bool = False) -> bool:
-    """Return True if the domain is this compute's, else raise Conflict.
-
-    With `allow_foreign`, return False for a domain that ecompute did not create.
-    """
+    """Raise Conflict unless ours; with `allow_foreign`, return False if not made by ecompute."""
     mark = _mark(domain)
     if mark is None or not _is_ours(mark, domain, instance):
         if or_stranger:

@@ -28,14 +28,11 @@ CLUSTER_MOST = 2**21  # bytes of a cluster, by the format
 
 
 def capacity(spec: GuestSpec) -> int:
-    """Return the instance's disk size in bytes; BuildFailed('disk', …) if the image is larger.
-
-    qemu-img would create a smaller overlay, and the guest would find its file system truncated.
-    """
+    """Return the instance's disk size in bytes; BuildFailed('disk', …) if the image is larger."""
     if spec.disk_gb is None:
         return spec.base.virtual_size
     if spec.base.virtual_size > spec.disk_gb * GIB:
-        # Rounded up, else an image that is a few bytes larger would seem to fit.
+        # qemu-img would truncate the file system. Rounded up, or an image a few bytes larger would seem to fit.
         size = -(-spec.base.virtual_size * 10 // GIB) / 10
         raise BuildFailed('disk', f'the image is {size} GiB, DISK_GB is {spec.disk_gb}: ask for more DISK_GB')
     return spec.disk_gb * GIB

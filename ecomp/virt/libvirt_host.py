@@ -444,10 +444,7 @@ def user(uid: int, gid: int) -> User:
 
 
 def check_reachable(directory: Path, qemu: User) -> None:
-    """Raise UsageError, with a fix, for the first directory on the way that QEMU cannot enter.
-
-    A missing directory is fine: ecompute creates it so that QEMU can enter it.
-    """
+    """Raise UsageError, with a fix, for the first existing directory that QEMU cannot enter."""
     if (step := blocked(directory, qemu)) is not None:
         raise UsageError(
             f'QEMU runs as {qemu.name}, who cannot enter {step}, on the way to the disks in {directory}: '
@@ -459,7 +456,7 @@ def blocked(directory: Path, qemu: User) -> Path | None:
     """Return the first existing directory on the way that QEMU cannot enter, or None."""
     real = directory.resolve()
     steps = (*reversed(real.parents), real)
-    # Unlike Path.exists(), this is False below a directory that we may not enter.
+    # ecompute creates missing ones accessible. Unlike Path.exists(), this is False below what we may not enter.
     return next((step for step in steps if os.path.exists(step) and not can(ENTER, step, qemu)), None)
 
 
@@ -504,7 +501,6 @@ def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
 
 
 def is_kvm_closed(qemu: User) -> bool:
-    """Return whether /dev/kvm exists and QEMU may not open it."""
     return KVM.exists() and not can(READ_WRITE, KVM, qemu)
 
 

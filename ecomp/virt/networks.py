@@ -386,10 +386,7 @@ def leased(path: Path) -> frozenset[tuple[str, ...]] | None:
 
 
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
-    """Call notify(reason) within milliseconds of a new or renewed lease.
-
-    Returns a function that stops it. Raises OSError if the directory cannot be watched.
-    """
+    """Call notify(reason) within ms of a lease's change; return a stop function. OSError."""
     last_leases: dict[Path, object] = {}
 
     def written(path: Path) -> None:

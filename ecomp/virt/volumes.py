@@ -33,21 +33,17 @@ class _Files:
         return self.directory / (instance + self.suffix)
 
     def present(self) -> Set[str]:
-        """Return the instances that have a file.
-
-        Raises Unreachable if the directory cannot be read, so that its instances are not considered removed.
-        """
+        """Return the instances that have a file; Unreachable if the directory cannot be read."""
         try:
             names = os.listdir(self.directory)
         except OSError as error:
+            # Not an empty set: the instances would seem to be removed.
             raise Unreachable(f'{self.directory}: {error.strerror}: is its file system mounted?') from error
         stems = (name.removesuffix(self.suffix) for name in names if name.endswith(self.suffix))
         return {stem for stem in stems if keys.is_uuid(stem)}
 
 
 class Seeds(_Files):
-    """The seeds in `directory`."""
-
     suffix = '.iso'
 
     def create(self, instance: str, files: Mapping[str, bytes]) -> None:
@@ -182,13 +178,11 @@ class Volumes(_Files):
             raise EcompError(f'{path} cannot be removed: {error.strerror}') from error
 
     def _in_pool(self, connection: libvirt.virConnect, do: Callable[[libvirt.virStoragePool], None]) -> None:
-        """Run `action` on the pool; set the pool up and retry if it is missing or off.
-
-        Checking first would slow down every disk.
-        """
+        """Run `action` on the pool; set the pool up and retry if it is missing or off."""
         deadline, is_up, is_late = time.monotonic() + PUT_UP_DEADLINE, False, False
         while True:
             try:
+                # Checking the pool first would slow down every disk.
                 do(connection.storagePoolLookupByName(POOL))
                 return
             except libvirt.libvirtError as error:

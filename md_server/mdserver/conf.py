@@ -27,10 +27,7 @@ class ConfError(Exception):
 
 
 def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) -> bytes:
-    """Return the user-data file's bytes: text, gzip or multipart. Raises ValueError.
-
-    `opener` opens the file, as that of open() does; None: this process does.
-    """
+    """Return the user-data file's bytes; `opener` is that of open(). Raises ValueError."""
     try:
         with open(path, 'rb', opener=opener) as file:
             data = file.read(USER_DATA_LIMIT + 1)
@@ -158,10 +155,7 @@ def parse(text: str, path: Path) -> Config:
 
 
 def public_key(text: str) -> str:
-    """Return the line of an OpenSSH public key unchanged. Raises ValueError if it is invalid.
-
-    RFC 4253 6.6: the blob begins with the key's type.
-    """
+    """Return the line of an OpenSSH public key unchanged. Raises ValueError if it is invalid."""
     problem = 'is not an OpenSSH public key: put the one line of ~/.ssh/id_ed25519.pub or the like here'
     kind, _, rest = text.partition(' ')
     blob = rest.split(' ')[0]
@@ -169,7 +163,7 @@ def public_key(text: str) -> str:
         decoded = base64.b64decode(blob, validate=True)
     except ValueError as error:
         raise ValueError(problem) from error
-    name = kind.encode()
+    name = kind.encode()  # RFC 4253 6.6: the blob begins with the key's type
     if not kind or not text.isprintable() or not decoded.startswith(len(name).to_bytes(4, 'big') + name):
         raise ValueError(problem)
     return text

@@ -122,10 +122,7 @@ class Files:
         return replace(known, address=address, public_keys=keys, user_data=user_data)
 
     def note_ready(self, mac: str, instance: str, word: bytes) -> None:
-        """Write a guest's report of its cloud-init's end for ecompute; only its first one counts.
-
-        Raises FileNotFoundError if the guest no longer exists, or OSError.
-        """
+        """Write a guest's first ready report; FileNotFoundError without the guest, or OSError."""
         for _, opened in self._ask(f'ready {mac} {instance} {word.decode("ascii")}'):
             if isinstance(opened, OSError):
                 raise opened
