@@ -77,10 +77,7 @@ class Hypervisor(Protocol):
         """Force our guest off if it runs, and wait until it is off; its domain stays defined."""
 
     def destroy(self, instance: str, compute: str) -> None:
-        """Destroy and undefine our domain if there is one, and wait until it is gone.
-
-        A domain that ecompute did not create is left alone.
-        """
+        """Destroy and undefine our domain and wait until it is gone; leave a foreign one alone."""
 
     def delete_disk(self, instance: str) -> None:
         """Remove seed, overlay and console log where they exist; Conflict while the domain runs."""

@@ -211,10 +211,8 @@ class Connection:
             return None
 
     def _release(self, connection: libvirt.virConnect) -> None:
-        """Remove our callbacks, which would keep the connection and its socket open.
-
-        Does not close the connection, because another thread may be in a call on it; the last reference closes it.
-        """
+        """Remove our callbacks, which would keep the connection and its socket open."""
+        # Not closed here: another thread may be in a call on it. Its last reference closes it.
         with suppress(libvirt.libvirtError):
             connection.unregisterCloseCallback()
         if self._registered is not None and self._registered[0] is connection:

@@ -119,16 +119,13 @@ def _refused(what: str) -> BuildFailed:
 
 
 def _check_features(path: Path) -> None:
-    """Raise BuildFailed for qcow2 features that cost QEMU memory or are unsupported.
-
-    qemu-img convert removes them. QEMU loads all dirty bitmaps, up to 65,535, when it opens an image.
-    """
+    """Raise BuildFailed for costly or unsupported qcow2 features that qemu-img can remove."""
     with path.open('rb') as file:
         header = file.read(96).ljust(96, b'\0')
     version, snapshots = struct.unpack_from('>4xI52xI', header)
     incompatible, autoclear = struct.unpack_from('>Q8xQ', header, 72) if version >= 3 else (0, 0)
     features = {
-        'dirty bitmaps': autoclear & 1,  # without this bit QEMU ignores the bitmaps
+        'dirty bitmaps': autoclear & 1,  # QEMU loads all of them, up to 65,535, if this bit is set
         'internal snapshots': snapshots,
         'extended L2 entries (extended_l2)': incompatible & 0b10000,
     }

@@ -461,10 +461,7 @@ def blocked(directory: Path, qemu: User) -> Path | None:
 
 
 def can(wanted: int, path: Path, qemu: User) -> bool:
-    """Return whether QEMU has `required_bits` (ENTER or READ_WRITE) on an existing path.
-
-    Only its own mode and ACL count, not the directories above it. Raises OSError if it is missing.
-    """
+    """Return whether QEMU has `required_bits` by a path's own mode and ACL. Raises OSError."""
     status = path.stat()
     try:
         acl = os.getxattr(path, ACL)
@@ -505,10 +502,8 @@ def is_kvm_closed(qemu: User) -> bool:
 
 
 def explain_no_kvm(qemu: User, domain_types: Collection[str]) -> str:
-    """Return why guests cannot use KVM here, or ''; libvirt offers `domain_types`.
-
-    /dev/kvm alone proves nothing: it may exist although the CPU cannot virtualize, and guests then hang.
-    """
+    """Return why guests cannot use KVM here, or ''; libvirt offers `domain_types`."""
+    # /dev/kvm alone proves nothing: it may exist although the CPU cannot virtualize, and guests then hang.
     flags = CPUINFO.read_text(errors='replace').split()
     needed = {
         'the CPU has neither vmx nor svm': 'vmx' in flags or 'svm' in flags,

@@ -86,10 +86,8 @@ def has_metadata_address(bridge: str) -> bool:
 
 
 def set_metadata_address(bridge: str, present: bool) -> None:
-    """Add 169.254.169.254/32 to the bridge or remove it; no-op if that is done already.
-
-    Only the network's own bridge has it, so that its guests cannot ask another machine. Raises EcompError.
-    """
+    """Add 169.254.169.254/32 to the bridge or remove it, if necessary. Raises EcompError."""
+    # Only the network's own bridge has it, so that its guests cannot ask another machine.
     if has_metadata_address(bridge) == present:
         return
     if all(interface['ifname'] != bridge for interface in _asked('address', 'show')):

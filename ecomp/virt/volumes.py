@@ -85,11 +85,9 @@ BEING_PUT_UP = libvirt.VIR_ERR_OPERATION_INVALID, libvirt.VIR_ERR_OPERATION_FAIL
 
 
 class Volumes(_Files):
-    """The overlays in `directory`. Methods raise Conflict, Unreachable or EcompError.
+    """The overlays in `directory`. Methods raise Conflict, Unreachable or EcompError."""
 
-    list_instances() does not use libvirt: its list of a pool is a cache, and refreshing it opens every volume.
-    """
-
+    # list_instances() does not use libvirt's list of the pool: that is a cache, and refreshing it opens every volume.
     suffix = '.qcow2'
 
     def __init__(self, connection: Connection, directory: Path) -> None:

@@ -190,10 +190,7 @@ def _key_name(name: str) -> str:
 
 
 def _lines(text: str) -> dict[tuple[str, str | None], int]:
-    """Return {(section, key): line number}, with key None for the section's own line.
-
-    configparser keeps no line numbers. As there, a line that is indented more than its key continues the value.
-    """
+    """Return {(section, key or None): line number}, which configparser does not keep."""
     line_numbers: dict[tuple[str, str | None], int] = {}
     section = ''
     key_indent: int | None = None
@@ -202,7 +199,7 @@ def _lines(text: str) -> dict[tuple[str, str | None], int]:
         indent = len(line) - len(line.lstrip())
         if not words or words[0] in '#;':
             key_indent = None
-        elif key_indent is not None and indent > key_indent:
+        elif key_indent is not None and indent > key_indent:  # continues the value, as in configparser
             continue
         elif header := configparser.RawConfigParser.SECTCRE.match(words):
             section, key_indent = header['header'], None

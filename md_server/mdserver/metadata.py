@@ -208,14 +208,12 @@ def _vendor_data(instance: str) -> bytes:
 
 
 def _look_up(tree: Tree, steps: list[str]) -> bytes | None:
-    """Return the body at these steps of the tree, or None.
-
-    The body of a directory lists full names; a step matches the part of a name before `/` or `=`.
-    """
+    """Return the body at these steps of the tree, or None."""
     node: bytes | Tree = tree
     for step in steps:
         if isinstance(node, bytes):
             return None
+        # A step matches the part of a name before `/` or `=`; the body of a directory lists full names.
         name_of = {name.split('=')[0].rstrip('/'): name for name in node}
         if step not in name_of:
             return None

@@ -61,10 +61,7 @@ CONNECTIONS = 500  # of all clients together, further ones wait; limits has thos
 
 
 class App(bottle.Bottle):  # type: ignore[misc]
-    """bottle with errors as one line of text, and a log line for each request (--verbose).
-
-    For each address that is LOG_LINES_PER_SECOND with a burst of LOG_LINE_BURST; further requests are not logged.
-    """
+    """bottle with one-line errors, and rate-limited log lines for requests (--verbose)."""
 
     def __init__(self) -> None:
         super().__init__()
