@@ -80,7 +80,7 @@ class Hypervisor(Protocol):
         """Destroy and undefine our domain and wait until it is gone; leave a foreign one alone."""
 
     def delete_disk(self, instance: str) -> None:
-        """Remove seed, overlay and console log where they exist; Conflict while the domain runs."""
+        """Remove seed, overlay and console log where they exist; Conflict while a domain uses them."""
 
     def console(self, instance: str) -> Path | None:
         """Return the file with a copy of the guest's serial console; None for the fake."""

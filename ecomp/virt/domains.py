@@ -178,12 +178,12 @@ class Domains:
         """Raise Conflict if our domain runs, or a foreign one of this name or uuid uses `files`."""
         with self._connection.use(f'looking for domain {instance}') as connection:
             for domain in _named(connection, instance):
-                which = f'{domain.name()} ({domain.UUIDString()})'
+                label = f'{domain.name()} ({domain.UUIDString()})'
                 if _is_ours(_mark(domain), domain, instance):
                     if domain.isActive():
                         raise Conflict(f'domain {instance} is running: its disk is not removed')
                 elif used := _disks(domain) & set(files):
-                    raise Conflict(f'domain {which}, not made by ecompute, has {min(used)}: that is not removed')
+                    raise Conflict(f'domain {label}, not made by ecompute, has {min(used)}: that is not removed')
 
     def start(self, spec: GuestSpec, description: str) -> None:
         """Define the domain from the XML in `description` and start it; no-op if it runs.
@@ -322,8 +322,8 @@ def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, or_stran
     if mark is None or not _is_ours(mark, domain, instance):
         if or_stranger:
             return False
-        which = f'{domain.name()} ({domain.UUIDString()})'
-        raise Conflict(f'domain {which} is here and was not made by ecompute: not touched')
+        label = f'{domain.name()} ({domain.UUIDString()})'
+        raise Conflict(f'domain {label} is here and was not made by ecompute: not touched')
     if mark.compute != compute:
         raise Conflict(f'domain {instance} is here and belongs to compute {mark.compute}, not {compute}: not touched')
     return True

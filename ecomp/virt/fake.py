@@ -159,7 +159,7 @@ class FakeHypervisor:
 
     def release(self, instance: str) -> None:
         with self._lock:
-            remaining = {mac: held for mac, held in self._reserved.items() if held.instance != instance}
+            remaining = {mac: entry for mac, entry in self._reserved.items() if entry.instance != instance}
             if remaining != self._reserved:
                 self._keep(remaining)
 
@@ -169,7 +169,7 @@ class FakeHypervisor:
             if instance not in self._guests or not self._guests[instance].running:
                 return {}
             reservations = self._reserved.items()
-        return {mac: Address(held.address, 'lease') for mac, held in reservations if held.instance == instance}
+        return {mac: Address(entry.address, 'lease') for mac, entry in reservations if entry.instance == instance}
 
     def plug_in(self) -> None:
         """Do nothing: fake guests have no interfaces."""

@@ -59,7 +59,7 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
                 _has_bridge(connection, attachment) for attachment, condition in states.items() if condition != MISSING
             ),
             filters=filters,
-            unfit=tuple(why for reasons in unfit for why in reasons if why),
+            unfit=tuple(problem for problems in unfit for problem in problems if problem),
             computes=Domains(connection).computes(),
         )
 
@@ -139,10 +139,10 @@ class Libvirt:
         has_filters = not self._filters.missing()
         for number, attachment in enumerate(self._attachments):
             self._networks.check(attachment)
-            unmade, unaddressed = self._networks.explain_unfit(attachment, has_filters)
+            build_problem, address_problem = self._networks.explain_unfit(attachment, has_filters)
             # Only the first interface's address is waited for.
-            if unmade or (unaddressed and number == 0):
-                raise UsageError(unmade or unaddressed)
+            if build_problem or (address_problem and number == 0):
+                raise UsageError(build_problem or address_problem)
         self._volumes.check()
 
     def prepare(self) -> None:
@@ -161,10 +161,10 @@ class Libvirt:
         for attachment in self._attachments:
             self._networks.prepare(attachment)
         self._volumes.prepare()
-        why = self._filters.prepare()
-        self.filters = not why
-        if why:
-            log.warning(NO_FILTERS.format(why=why))
+        problem = self._filters.prepare()
+        self.filters = not problem
+        if problem:
+            log.warning(NO_FILTERS.format(why=problem))
         # libvirt's first probe of QEMU takes seconds: do it here, not when the first guest starts.
         with self._connection.use('probing QEMU') as connection:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.virt_type('auto'))
@@ -230,10 +230,10 @@ class Libvirt:
         seed = str(self._seeds.path(spec.instance)) if spec.seed is not None else None
         disk, console = self._volumes.path(spec.instance), self.console(spec.instance)
         # Prepared each time: filters may have been removed, or missing packages installed.
-        why = self._filters.prepare()
-        if why and self.filters:
-            raise Unreachable(NO_FILTERS_NOW.format(why=why), "libvirt's network filters")
-        control = None if why else self._filters.services()
+        problem = self._filters.prepare()
+        if problem and self.filters:
+            raise Unreachable(NO_FILTERS_NOW.format(why=problem), "libvirt's network filters")
+        control = None if problem else self._filters.services()
         description = xml.domain_xml(
             spec,
             str(disk),

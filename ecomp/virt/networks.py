@@ -168,20 +168,20 @@ class Networks:
                 definitions = _definitions(libvirt_network)
                 if not definitions:
                     raise BuildFailed(STAGE, f'network {network} was stopped and is gone')
-                for held in filter(None, (dhcp.of(mac) for dhcp in definitions.values())):
-                    if held.name != instance and _is_ours(held):
-                        raise same_mac(mac, held.name)
+                for existing in filter(None, (dhcp.of(mac) for dhcp in definitions.values())):
+                    if existing.name != instance and _is_ours(existing):
+                        raise same_mac(mac, existing.name)
                 effective = definitions[min(definitions)]
                 if not effective.ranges or not effective.served:
                     return None
                 address = _chosen(libvirt_network, definitions, mac, wanted)
                 if address is None:
                     raise BuildFailed(STAGE, f'network {network} has no free address: {_words(effective)}')
-                for held in (entry for definition in definitions.values() for entry in definition.reservations):
+                for existing in (entry for definition in definitions.values() for entry in definition.reservations):
                     # libvirt rejects a second entry of one name. This one was edited, or `networks:` was reordered.
-                    if held.name == instance and held.mac != mac:
-                        problem = f'network {network} has {held.mac} under its name, and not its own {mac}'
-                        command = f'delete ip-dhcp-host "<host mac=\'{held.mac}\'/>" --live --config'
+                    if existing.name == instance and existing.mac != mac:
+                        problem = f'network {network} has {existing.mac} under its name, and not its own {mac}'
+                        command = f'delete ip-dhcp-host "<host mac=\'{existing.mac}\'/>" --live --config'
                         raise BuildFailed(STAGE, f'{problem}. Fix: virsh net-update {network} {command}')
                 if _written(libvirt_network, definitions, Reservation(mac, address, instance)):
                     return address
@@ -193,9 +193,9 @@ class Networks:
         with self._connection.use('listing DHCP reservations') as connection:
             for _, definitions in _networks(connection):
                 for _, definition in sorted(definitions.items(), reverse=True):  # the running definition wins
-                    for held in definition.reservations:
-                        if _is_ours(held):
-                            reserved[held.mac] = ReservedAddress(held.name, held.address)
+                    for reservation in definition.reservations:
+                        if _is_ours(reservation):
+                            reserved[reservation.mac] = ReservedAddress(reservation.name, reservation.address)
         return reserved
 
     def release(self, instance: str) -> None:
@@ -205,12 +205,12 @@ class Networks:
             with self._connection.use(f'releasing the addresses of {instance}') as connection:
                 is_incomplete = False
                 for network, definitions in _networks(connection):
-                    held: dict[Reservation, int] = {}
+                    flags_of: dict[Reservation, int] = {}
                     for flag, definition in definitions.items():
                         for reservation in definition.reservations:
                             if reservation.mac in macs and reservation.name == instance:
-                                held[reservation] = held.get(reservation, 0) | flag
-                    for reservation, flags in held.items():
+                                flags_of[reservation] = flags_of.get(reservation, 0) | flag
+                    for reservation, flags in flags_of.items():
                         is_incomplete = not _update(network, DELETE, reservation, flags) or is_incomplete
                 if not is_incomplete:
                     return
@@ -265,8 +265,8 @@ class Networks:
 
     def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
         """Return why no guest can be made there and why none gets IPv4, each with its fix, or ''."""
-        unmade, unaddressed = self._dhcp(attachment.name).unfit if attachment.kind == 'network' else ('', '')
-        return unmade if has_filters else '', unaddressed
+        build_problem, address_problem = self._dhcp(attachment.name).unfit if attachment.kind == 'network' else ('', '')
+        return build_problem if has_filters else '', address_problem
 
     def _dhcp(self, name: str) -> Dhcp:
         """Return the network's DHCP; one without ranges if the network is missing."""
@@ -307,18 +307,18 @@ def _definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
 def _chosen(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: str, wanted: str | None) -> str | None:
     """Return the MAC's reserved or leased address, else `preferred`, else a free one, or None."""
     for _, definition in sorted(definitions.items()):
-        if (held := definition.of(mac)) is not None:
-            return held.address
+        if (existing := definition.of(mac)) is not None:
+            return existing.address
     leases = network.DHCPLeases() if network.isActive() else []
     ipv4_leases = [lease for lease in leases if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4]
     mac_of = {IPv4Address(lease['ipaddr']): (lease['mac'] or '').lower() for lease in ipv4_leases}
     reserved = [reservation.address for dhcp in definitions.values() for reservation in dhcp.reservations]
-    taken = {address for text in reserved for address in _parsed(text)}
+    reserved_addresses = {address for text in reserved for address in _parsed(text)}
     effective = definitions[min(definitions)]
     for address in (*(candidate for candidate, holder in mac_of.items() if holder == mac), *_parsed(wanted)):
-        if address not in taken and mac_of.get(address, mac) == mac and effective.may_give(address):
+        if address not in reserved_addresses and mac_of.get(address, mac) == mac and effective.may_give(address):
             return str(address)
-    free = xml.choose_address(effective, taken | mac_of.keys(), mac)
+    free = xml.choose_address(effective, reserved_addresses | mac_of.keys(), mac)
     return str(free) if free is not None else None
 
 
@@ -326,10 +326,10 @@ def _written(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reser
     """Write the reservation where it is missing; False if another process changed a definition."""
     missing = 0
     for flag, definition in definitions.items():
-        held = definition.of(reservation.mac)
-        if held is not None and held != reservation and not _update(network, DELETE, held, flag):
+        existing = definition.of(reservation.mac)
+        if existing is not None and existing != reservation and not _update(network, DELETE, existing, flag):
             return False
-        if held != reservation:
+        if existing != reservation:
             missing |= flag
     return not missing or _update(network, ADD, reservation, missing)
 

@@ -195,16 +195,16 @@ def _lines(text: str) -> dict[tuple[str, str | None], int]:
     section = ''
     key_indent: int | None = None
     for number, line in enumerate(text.split('\n'), 1):
-        words = line.strip()
+        content = line.strip()
         indent = len(line) - len(line.lstrip())
-        if not words or words[0] in '#;':
+        if not content or content[0] in '#;':
             key_indent = None
         elif key_indent is not None and indent > key_indent:  # continues the value, as in configparser
             continue
-        elif header := configparser.RawConfigParser.SECTCRE.match(words):
+        elif header := configparser.RawConfigParser.SECTCRE.match(content):
             section, key_indent = header['header'], None
             line_numbers[section, None] = number
         else:
             key_indent = indent
-            line_numbers[section, re.split('[=:]', words)[0].strip().lower()] = number
+            line_numbers[section, re.split('[=:]', content)[0].strip().lower()] = number
     return line_numbers

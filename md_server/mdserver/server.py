@@ -378,8 +378,8 @@ def notify(state: str) -> None:
 def unit(conf_file: Path | None, program: str) -> str:
     """Return the systemd unit that --unit prints, which runs mdserver as `program`."""
     interpreter = [] if os.access(program, os.X_OK) else [sys.executable]
-    words = [*interpreter, os.path.abspath(program), *([str(conf_file.absolute())] if conf_file else [])]
-    first, *others = ('"' + re.sub(r'(["\\])', r'\\\1', word).replace('%', '%%') + '"' for word in words)
+    arguments = [*interpreter, os.path.abspath(program), *([str(conf_file.absolute())] if conf_file else [])]
+    first, *others = ('"' + re.sub(r'(["\\])', r'\\\1', word).replace('%', '%%') + '"' for word in arguments)
     # Quoted as in systemd.service(5), "Command lines".
     command_line = ' '.join([first, *(word.replace('$', '$$') for word in others)])
     return Path(__file__).with_name('mdserver.service').read_text(encoding='utf-8').replace('@words@', command_line)
