@@ -498,6 +498,7 @@ def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
 
 
 def is_kvm_closed(qemu: User) -> bool:
+    """Return whether /dev/kvm exists and QEMU may not open it."""
     return KVM.exists() and not can(READ_WRITE, KVM, qemu)
 
 

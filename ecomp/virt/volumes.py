@@ -44,6 +44,8 @@ class _Files:
 
 
 class Seeds(_Files):
+    """The seeds in `directory`."""
+
     suffix = '.iso'
 
     def create(self, instance: str, files: Mapping[str, bytes]) -> None:

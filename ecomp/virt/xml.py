@@ -170,6 +170,7 @@ def volume_xml(name: str, capacity: int, base: str, base_format: str) -> str:
 
 
 def pool_xml(name: str, target: str) -> str:
+    """Return the definition of a storage pool over the directory `target`."""
     pool = ET.Element('pool', type='dir')
     _text(pool, 'name', name)
     _text(ET.SubElement(pool, 'target'), 'path', target)
@@ -222,6 +223,7 @@ def disks(xml: str) -> tuple[str, ...]:
 
 
 def capabilities(xml: str) -> Capabilities:
+    """Parse libvirt's answer to getCapabilities."""
     root = ET.fromstring(xml)
     domains = root.iterfind(f"guest[os_type='hvm']/arch[@name='{ARCHITECTURE}']/domain")
     # "+64055:+64055"; missing if libvirt does not change users: QEMU is then root.
@@ -241,6 +243,7 @@ def guest_cpu(domain_capabilities: str) -> Cpu | None:
 
 
 def cpu_xml(model: str) -> str:
+    """Return a CPU of this model in the format of baselineHypervisorCPU."""
     cpu = ET.Element('cpu')
     _text(cpu, 'model', model)
     return _serialized(cpu)

@@ -267,6 +267,7 @@ class _OneLine(logging.Formatter):
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of mdserver's command line."""
     cli = _Parser(prog='mdserver', description='Metadata for the guests on this host.')
     cli.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf; without one, the defaults')
     cli.add_argument('--listen', metavar='ADDRESS[:PORT]', help="instead of the file's (169.254.169.254:80)")
