@@ -26,7 +26,10 @@ def boot_id(path: Path = BOOT_ID) -> str:
 
 
 def watch(directory: Path, suffix: str, written: Callable[[Path], None]) -> Callable[[], None]:
-    """Call `on_written(path)` within ms of a write to a file; return a stop function. OSError."""
+    """Call `on_written(path)` within milliseconds of a file with this suffix being written.
+
+    Returns a function that stops watching. Raises OSError if the directory cannot be watched.
+    """
     # Imported late: only an ecompute with libvirt watches files.
     from watchdog.events import FileSystemEvent, FileSystemEventHandler
     from watchdog.observers import Observer

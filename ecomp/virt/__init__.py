@@ -56,7 +56,7 @@ class Hypervisor(Protocol):
         """Create the overlay volume, replacing an existing one. Raises BuildFailed('disk', …)."""
 
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
-        """Write the seed with `files`, {name: content}, replacing one. BuildFailed('disk', …)."""
+        """Write or replace the seed with {name: content}. Raises BuildFailed('disk', …)."""
 
     def seeds(self) -> Set[str]:
         """Return the instances that have a NoCloud disk."""

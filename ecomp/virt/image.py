@@ -72,7 +72,7 @@ def inspect(path: Path) -> BaseImage:
 
 
 def inspected(path: Path) -> BaseImage:
-    """Return a base volume's format and size from its name and header. OSError, struct.error."""
+    """Read a base volume's format and size from its header. Raises OSError, struct.error."""
     if path.suffix == '.raw':
         return BaseImage(str(path), 'raw', path.stat().st_size)
     with path.open('rb') as file:
@@ -88,7 +88,7 @@ def backing(path: Path) -> str | None:
 
 
 def chain(path: Path) -> list[str]:
-    """Return a qcow2's backing file, its backing file, and so on, up to a missing one. OSError."""
+    """Return a qcow2's chain of backing files, up to a missing one. Raises OSError."""
     files: list[str] = []
     below = _backing(path)
     while below is not None and (below := os.path.realpath(below)) not in files:

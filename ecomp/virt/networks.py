@@ -74,7 +74,7 @@ def find_loose_taps() -> frozenset[str]:
 
 
 def plug_tap(tap: str, bridge: str, isolated: bool) -> None:
-    """Connect a tap device to a bridge; `isolated` ports cannot reach each other. EcompError."""
+    """Connect a tap to a bridge; `isolated` ports cannot reach each other. Raises EcompError."""
     _run('link', 'set', 'dev', tap, 'master', bridge)
     if isolated:
         _run('link', 'set', 'dev', tap, 'type', 'bridge_slave', 'isolated', 'on')
@@ -384,7 +384,10 @@ def leased(path: Path) -> frozenset[tuple[str, ...]] | None:
 
 
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
-    """Call notify(reason) within ms of a lease's change; return a stop function. OSError."""
+    """Call notify(reason) within milliseconds of a new or renewed lease.
+
+    Returns a function that stops watching. Raises OSError if the directory cannot be watched.
+    """
     last_leases: dict[Path, object] = {}
 
     def written(path: Path) -> None:

@@ -95,7 +95,7 @@ class Files:
         return [fields[3].lower() for fields in self._read_neighbours(address)]
 
     def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
-        """Write for ecompute why the guests with these MACs were refused; '': answered. OSError."""
+        """Write why the guests with these MACs were refused; '': answered. Raises OSError."""
         for mac in macs:
             if refusal or mac not in self._answered:
                 self._ask(f'refused {mac} {refusal}')
@@ -128,7 +128,7 @@ class Files:
                 raise opened
 
     def is_on(self, bridge: str, address: str) -> bool:
-        """Return whether a just connected client is on this bridge, by the neighbour table. Broken."""
+        """Return whether a client that just connected is on this bridge. Raises Broken."""
         return any(fields[5:] == [bridge] for fields in self._read_neighbours(address))
 
     def has_lease(self, address: str, now: float) -> bool:
