@@ -18,8 +18,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ecomp import __version__, systemd
 from ecomp import log as logs
+from ecomp import read_version, systemd
 from ecomp.arguments import Parser
 from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
 from ecomp.errors import EcompError, Unreachable, UsageError
@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument('--check', action='store_true', help=check)
     unit = 'print the systemd unit that runs it, with /etc/ecomp/compute.yaml or the FILE of --config, and end'
     made.add_argument('--unit', action='store_true', help=unit)
-    made.add_argument('--version', action='version', version=f'ecompute {__version__}')
+    made.add_argument('--version', action='version', version=f'ecompute {read_version()}')
     return made
 
 

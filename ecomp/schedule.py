@@ -71,7 +71,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _command(argv: list[str]) -> int:
-    from ecomp import __version__
+    from ecomp import read_version
     from ecomp.cli.command import Context
     from ecomp.cli.commands import COMMANDS, help_of, parse
     from ecomp.cli.options import VERSION
@@ -84,7 +84,7 @@ def _command(argv: list[str]) -> int:
         return 2
     command = parse(argv)
     if command.name == VERSION:
-        print(f'eschedule {__version__}', flush=True)
+        print(f'eschedule {read_version()}', flush=True)
         return 0
     row = COMMANDS[command.name]
     config_file = path_of_option(command.options.config)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
-from ecomp import __version__
+from ecomp import read_version
 from ecomp.agent.host import provider
 from ecomp.agent.host.claims import ClaimKeeper, Generations
 from ecomp.agent.host.digest import Answerer
@@ -363,7 +363,7 @@ class Compute:
         self, config: ComputeConfig, state: Identity, store: Store, environment: Environment, at_exit: ExitStack
     ) -> None:
         self.uuid = state.compute_uuid(config.uuid)
-        log.info('compute %s, state in %s, ecomp %s', self.uuid, config.state, __version__)
+        log.info('compute %s, state in %s, ecomp %s', self.uuid, config.state, read_version())
         self._config = config
         self._state = state
         self._token = state.token()
@@ -377,7 +377,7 @@ class Compute:
         self._named_until = 0.0
         self._hostname = socket.gethostname()
         self.has_noted_acceptance = False
-        facts = {'version': __version__, 'hostname': self._hostname, 'since': now(), 'token': self._token}
+        facts = {'version': read_version(), 'hostname': self._hostname, 'since': now(), 'token': self._token}
         facts |= {'boot': boot_id(), 'pid': str(os.getpid())}  # to tell two processes with the same token apart
         key = keys.compute(self.uuid)
         self._presence = Presence(store, key, facts, self._become_read_only, environment.lease, self._become_writable)

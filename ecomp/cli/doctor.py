@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ecomp import __version__
+from ecomp import read_version
 from ecomp.cli.command import DOCUMENT, Command, Context, plain
 from ecomp.cli.options import PATIENCE, Options, find_given, perhaps_query_and_image
 from ecomp.errors import EcompError, UsageError
@@ -29,7 +29,7 @@ def _doctor(do: Context) -> int:
         canary_run = Canaries(do, plan(do))
     backend_report = backends.look(do.config.etcd, do.config.placement, do.config.path, 'schedule.yaml')
     findings = of_backends(backend_report)
-    computes, canaries = ComputeFacts(ours=__version__), list[Canary]()
+    computes, canaries = ComputeFacts(ours=read_version()), list[Canary]()
     if not backend_report.away:
         from ecomp.scheduler.looking.find import all_records
         from ecomp.scheduler.looking.hosts import all_hosts
@@ -39,7 +39,7 @@ def _doctor(do: Context) -> int:
         waiting = [
             record.name or record.instance for record in all_records(do.store, False)[0] if record.state == QUEUED
         ]
-        computes = ComputeFacts(tuple(hosts), versions, __version__, do.computes.unserved(waiting))
+        computes = ComputeFacts(tuple(hosts), versions, read_version(), do.computes.unserved(waiting))
         findings += of_computes(computes)
         if canary_run is not None:
             canaries = canary_run.fly(hosts)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ecomp import __version__, log, systemd
+from ecomp import log, read_version, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.lab import control, guest, machine, state
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """What elab may be told."""
     made = Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
-    made.add_argument('--version', action='version', version=f'elab {__version__}')
+    made.add_argument('--version', action='version', version=f'elab {read_version()}')
     commands = made.add_subparsers(required=True, metavar='COMMAND')
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

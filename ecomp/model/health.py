@@ -445,7 +445,9 @@ def _versions(facts: ComputeFacts) -> Iterator[Found]:
         if version != facts.ours:
             problem = f'compute {host.hostname or host.compute} runs ecomp {version}, and this is {facts.ours}'
             # Installed from a clone: the package that pip finds under the name ecomp is another one.
-            if _parts(version) < _parts(facts.ours):
+            if _parts(version) == _parts(facts.ours):  # two commits of a release
+                yield problem, 'install the same commit on its host and here (docs/howto/upgrade.md)'
+            elif _parts(version) < _parts(facts.ours):
                 place = f'on its host, in a clone of ecomp {facts.ours}'
                 # Stopped before the installation, because a running ecompute would start workers of the new version.
                 steps = "systemctl stop ecompute; /opt/ecomp/bin/pip install '.[hypervisor]'; systemctl start ecompute"
@@ -462,7 +464,7 @@ def _queue(facts: ComputeFacts) -> Iterator[Found]:
 
 
 def _parts(version: str) -> list[int]:
-    return [int(part) for part in version.split('.') if part.isdecimal()]
+    return [int(part) for part in version.partition('+')[0].split('.') if part.isdecimal()]
 
 
 OF_BACKENDS: Mapping[str, Callable[[Backends], Iterable[Found]]] = {

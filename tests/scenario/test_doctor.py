@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ecomp import __version__
+from ecomp import read_version
 from ecomp.model.cluster import holes
 from tests.kit.commands import Control, Ecompute, Result, eschedule, run, write_config
 from tests.kit.hands import Eschedule
@@ -64,7 +64,7 @@ def test_a_compute_of_another_version(cluster: Control) -> None:
             found = findings(cluster)
             assert list(found) == named
             if named:
-                assert found['version']['what'] == f'compute old runs ecomp 0.9, and this is {__version__}'
+                assert found['version']['what'] == f'compute old runs ecomp 0.9, and this is {read_version()}'
     finally:
         cluster.etcd.delete(f'/computes/{other}')
         cluster.etcd.delete('/computes/none')

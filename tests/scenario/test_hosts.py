@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ecomp import __version__
+from ecomp import read_version
 from tests.kit.commands import Control, Ecompute, write_config
 from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.hands import Eschedule
@@ -55,7 +55,7 @@ def test_up_closed_silent_and_orphaned(cluster: Control) -> None:
     )
     assert sorted(line.split() for line in lines) == sorted(
         [
-            [up.uuid, name, 'up', '1', '1/4', '128/512', '1/10', __version__, 'fake'],
+            [up.uuid, name, 'up', '1', '1/4', '128/512', '1/10', read_version(), 'fake'],
             [closed.uuid, name, 'closed', '1', '1/0', '128/512', '1/10', '-', '-'],
             [silent.uuid, name, 'silent', '1', '1/4', '128/512', '1/10', '-', '-'],
             [orphaned.uuid, name, 'orphaned', '0', '0/4', '0/512', '0/10', '-', '-'],

@@ -124,6 +124,10 @@ def test_of_the_control_plane(facts: Backends, check: str, says: str, cure: str)
             Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.10.0'}, '1.9.0'),
             ('version', 'and this is 1.9.0', 'here, in a clone of ecomp 1.10.0: pipx install --force .'),
         ),
+        (
+            Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0+g01234567'}, '1.9.0+g89abcdef'),
+            ('version', 'and this is 1.9.0+g89abcdef', 'install the same commit on its host and here'),
+        ),
         (Facts(unserved='web1 waits: `queues: True` does it'), ('queue', 'web1 waits', '`queues: True` does it')),
     ],
 )
