@@ -1,4 +1,4 @@
-"""The planes as an audit reads them, in values: a world in which everything agrees, for a test to change."""
+"""A consistent cluster as an audit reads it, in memory, for a test to change."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.record import Failure, Interface, Record
 from ecomp.store.client import Entry
 
+# Computes: two are up, AWAY_COMPUTE is not.
 ONE, TWO, AWAY = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in 'abc')
-"""Computes: two that live and one that is silent."""
+# Instances: ACTIVE and OFF on ONE, ELSEWHERE on AWAY_COMPUTE, GONE and FAILED are finished, UNKNOWN is in no plane.
 ACTIVE, OFF, GONE, FAILED, ELSEWHERE, NOBODY = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in '123456')
-"""Instances: ACTIVE and OFF on ONE, ELSEWHERE on AWAY, two that ended, and one nobody has heard of."""
 SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 TOTALS = {'VCPU': 2, 'MEMORY_MB': 128, 'DISK_GB': 2}
 IMAGE = 'http://images.example/i.qcow2'
@@ -33,7 +33,7 @@ LEASE = 7
 
 @dataclass
 class Making:
-    """The planes while a test changes them."""
+    """Contents of etcd, placement and digests, which a test changes and then audits."""
 
     etcd: dict[str, Entry] = field(default_factory=dict)
     inventories: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -61,10 +61,10 @@ class Making:
     ) -> None:
         interface = Interface('default', mac_address(instance, 0), address, 'lease' if address else None, address)
         error = Failure('image', 'it is no image', 'all') if state == record.ERROR else None
-        made = Record(
+        instance_record = Record(
             instance, compute, state, image=IMAGE, resources=SIZE, addresses=(interface,), error=error, name=name
         )
-        self.put(keys.record(compute, instance), record.to_json(made), lease)
+        self.put(keys.record(compute, instance), record.to_json(instance_record), lease)
 
     def wait(self, instance: str, name: str | None = None, flavor: str = 'small') -> None:
         waiting = QueueEntry(instance, Flavor(flavor, SIZE), image=IMAGE, user_id='u', project_id='p', name=name)
@@ -78,15 +78,17 @@ class Making:
         self.put(keys.group(name), group_to_json(Group(name, policy, True, members)))
 
     def belong(self, instance: str, name: str) -> None:
-        wanted = Request(instance, {ONE: SIZE}, image=IMAGE, name='web1', group=Membership(name, ANTI_AFFINITY, True))
-        self.put(keys.request(ONE, instance), to_json(wanted))
+        request = Request(instance, {ONE: SIZE}, image=IMAGE, name='web1', group=Membership(name, ANTI_AFFINITY, True))
+        self.put(keys.request(ONE, instance), to_json(request))
 
     def alive(self, compute: str, lease: int = LEASE) -> None:
         self.put(keys.compute(compute), '{"token": "x"}', lease)
 
     def provider(self, compute: str, totals: Mapping[str, int], name: str | None = None) -> None:
         self.names[compute] = name or compute
-        self.inventories[compute] = {each: {'total': total, 'allocation_ratio': 1.0} for each, total in totals.items()}
+        self.inventories[compute] = {
+            resource_class: {'total': total, 'allocation_ratio': 1.0} for resource_class, total in totals.items()
+        }
         self.held.setdefault(compute, {})
 
     def guest(self, on: str, instance: str, running: bool = True, **other: Any) -> None:
@@ -113,7 +115,7 @@ class Making:
         self.digests[compute] = replace(before, reservations=reservations)
 
     def lives(self, compute: str, instance: str, state: str = record.ACTIVE, name: str | None = None) -> None:
-        """All there is of an instance that nothing is wrong with."""
+        """Add an instance with everything it has in all planes, consistently."""
         self.ask(compute, instance, name=name)
         self.write(instance, state, compute, address='10.0.0.1', name=name)
         if name:
@@ -128,28 +130,29 @@ class Making:
 
     def planes(self) -> Planes:
         providers = {
-            each: ProviderState(name, self.inventories[each], self.held[each]) for each, name in self.names.items()
+            compute: ProviderState(name, self.inventories[compute], self.held[compute])
+            for compute, name in self.names.items()
         }
         return Planes(providers, self.etcd, self.digests, self.mute, self.usages)
 
     def codes(self) -> list[str]:
-        return [each.code for each in audit(self.planes())]
+        return [finding.code for finding in audit(self.planes())]
 
 
 @pytest.fixture
 def world() -> Making:
-    """Everything agrees."""
-    made = Making()
+    """A cluster without a finding."""
+    builder = Making()
     for compute in (ONE, TWO, AWAY):
-        made.provider(compute, TOTALS)
+        builder.provider(compute, TOTALS)
         if compute != AWAY:
-            made.alive(compute)
-            made.digests[compute] = Digest()
-    made.lives(ONE, ACTIVE, name='web1')
-    made.lives(ONE, OFF, record.STOPPED)
-    made.lives(AWAY, ELSEWHERE)
-    made.inventories[AWAY]['VCPU']['reserved'] = TOTALS['VCPU']
-    made.write(GONE, record.GONE, lease=LEASE)
-    made.write(FAILED, record.ERROR, lease=LEASE, name='failed')
-    made.call('failed', FAILED, LEASE)
-    return made
+            builder.alive(compute)
+            builder.digests[compute] = Digest()
+    builder.lives(ONE, ACTIVE, name='web1')
+    builder.lives(ONE, OFF, record.STOPPED)
+    builder.lives(AWAY, ELSEWHERE)
+    builder.inventories[AWAY]['VCPU']['reserved'] = TOTALS['VCPU']
+    builder.write(GONE, record.GONE, lease=LEASE)
+    builder.write(FAILED, record.ERROR, lease=LEASE, name='failed')
+    builder.call('failed', FAILED, LEASE)
+    return builder

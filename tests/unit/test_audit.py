@@ -1,4 +1,4 @@
-"""The audit's comparison: what is a finding, and what is none."""
+"""The audit's comparison: each defect yields one finding, and a consistent cluster none."""
 
 from __future__ import annotations
 
@@ -37,17 +37,13 @@ from tests.unit.audit_world import (
     Making,
 )
 
-# The audit's comparison: a world in which everything agrees yields nothing, and each defect its own code.
-#
-# What is in work, or somebody else's, is in test_audit_no_finding.py; the world is in audit_world.py.
-
 
 def test_a_world_in_which_all_agree(world: Making) -> None:
     assert audit(world.planes()) == []
     assert audit(Planes({}, {}, {})) == []
 
 
-# One defect each: the code, whom it is about, and how it is planted.
+# One defect each: the finding's code, its subject, and the change that causes it.
 
 
 def _two_of_a_name(world: Making) -> None:
@@ -61,9 +57,9 @@ def _digest(**changed: dict[str, str]) -> Callable[[Making], None]:
 def _fault(fault: str) -> Callable[[Making], None]:
     def plant(world: Making) -> None:
         key = keys.record(ONE, ACTIVE)
-        kept = world.etcd[key]
-        changed = replace(record.from_json(kept.value), fault=fault)
-        world.etcd[key] = replace(kept, value=record.to_json(changed).encode())
+        entry = world.etcd[key]
+        changed = replace(record.from_json(entry.value), fault=fault)
+        world.etcd[key] = replace(entry, value=record.to_json(changed).encode())
 
     return plant
 
@@ -191,30 +187,29 @@ def test_each_defect_yields_its_code_and_no_other(
     world: Making, code: str, subject: str, plant: Callable[[Making], object]
 ) -> None:
     plant(world)
-    found = audit(world.planes())
-    assert [(each.code, each.subject) for each in found] == [(code, subject)]
-    assert '\n' not in found[0].sentence
-    assert found[0].fix or found[0].how, 'either --fix mends it or a person does'
-    # What etcdctl is to be told can be typed, and names what is there.
-    assert '<key>' not in found[0].how
-    assert 'etcdctl' not in found[0].how or set(found[0].keys) <= {*world.etcd, keys.booted(found[0].subject)}
+    findings = audit(world.planes())
+    assert [(finding.code, finding.subject) for finding in findings] == [(code, subject)]
+    assert '\n' not in findings[0].sentence
+    assert findings[0].fix or findings[0].how, 'either --fix mends it or a person does'
+    # An etcdctl command can be typed as it is printed, and names existing keys.
+    assert '<key>' not in findings[0].how
+    assert 'etcdctl' not in findings[0].how or set(findings[0].keys) <= {*world.etcd, keys.booted(findings[0].subject)}
 
 
 def test_what_a_person_deletes_is_named_with_its_key(world: Making) -> None:
-    """Where one of two is wrong, both are there to choose from."""
-
+    """Both keys of a pair are named when only one of them is wrong."""
     def said(instance: str) -> list[str]:
-        return [each.how for each in audit(world.planes()) if each.subject == instance]
+        return [finding.how for finding in audit(world.planes()) if finding.subject == instance]
 
     world.ask(TWO, ACTIVE)
-    both = f'{keys.request(ONE, ACTIVE)} or {keys.request(TWO, ACTIVE)}'
-    assert said(ACTIVE) == [f'delete the wrong one: etcdctl del {both}']
+    candidates = f'{keys.request(ONE, ACTIVE)} or {keys.request(TWO, ACTIVE)}'
+    assert said(ACTIVE) == [f'delete the wrong one: etcdctl del {candidates}']
     world.write(OFF, record.ACTIVE, TWO)
     assert said(OFF) == [f'delete the wrong one: etcdctl del {keys.record(ONE, OFF)} or {keys.record(TWO, OFF)}']
     world.ask(TWO, GONE)
     wrong = f'{keys.request(TWO, GONE)} or {keys.record(ONE, GONE)}'
     assert said(GONE) == [f'delete the wrong one: etcdctl del {wrong}']
-    # An earlier ecompute's lies elsewhere; and a shell gets the key whole.
+    # Records of ecomp 1.0 have another key. A key with a blank is quoted for the shell.
     world.etcd[keys.old_record(GONE)] = world.etcd.pop(keys.record(ONE, GONE))
     assert said(GONE) == [f'delete the wrong one: etcdctl del {keys.request(TWO, GONE)} or {keys.old_record(GONE)}']
     world.put(keys.quota('a b'), '{}')
@@ -227,48 +222,48 @@ def test_every_code_is_planted_and_only_those_there_are() -> None:
 
 def test_what_another_has_is_not_given_back_by_rule(world: Making) -> None:
     _two_of_a_name(world)
-    (found,) = audit(world.planes())
-    assert (found.fix, bool(found.how)) == ('', True)
-    assert f'/names/web1 is of instance {NOBODY}' in found.sentence
+    (finding,) = audit(world.planes())
+    assert (finding.fix, bool(finding.how)) == ('', True)
+    assert f'/names/web1 is of instance {NOBODY}' in finding.sentence
 
 
-# Two looks
+# A finding must be seen by two consecutive checks
 
 
 def test_a_finding_needs_two_looks_and_unchanged_keys() -> None:
-    one, other = Finding('booted-orphaned', NOBODY, 'x'), Finding('booted-orphaned', NOBODY, 'y')
-    still = {NOBODY: {keys.booted(NOBODY): 5}}
-    assert confirmed([one], [one], [still, still, still]) == [one]
-    assert confirmed([one], [], [still, still]) == []
-    assert confirmed([], [one], [still, still]) == []
-    assert confirmed([one], [other], [still, still]) == []
-    assert confirmed([one], [one], [still, {NOBODY: {keys.booted(NOBODY): 6}}, still]) == []
-    assert confirmed([one], [one], [still, {}]) == []
-    assert confirmed([one], [one], [{}, {}]) == [one]
+    first, other = Finding('booted-orphaned', NOBODY, 'x'), Finding('booted-orphaned', NOBODY, 'y')
+    unchanged = {NOBODY: {keys.booted(NOBODY): 5}}
+    assert confirmed([first], [first], [unchanged, unchanged, unchanged]) == [first]
+    assert confirmed([first], [], [unchanged, unchanged]) == []
+    assert confirmed([], [first], [unchanged, unchanged]) == []
+    assert confirmed([first], [other], [unchanged, unchanged]) == []
+    assert confirmed([first], [first], [unchanged, {NOBODY: {keys.booted(NOBODY): 6}}, unchanged]) == []
+    assert confirmed([first], [first], [unchanged, {}]) == []
+    assert confirmed([first], [first], [{}, {}]) == [first]
 
 
 def test_what_is_involved_in_an_instance(world: Making) -> None:
     world.put(keys.attempt(NOBODY), json.dumps({'instances': [ACTIVE, GONE]}), LEASE)
-    found = involved(world.etcd)
-    assert set(found[ACTIVE]) == {
+    revisions = involved(world.etcd)
+    assert set(revisions[ACTIVE]) == {
         keys.request(ONE, ACTIVE), keys.record(ONE, ACTIVE), keys.booted(ACTIVE), keys.attempt(NOBODY)
     }  # fmt: skip
-    assert set(found[ONE]) == {keys.compute(ONE)}
-    assert found[NOBODY] == {keys.attempt(NOBODY): world.etcd[keys.attempt(NOBODY)].revision}
+    assert set(revisions[ONE]) == {keys.compute(ONE)}
+    assert revisions[NOBODY] == {keys.attempt(NOBODY): world.etcd[keys.attempt(NOBODY)].revision}
 
 
 def test_what_a_compute_says_of_its_room_changes_nothing_about_it(world: Making) -> None:
-    """Else a busy one, which says so every ten seconds, would never be found anything of, nor mended."""
+    """A busy compute updates its hints every ten seconds and can still get a confirmed finding."""
     before = involved(world.etcd)
-    life = world.etcd[keys.compute(ONE)]
-    world.put(keys.compute(ONE), json.dumps({'room': {'VCPU': [4, 50]}}), life.lease)
-    assert world.etcd[keys.compute(ONE)].revision != life.revision
+    presence = world.etcd[keys.compute(ONE)]
+    world.put(keys.compute(ONE), json.dumps({'room': {'VCPU': [4, 50]}}), presence.lease)
+    assert world.etcd[keys.compute(ONE)].revision != presence.revision
     assert involved(world.etcd) == before
-    world.put(keys.compute(ONE), json.dumps({}), life.lease + 1)  # it died, and another process is it
+    world.put(keys.compute(ONE), json.dumps({}), presence.lease + 1)  # its process died and a new one started
     assert involved(world.etcd) != before
 
 
-# Anything at all
+# Arbitrary input
 
 
 @given(st.data())
@@ -278,7 +273,7 @@ def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) 
         world.provider(compute, dict.fromkeys(TOTALS, 10**6))
         world.alive(compute)
         world.digests[compute] = Digest()
-    # Independent ones: each about an instance of its own.
+    # Independent defects: each has an instance of its own.
     plants: dict[str, Callable[[str], object]] = {
         'allocation-orphaned': lambda i: world.held[TWO].update({i: SIZE}),
         'booted-orphaned': lambda i: world.put(keys.booted(i), 'x'),
@@ -289,12 +284,12 @@ def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) 
         'record-unleased': lambda i: world.write(i, record.GONE),
         'request-unreadable': lambda i: world.put(keys.request(ONE, i), ''),
     }
-    wanted = set()
+    expected = set()
     for code in data.draw(st.lists(st.sampled_from(sorted(plants)), max_size=12)):
         instance = str(data.draw(st.uuids(version=4)))
         plants[code](instance)
-        wanted.add((code, instance))
-    assert {(each.code, each.subject) for each in audit(world.planes())} == wanted
+        expected.add((code, instance))
+    assert {(finding.code, finding.subject) for finding in audit(world.planes())} == expected
 
 
 @given(st.dictionaries(
@@ -310,12 +305,12 @@ def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) 
     ),
 ))  # fmt: skip
 def test_whatever_stands_in_etcd_is_compared(etcd: dict[str, Entry]) -> None:
-    for each in audit(Planes({}, etcd, {ONE: Digest()}, {TWO: 'x'})):
-        assert each.code in CODES
+    for finding in audit(Planes({}, etcd, {ONE: Digest()}, {TWO: 'x'})):
+        assert finding.code in CODES
     involved(etcd)
 
 
-# What the audit's comparison calls no finding: what is in work, explained by a state, or somebody else's.
+# No finding: work in progress, what a state explains, and what does not belong to ecomp.
 
 
 @pytest.mark.parametrize('state', [record.SCHEDULED, record.BUILDING, record.DESTROYING])
@@ -343,7 +338,7 @@ def test_groups_and_quotas_that_agree(world: Making) -> None:
     world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 1}, {**SIZE, 'instances': 1})))
     world.usages['p'] = {**SIZE, 'instances': 1}
     assert audit(world.planes()) == []
-    # Somebody has claimed, and not delivered yet.
+    # An attempt in flight has claimed and not delivered yet.
     world.put(keys.attempt(NOBODY), json.dumps({'instances': [NOBODY]}), LEASE)
     world.usages['p'] = {**times(SIZE, 2), 'instances': 2}
     assert audit(world.planes()) == []
@@ -390,15 +385,15 @@ def test_a_failed_one_gives_its_name_up_without_a_word(world: Making) -> None:
 @pytest.mark.parametrize('running', [True, False])
 def test_a_power_that_is_being_switched(world: Making, said: str | None, state: str, running: bool) -> None:
     key = keys.request(ONE, ACTIVE)
-    asked = json.loads(world.etcd[key].value) | {'power': {'action': 'reboot', 'id': GONE}}
-    world.put(key, json.dumps(asked))
+    request = json.loads(world.etcd[key].value) | {'power': {'action': 'reboot', 'id': GONE}}
+    world.put(key, json.dumps(request))
     world.write(ACTIVE, state, address='10.0.0.1')
-    told = json.loads(world.etcd[keys.record(ONE, ACTIVE)].value)
-    world.put(keys.record(ONE, ACTIVE), json.dumps(told | {'power': said}))
+    instance_record = json.loads(world.etcd[keys.record(ONE, ACTIVE)].value)
+    world.put(keys.record(ONE, ACTIVE), json.dumps(instance_record | {'power': said}))
     world.guest(ONE, ACTIVE, running=running)
     assert audit(world.planes()) == []
-    # Once it is done, the record has to be right.
-    world.put(keys.record(ONE, ACTIVE), json.dumps(told | {'power': GONE}))
+    # After the switch is complete, the record must match the guest.
+    world.put(keys.record(ONE, ACTIVE), json.dumps(instance_record | {'power': GONE}))
     differs = {(record.ACTIVE, False): ['domain-off'], (record.STOPPED, True): ['domain-running']}
     assert world.codes() == differs.get((state, running), [])
 
@@ -419,12 +414,12 @@ def test_an_eschedule_that_is_at_it(world: Making) -> None:
 def test_what_waits_is_no_finding(world: Making) -> None:
     world.wait(NOBODY, name='web2')
     world.call('web2', NOBODY)
-    # Its taker's claim, living or dead.
+    # The claim of its taker, whether the taker key still exists or not.
     world.held[TWO][NOBODY] = SIZE
     assert audit(world.planes()) == []
     world.put(keys.taker(keys.queue('small', NOBODY)), '{}', LEASE)
     assert audit(world.planes()) == []
-    # What was gone before a compute took it is no compute's.
+    # A request destroyed while queued has a record without a compute.
     world.write(FAILED, record.GONE, compute='', lease=LEASE)
     del world.etcd[keys.name('failed')]
     assert audit(world.planes()) == []
@@ -443,8 +438,8 @@ def test_who_was_not_compared_is_closed_or_silent_and_who_was_forgotten_is_not_n
 
 
 def test_the_name_of_a_host_is_kept_for_who_is_known(world: Making) -> None:
-    for each in (ONE, AWAY):
-        world.put(keys.hostname(each), '{"version": 1, "hostname": "hv1"}')
+    for compute in (ONE, AWAY):
+        world.put(keys.hostname(compute), '{"version": 1, "hostname": "hv1"}')
     assert audit(world.planes()) == []
     world.put(keys.hostname(NOBODY), 'rubbish')
     world.write(GONE, record.GONE, compute=NOBODY, lease=LEASE)
@@ -483,15 +478,15 @@ def test_what_holds_nothing_of_a_compute_is_somebody_elses(world: Making) -> Non
 def test_a_shared_provider_may_give_the_disk(world: Making) -> None:
     storage = 'dddddddd-0000-4000-8000-000000000000'
     world.provider(storage, {'DISK_GB': 100}, 'a storage pool')
-    wanted = {ONE: {'VCPU': 1, 'MEMORY_MB': 64}, storage: {'DISK_GB': 1}}
-    world.put(keys.request(ONE, ACTIVE), to_json(Request(ACTIVE, wanted, image=IMAGE)))
-    world.held[ONE][ACTIVE], world.held[storage][ACTIVE] = wanted[ONE], wanted[storage]
+    allocations = {ONE: {'VCPU': 1, 'MEMORY_MB': 64}, storage: {'DISK_GB': 1}}
+    world.put(keys.request(ONE, ACTIVE), to_json(Request(ACTIVE, allocations, image=IMAGE)))
+    world.held[ONE][ACTIVE], world.held[storage][ACTIVE] = allocations[ONE], allocations[storage]
     assert audit(world.planes()) == []
 
 
 def test_a_reserved_inventory_is_no_lack(world: Making) -> None:
-    for each in world.inventories[ONE].values():
-        each['reserved'] = each['total']
+    for inventory in world.inventories[ONE].values():
+        inventory['reserved'] = inventory['total']
     assert audit(world.planes()) == []
 
 
@@ -502,9 +497,9 @@ def test_two_computes_on_one_libvirt_see_each_others_domains(world: Making) -> N
 
 def test_a_disk_beside_a_living_instances_is_not_removed_by_rule(world: Making) -> None:
     world.guest(TWO, ACTIVE, compute=None, defined=False, running=False)
-    (found,) = audit(world.planes())
-    assert (found.code, found.fix) == ('disk-orphaned', '')
-    assert found.how
+    (finding,) = audit(world.planes())
+    assert (finding.code, finding.fix) == ('disk-orphaned', '')
+    assert finding.how
 
 
 @pytest.mark.parametrize('defined', [True, False])
