@@ -1,4 +1,4 @@
-"""A text as compute.yaml."""
+"""Load a text as compute.yaml."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UUID = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 
 @pytest.fixture
 def compute(tmp_path: Path) -> Callable[[str | bytes], ComputeConfig]:
-    """Load a text as compute.yaml."""
+    """A function that loads a text as compute.yaml."""
 
     def load(content: str | bytes) -> ComputeConfig:
         path = tmp_path / 'compute.yaml'

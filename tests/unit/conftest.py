@@ -1,4 +1,4 @@
-"""What more than one module of these tests asks for."""
+"""Fixtures that several modules of the unit tests use."""
 
 from tests.unit.audit_world import world
 from tests.unit.conf_text import compute

@@ -1,4 +1,4 @@
-"""Where labs are, in a test's own directory, and a machine on which none has a namespace."""
+"""A directory for labs of a test's own, on a machine where no lab has a namespace."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ecomp.lab.state import Lab
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of all labs, empty."""
-    found = tmp_path / 'labs'
-    found.mkdir()
-    monkeypatch.setattr(state, 'ROOT', found)
-    monkeypatch.setattr(state.load, '__defaults__', (found,))
-    monkeypatch.setattr(state.all_labs, '__defaults__', (found,))
-    return found
+    """The empty directory of all labs."""
+    labs = tmp_path / 'labs'
+    labs.mkdir()
+    monkeypatch.setattr(state, 'ROOT', labs)
+    monkeypatch.setattr(state.load, '__defaults__', (labs,))
+    monkeypatch.setattr(state.all_labs, '__defaults__', (labs,))
+    return labs
 
 
 @pytest.fixture
 def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No lab has a namespace, and nobody needs to be root."""
+    """A machine on which root is not needed and no lab has a namespace."""
     monkeypatch.setattr(machine, 'require_root', lambda _: None)
     monkeypatch.setattr(machine, 'of_lab', lambda _: [])
 
 
 def make_lab(root: Path, name: str = 'one', hosts: int = 1, **processes: Process) -> Lab:
-    """A lab that elab remembers, of whose servers these were started."""
+    """Save a lab, with these processes as its started servers."""
     (root / name).mkdir(exist_ok=True)
     lab = Lab(root / name, Layout(name, IPv4Network('10.33.0.0/16')), hosts, dict(processes))
     lab.save()

@@ -1,13 +1,13 @@
-"""The rooms of the house: what each may import of ours, where other libraries are, and who may do what is rare.
+"""Layers of the product: what each may import, and where libraries and risky calls go.
 
-The arrows are those of the design: front doors → what they wire; agent → placement, store, virt, model; cli →
-scheduler, placement, store, model; scheduler → placement, store, model; boundaries → model; all → errors and
-configuration values. Nothing imports a front door.
+The direction of imports: front doors → what they start; agent → placement, store, virt, model; cli → scheduler,
+placement, store, model; scheduler → placement, store, model; boundaries → model; all → errors and configuration values.
+No module imports a front door.
 """
 
 from __future__ import annotations
 
-# log, because a worker is a process of its own, and logging is set up once per process.
+# ecomp.log is included because a worker is a separate process, and each process sets up its logging.
 AGENT = {
     *('ecomp', 'ecomp.addresses', 'ecomp.yaml_file', 'ecomp.errors'),
     *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd', 'ecomp.tls'),
@@ -18,7 +18,7 @@ SCHEDULER = {
     *('ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
 }
 
-# What each room may import of ours, beside itself. The longest name that fits a module is its room.
+# {layer: modules of ours that it may import beside itself}. The longest matching prefix of a module is its layer.
 ARROWS: dict[str, set[str]] = {
     'ecomp': set(),
     'ecomp.errors': set(),
@@ -82,7 +82,7 @@ FRONT_DOORS = {
     *('mdserver.server', 'mdserver.seed'),
 }
 
-# Where other people's libraries, and the parts of Python that act on the machine, may be imported.
+# {module: where it may be imported}, for third-party libraries and the parts of Python that act on the machine.
 PLACES: dict[str, set[str]] = {
     'argparse': {'ecomp.arguments', 'ecomp.compute', 'ecomp.lab.elab', 'mdserver'},
     'etcd3': {'ecomp.store.roles'},
@@ -102,17 +102,17 @@ PLACES: dict[str, set[str]] = {
     'bottle': {'mdserver'},
     'waitress': {'mdserver', 'ecomp.lab'},  # the lab serves placement with it
     'placement': {'ecomp.lab'},
-    'jsonschema': {'ecomp.lab'},  # placement's own
+    'jsonschema': {'ecomp.lab'},  # the library that placement validates with
     'cryptography': {'ecomp.lab.certs'},
-    # mdserver is started; an image is looked at by a child; the lab starts the cluster's daemons.
+    # The agent starts mdserver and inspects images in a child process; the lab starts the cluster's daemons.
     'subprocess': {
         *('ecomp.lab', 'ecomp.agent.host.metadata', 'ecomp.agent.images.inspection'),
-        'ecomp.cli.enter',  # a host is entered
+        'ecomp.cli.enter',  # ssh to a host
         'ecomp.virt.networks',
     },
 }
 
-# These take time, uuids and randomness as arguments, and touch nothing.
+# Pure modules: time, uuids and randomness are arguments, and they do no I/O.
 PURE = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml'),
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
@@ -125,15 +125,15 @@ IMPURE_IMPORTS = {
     *('sys', 'tempfile', 'threading', 'time'),
 }
 IMPURE_CALLS = {'open', 'input', 'datetime.now', 'datetime.utcnow', 'datetime.today', 'date.today', 'uuid.uuid4'}
-# Modules that may ask for the time of day in seconds, with the reason. Timers take time.monotonic.
+# Modules that may read the wall clock in seconds, with the reason. Timers use time.monotonic.
 WALL_CLOCK = {
     'mdserver.server': 'dnsmasq says in seconds since 1970 when a DHCP lease ends',
     'ecomp.agent.images.cache': 'when a base volume was last read is a time of modification, and outlives a boot',
 }
 
-# Modules that may leave the process without a front door, with the reason.
+# Modules that may exit the process although they are not a front door, with the reason.
 LEAVES = {'ecomp.agent.images.inspection': 'a child whose parent is gone has nobody to raise to'}
-# Modules that may become another program, with the reason.
+# Modules that may replace the process by exec, with the reason.
 BECOMES = {
     'ecomp.cli.enter': 'who is in a guest by ssh has a terminal, and ssh alone knows what to do with it',
     'ecomp.agent.images.inspection': 'qemu-img inherits its limits, its parent and what ends it',

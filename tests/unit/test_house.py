@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can hold: who may import whom, linters, the versions of libraries."""
+"""Rules that a machine can check: imports between layers, linters, pinned versions."""
 
 from __future__ import annotations
 
@@ -29,21 +29,19 @@ from tests.unit.rooms import (
     WALL_CLOCK,
 )
 
-# The house rules that a machine can hold: who may import whom, what is done where.
-#
-# The rooms are in rooms.py.
+# Imports between layers, and risky calls. The tables are in rooms.py.
 
 
 TOP = Path(__file__).resolve().parents[2]
 
 
 def read_modules() -> dict[str, str]:
-    """The source of every module of the product, by its full name; a package is `name.__init__`."""
-    found = {}
+    """Return the source of each product module by its full name; a package is `name.__init__`."""
+    sources = {}
     for root, name in ((TOP, 'ecomp'), (TOP / 'md_server', 'mdserver')):
         for path in sorted((root / name).rglob('*.py')):
-            found['.'.join(path.relative_to(root).with_suffix('').parts)] = path.read_text()
-    return found
+            sources['.'.join(path.relative_to(root).with_suffix('').parts)] = path.read_text()
+    return sources
 
 
 def within(module: str, room: str) -> bool:
@@ -55,7 +53,7 @@ def room_of(module: str, rooms: Mapping[str, object] = ARROWS) -> str:
 
 
 def imported(module: str, tree: ast.Module, modules: Mapping[str, str]) -> Iterator[tuple[int, str]]:
-    """Every module `module` imports, also inside functions and under TYPE_CHECKING, with the line."""
+    """Yield the line and name of each import, also inside functions and under TYPE_CHECKING."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -70,7 +68,7 @@ def imported(module: str, tree: ast.Module, modules: Mapping[str, str]) -> Itera
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` as text, the last two parts of anything longer."""
+    """Return `a.b.c` as text, or the last two parts of a longer expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -79,64 +77,67 @@ def dotted(node: ast.AST) -> str:
 
 
 def wrong_imports(modules: Mapping[str, str]) -> list[str]:
-    found = []
+    problems = []
     for name, source in modules.items():
         module, room = name.removesuffix('.__init__'), room_of(name.removesuffix('.__init__'))
         for line, other in imported(name, ast.parse(source), modules):
             top = other.partition('.')[0]
             if top in ('ecomp', 'mdserver'):
-                theirs = room_of(other)
+                other_layer = room_of(other)
                 if any(within(other, door) for door in FRONT_DOORS - {module}):
-                    found.append(f'{module}:{line}: imports the front door {other}')
-                elif theirs != room and theirs not in ARROWS.get(room, set()):
-                    found.append(f'{module}:{line}: {room or "no room"} must not import {other}')
+                    problems.append(f'{module}:{line}: imports the front door {other}')
+                elif other_layer != room and other_layer not in ARROWS.get(room, set()):
+                    problems.append(f'{module}:{line}: {room or "no room"} must not import {other}')
             elif top in PLACES and not any(within(module, place) for place in PLACES[top]):
-                found.append(f'{module}:{line}: {top} is imported in {sorted(PLACES[top]) or "no module"} only')
+                problems.append(f'{module}:{line}: {top} is imported in {sorted(PLACES[top]) or "no module"} only')
             elif top in IMPURE_IMPORTS and any(within(module, place) for place in PURE):
-                found.append(f'{module}:{line}: is pure, so without {top}')
+                problems.append(f'{module}:{line}: is pure, so without {top}')
             elif top not in sys.stdlib_module_names and top not in PLACES:
-                found.append(f'{module}:{line}: {top} has no place in the house yet; give it one in PLACES')
-    return found
+                problems.append(f'{module}:{line}: {top} has no place in the house yet; give it one in PLACES')
+    return problems
 
 
 def wrong_deeds(modules: Mapping[str, str]) -> list[str]:
-    found = []
+    problems = []
     for name, source in modules.items():
         module = name.removesuffix('.__init__')
         pure = any(within(module, place) for place in PURE)
         for node in ast.walk(ast.parse(source)):
             line = getattr(node, 'lineno', 0)
             if isinstance(node, ast.Global):
-                found.append(f'{module}:{line}: no globals')
+                problems.append(f'{module}:{line}: no globals')
             if isinstance(node, ast.keyword) and node.arg == 'shell':
-                found.append(f'{module}:{line}: no shell=')
+                problems.append(f'{module}:{line}: no shell=')
             if isinstance(node, ast.ImportFrom) and node.module == 'time' and {a.name for a in node.names} & {'time'}:
-                found.append(f'{module}:{line}: import time and say time.monotonic()')
+                problems.append(f'{module}:{line}: import time and say time.monotonic()')
             if not isinstance(node, ast.Attribute | ast.Name):
                 continue
-            word = dotted(node)
-            if word in EXITS and module not in FRONT_DOORS and not (word == 'os._exit' and module in LEAVES):
-                found.append(f'{module}:{line}: {word} belongs in a front door')
-            becomes = word == 'os.execvp' and module in BECOMES
-            if (word in SHELLS and not becomes) or word in HIDDEN_IMPORTS:
-                found.append(f'{module}:{line}: no {word}')
-            if word in ('time.time', 'time.time_ns') and module not in WALL_CLOCK:
-                found.append(f'{module}:{line}: {word} jumps when the clock is set; a timer is time.monotonic')
-            if pure and (word in IMPURE_CALLS or (word.startswith('random.') and word != 'random.Random')):
-                found.append(f'{module}:{line}: is pure, so {word} is an argument')
-    return found
+            symbol = dotted(node)
+            if symbol in EXITS and module not in FRONT_DOORS and not (symbol == 'os._exit' and module in LEAVES):
+                problems.append(f'{module}:{line}: {symbol} belongs in a front door')
+            is_exec = symbol == 'os.execvp' and module in BECOMES
+            if (symbol in SHELLS and not is_exec) or symbol in HIDDEN_IMPORTS:
+                problems.append(f'{module}:{line}: no {symbol}')
+            if symbol in ('time.time', 'time.time_ns') and module not in WALL_CLOCK:
+                problems.append(f'{module}:{line}: {symbol} jumps when the clock is set; a timer is time.monotonic')
+            if pure and (symbol in IMPURE_CALLS or (symbol.startswith('random.') and symbol != 'random.Random')):
+                problems.append(f'{module}:{line}: is pure, so {symbol} is an argument')
+    return problems
 
 
 def undocumented(modules: Mapping[str, str]) -> list[str]:
-    """Public methods without a docstring, except one-liners and where a base class or a Protocol says what they do."""
+    """List public methods without a docstring.
+
+    One-liners are allowed, and methods whose base class or Protocol documents them.
+    """
     classes = [(name, node) for name, node in everything(modules) if isinstance(node, ast.ClassDef)]
-    told = {method.name for _, node in classes for method in methods(node) if ast.get_docstring(method)}
+    documented = {method.name for _, node in classes for method in methods(node) if ast.get_docstring(method)}
     return [
         f'{name}:{method.lineno}: {node.name}.{method.name} has no docstring'
         for name, node in classes
         for method in methods(node)
         if not node.bases and not node.name.startswith('_') and not method.name.startswith('_')
-        if len(method.body) > 1 and method.name not in told
+        if len(method.body) > 1 and method.name not in documented
     ]
 
 
@@ -165,17 +166,17 @@ def test_every_module_has_a_room_and_every_room_is_there() -> None:
 
 def test_what_says_that_it_is_pure_is_held_to_it_and_the_reverse() -> None:
     docs = {name.removesuffix('.__init__'): ast.get_docstring(ast.parse(text)) for name, text in read_modules().items()}
-    said = {module for module, doc in docs.items() if re.search(r'\bpure\b(?!-)', doc or '', re.IGNORECASE)}
-    assert [module for module in sorted(said) if not any(within(module, room) for room in PURE)] == []
-    assert sorted(PURE - said) == []
+    pure = {module for module, doc in docs.items() if re.search(r'\bpure\b(?!-)', doc or '', re.IGNORECASE)}
+    assert [module for module in sorted(pure) if not any(within(module, room) for room in PURE)] == []
+    assert sorted(PURE - pure) == []
 
 
 def test_what_is_pure_loads_nothing_that_speaks_with_a_system() -> None:
     modules = sorted(name.removesuffix('.__init__') for name in read_modules() if any(within(name, p) for p in PURE))
     code = f'import sys, {", ".join(modules)}; print(*sys.modules)'
-    run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=TOP)
-    systems = {'ecomp.store.client', 'ecomp.placement.client', 'ecomp.virt.connection', 'requests', 'h2', 'libvirt'}
-    assert set(run.stdout.split()) & systems == set()
+    process = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=TOP)
+    forbidden = {'ecomp.store.client', 'ecomp.placement.client', 'ecomp.virt.connection', 'requests', 'h2', 'libvirt'}
+    assert set(process.stdout.split()) & forbidden == set()
 
 
 def test_no_module_has_a_name_that_says_nothing() -> None:
@@ -183,7 +184,7 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
     assert names & {'utils', 'util', 'manager', 'helpers', 'helper', 'misc', 'common', 'base'} == set()
 
 
-# A rule that cannot fail holds nothing: each of these is planted and must be found.
+# Modules that violate a rule: a rule that cannot fail checks nothing.
 PLANTED = [
     ('ecomp.model.x', 'import ecomp.placement.client'),
     ('ecomp.model.x', 'from ecomp.store import client'),
@@ -257,7 +258,7 @@ def test_what_is_right_is_let_through(module: str, source: str) -> None:
 
 
 def failpoints_in(modules: Mapping[str, str]) -> list[str]:
-    """The name of every failpoint(…) in the code, as often as it is there."""
+    """List the names of all failpoint(...) calls, with repetitions."""
     return [
         node.args[0].value
         for _, node in everything(modules)
@@ -274,17 +275,17 @@ def test_every_failpoint_is_at_one_place_and_described() -> None:
     assert sorted(failpoints_in(read_modules())) == sorted(PLACES)
 
 
-# Who may import whom among the tests: what several folders need is in tests/kit, and no test module is a library.
+# Imports between tests: shared helpers are in tests/kit, and no module imports a test module.
 
 
 def read() -> dict[str, str]:
-    """The source of every module of the tests and benchmarks, by its full name."""
+    """Return the source of each module of the tests and benchmarks by its full name."""
     paths = [path for folder in ('tests', 'bench') for path in sorted((TOP / folder).rglob('*.py'))]
     return {'.'.join(path.relative_to(TOP).with_suffix('').parts): path.read_text() for path in paths}
 
 
 def imports(source: str) -> Iterator[str]:
-    """Every module of the tests that is imported, and each name taken from one, as `module.name`."""
+    """Yield each imported module, and each name imported from a module as `module.name`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -293,19 +294,22 @@ def imports(source: str) -> Iterator[str]:
 
 
 def wrong(modules: Mapping[str, str]) -> list[str]:
-    """`who imports what`, for each import that the rules forbid. What a module says to a child is of itself alone."""
-    found = []
+    """List the forbidden imports as `module imports other`.
+
+    A module may import itself: code that a test passes to a child process does that.
+    """
+    problems = []
     for name, source in modules.items():
         folder = name.rpartition('.')[0]
         for other in imports(source):
             top, _, rest = other.partition('.')
             if top != 'tests' or other.startswith(f'{name}.') or other == name:
                 continue
-            theirs = '.'.join(['tests', rest.split('.')[0]])
+            other_folder = '.'.join(['tests', rest.split('.')[0]])
             of_a_test = any(part.startswith('test_') for part in other.split('.')[:3])
-            if of_a_test or theirs not in ('tests.kit', folder):
-                found.append(f'{name} imports {other}')
-    return found
+            if of_a_test or other_folder not in ('tests.kit', folder):
+                problems.append(f'{name} imports {other}')
+    return problems
 
 
 def test_nobody_imports_a_test_or_another_folder_s_helpers() -> None:
@@ -337,14 +341,14 @@ def test_what_is_right_among_tests_is_let_through() -> None:
     assert wrong(fine) == []
 
 
-# The linters find nothing: ruff, with bandit's rules for the product, mypy, and a shell for each script.
+# Linters: ruff, bandit's rules for the product, mypy, and bash -n for each script.
 
 
 def run(*command: str) -> None:
-    """Run a linter at the top of the tree; what it says is the failure."""
-    done = subprocess.run([sys.executable, '-m', *command], cwd=TOP, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.fail(f'{" ".join(command)}\n{done.stdout}{done.stderr}', pytrace=False)
+    """Run a linter at the top of the tree, and fail with its output."""
+    process = subprocess.run([sys.executable, '-m', *command], cwd=TOP, capture_output=True, text=True, check=False)
+    if process.returncode:
+        pytest.fail(f'{" ".join(command)}\n{process.stdout}{process.stderr}', pytrace=False)
 
 
 def test_ruff() -> None:
@@ -352,7 +356,7 @@ def test_ruff() -> None:
     run('ruff', 'check', '--config=pyproject.toml', *trees)
 
 
-# bandit's rules, as ruff has them, that are not asked for in the product, with the reason.
+# bandit's rules in ruff that are ignored for the product, with the reason.
 NOT_OF_BANDIT = {
     'S101': 'an assert tells mypy what holds; what comes from outside is checked by its reader',
     'S103': 'the mode of /dev/kvm in a host of a lab, which its QEMU has to open',
@@ -366,14 +370,14 @@ NOT_OF_BANDIT = {
 
 
 def test_bandit() -> None:
-    left = f'--ignore={",".join(NOT_OF_BANDIT)}'
-    run('ruff', 'check', '--isolated', '--target-version=py311', '--select=S', left, 'ecomp', 'md_server', 'setup.py')
+    skip = f'--ignore={",".join(NOT_OF_BANDIT)}'
+    run('ruff', 'check', '--isolated', '--target-version=py311', '--select=S', skip, 'ecomp', 'md_server', 'setup.py')
 
 
 def test_modules_classes_and_functions_have_docstrings() -> None:
-    # Methods are looked at in test_house.py. The tree of errors is drawn and explained in its module's docstring.
-    own = ['--config=lint.per-file-ignores={"ecomp/errors.py"=["D101"]}']
-    run('ruff', 'check', '--isolated', '--select=D100,D101,D103,D104', *own, 'ecomp', 'md_server')
+    # find_undocumented checks methods. The docstring of errors.py explains the tree of its classes.
+    exceptions = ['--config=lint.per-file-ignores={"ecomp/errors.py"=["D101"]}']
+    run('ruff', 'check', '--isolated', '--select=D100,D101,D103,D104', *exceptions, 'ecomp', 'md_server')
 
 
 def test_mypy() -> None:
@@ -383,12 +387,12 @@ def test_mypy() -> None:
 def test_shell_scripts_parse() -> None:
     scripts = [TOP / 'tests/run', TOP / '.ci/run', TOP / 'bench/run', *TOP.glob('*.sh')]
     for script in scripts:
-        done = subprocess.run(['bash', '-n', str(script)], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, ''), script
+        process = subprocess.run(['bash', '-n', str(script)], capture_output=True, text=True, check=False)
+        assert (process.returncode, process.stderr) == (0, ''), script
         assert os.access(script, os.X_OK), f'{script} is not executable'
 
 
-# constraints.txt names one version of everything that setup.py asks for, with its hashes.
+# constraints.txt pins one version of each requirement of setup.py, with hashes.
 
 
 PINNED = re.compile(r'^([\w.-]+)==(\S+)(?: ; .*)? \\$')
@@ -396,7 +400,7 @@ HASH = re.compile(r'^    --hash=sha256:[0-9a-f]{64}( \\)?$')
 
 
 def asked_for() -> list[str]:
-    """What setup.py asks for where ecomp runs; what only the tests need is not in it."""
+    """List the requirements of setup.py for running ecomp, without those for its tests."""
     tree = ast.parse((TOP / 'setup.py').read_text())
     lists = {
         node.targets[0].id: ast.literal_eval(node.value)
@@ -407,8 +411,8 @@ def asked_for() -> list[str]:
 
 
 def pins() -> dict[str, str]:
-    """{name: version}; each with a hash."""
-    found: dict[str, str] = {}
+    """Return {name: pinned version}, and check that each has a hash."""
+    versions: dict[str, str] = {}
     hashed: set[str] = set()
     name = ''
     for line in (TOP / 'constraints.txt').read_text().splitlines():
@@ -416,16 +420,16 @@ def pins() -> dict[str, str]:
             continue
         if match := PINNED.match(line):
             name = canonicalize_name(match[1])
-            assert name not in found, line
-            found[name] = match[2]
+            assert name not in versions, line
+            versions[name] = match[2]
         else:
             assert HASH.match(line), line
             hashed.add(name)
-    assert hashed == found.keys()
-    return found
+    assert hashed == versions.keys()
+    return versions
 
 
 @pytest.mark.parametrize('words', asked_for())
 def test_what_is_asked_for_has_one_version(words: str) -> None:
-    wanted = Requirement(words)
-    assert wanted.specifier.contains(pins()[canonicalize_name(wanted.name)])
+    requirement = Requirement(words)
+    assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
