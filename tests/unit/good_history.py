@@ -1,4 +1,4 @@
-"""A history in which all is well, for a test to spoil: what is asked, answered and written, a step at a time."""
+"""A history without a violation, step by step, for a test to break."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def destroy(instance: str, said: str = 'destroy accepted, it carries it out') ->
 
 @dataclass
 class Story:
-    """A history as it is being written: each step is a revision."""
+    """A history that a test writes; each step is one revision."""
 
     asks: list[Ask] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
@@ -63,18 +63,18 @@ class Story:
     more: dict[str, Any] = field(default_factory=dict)
 
     def step(self, *keys: tuple[str, str | None] | tuple[str, str | None, int]) -> None:
-        """One transaction: (key, value or None, and the lease it is on)."""
-        revision = len({each.revision for each in self.changes}) + 1
+        """Write one transaction; each key is (key, value or None, and optionally a lease)."""
+        revision = len({change.revision for change in self.changes}) + 1
         for key, text, *lease in keys:
-            kept = None if text is None else Kept(text.encode(), lease[0] if lease else 0)
-            self.changes.append(Change(revision, key, kept))
+            stored = None if text is None else Kept(text.encode(), lease[0] if lease else 0)
+            self.changes.append(Change(revision, key, stored))
 
     def announced(self, instance: str, pid: int = 9) -> None:
-        """An eschedule is at it."""
+        """Write the attempt of an eschedule in flight."""
         self.step((f'/requests/{instance}', value(instances=[instance], pid=pid), LEASE))
 
     def delivered(self, compute: str, instance: str, **more: Any) -> None:
-        """It is announced, claimed and delivered."""
+        """Write the attempt, the claim and the delivery of a request."""
         self.announced(instance)
         self.held[instance] = {compute: SIZE}
         named: list[tuple[str, str]] = []
@@ -84,12 +84,12 @@ class Story:
                   (f'/requests/{instance}', None))
 
     def built(self, compute: str, instance: str, *states: str, **more: Any) -> None:
-        """Its record goes through these."""
+        """Write the instance's record in each of these states."""
         for state in states:
             self.step((f'/instances/{instance}', record(compute, instance, state, **more)))
 
     def ended(self, compute: str, instance: str, state: str = 'gone', **more: Any) -> None:
-        """Its last record, and nothing else of it."""
+        """Write the final record, and delete the request and the claim."""
         self.held.pop(instance, None)
         last = record(compute, instance, state, **more)
         self.step((f'/hosts/{compute}/{instance}', None), (f'/instances/{instance}', last, LEASE))
@@ -101,7 +101,7 @@ class Story:
 
 
 def good() -> Story:
-    """What every test begins with: one of each fate, with a name, a group and a quota."""
+    """Return a story with one instance of each outcome, a name, a group and a quota."""
     story = Story()
     group = {'name': 'apart', 'policy': 'anti-affinity', 'strict': True}
     story.delivered(ONE, LIVES, name='web1', group=group)

@@ -1,4 +1,4 @@
-"""What the tests themselves are built on: the history's judge, and what a host's log may say."""
+"""Tools of the tests: the history judge, and the filter for tracebacks in a host's log."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from tests.unit.good_history import (
     waiting,
 )
 
-# The history judge: a history in which all is well passes, and each thing that is not is found, and it alone.
+# The history judge: a good history passes, and each violation is reported alone.
 
 
 def wrong(story: Story) -> list[str]:
-    found = judge(story.history())
-    return [*found.never, *found.still]
+    verdict = judge(story.history())
+    return [*verdict.never, *verdict.still]
 
 
 def test_a_good_history_passes() -> None:
@@ -62,7 +62,7 @@ def answered(number: int, **facts: Any) -> Callable[[Story], None]:
 
 
 def silent(story: Story, *, building: bool) -> None:
-    """Delivered and never carried out, or only begun."""
+    """Deliver a request that is never carried out, or only begun."""
     story.delivered(ONE, OTHER, project_id='other')
     story.asks.append(create(0, notified(ONE, OTHER)))
     if building:
@@ -70,7 +70,7 @@ def silent(story: Story, *, building: bool) -> None:
 
 
 def untold(story: Story, *asks: Ask) -> None:
-    """Delivered by an eschedule, of which nobody was told."""
+    """Deliver a request that no command reported."""
     story.delivered(ONE, OTHER, project_id='other')
     story.built(ONE, OTHER, 'building', 'active')
     story.asks.extend(asks)
@@ -90,7 +90,7 @@ def on_two(story: Story) -> None:
 
 
 def named(story: Story) -> None:
-    """Two of one name, at the delivery of the second one."""
+    """Deliver a second instance with the name of another one."""
     story.delivered(TWO, OTHER, project_id='other', name='web1')
     story.built(TWO, OTHER, 'building', name='web1')
     story.step(('/names/web1', value(instance=LIVES)))
@@ -125,14 +125,14 @@ def released(instance: str) -> Callable[[Story], None]:
 
 def after(*steps: Callable[[Story], None]) -> Callable[[Story], None]:
     def change(story: Story) -> None:
-        for each in steps:
-            each(story)
+        for step in steps:
+            step(story)
 
     return change
 
 
 WRONG: list[tuple[Sequence[str], Callable[[Story], None]]] = [
-    # Commands and what came of them
+    # Commands and their results
     (['was never delivered', 'is not begun at the end'], lambda story: story.asks.append(
         create(0, notified(ONE, OTHER)))),
     (['was never delivered', 'is not begun at the end'], lambda story: story.asks.append(
@@ -187,7 +187,7 @@ WRONG: list[tuple[Sequence[str], Callable[[Story], None]]] = [
         lambda story: silent(story, building=False), put((f'/hosts/{ONE}/{OTHER}', None)))),
     (['is asked for again after its destroy', 'request without an instance', 'held None'],
      put((f'/hosts/{TWO}/{DOOMED}', request(TWO, DOOMED, project_id='other')))),
-    # Where it is
+    # Places of an instance
     (['is requested of 2 computes at once', 'was delivered 2 times'], on_two),
     (['waits in 1 queues, and is requested of 1'], after(
         put((f'/queues/small/{TAKEN}', waiting(TAKEN))), put((f'/queues/small/{TAKEN}', None)))),
@@ -221,16 +221,16 @@ WRONG: list[tuple[Sequence[str], Callable[[Story], None]]] = [
 def test_what_is_wrong_is_found_and_it_alone(words: Sequence[str], change: Callable[[Story], None]) -> None:
     story = good()
     change(story)
-    found = wrong(story)
-    left = list(found)
-    for each in words:
-        there = [line for line in left if each in line]
-        assert there, (each, found)
-        left.remove(there[0])
-    assert left == [], found
+    violations = wrong(story)
+    unmatched = list(violations)
+    for phrase in words:
+        matching = [line for line in unmatched if phrase in line]
+        assert matching, (phrase, violations)
+        unmatched.remove(matching[0])
+    assert unmatched == [], violations
 
 
-# What looks like it, and is not
+# No violation
 
 
 def test_whose_answer_was_lost_may_have_been_delivered() -> None:
@@ -323,7 +323,7 @@ def test_an_ask_knows_what_it_asked_for() -> None:
     assert create(0, '', '--uuid', 'junk').asked == set()
 
 
-# What a host's log says of tracebacks: those of workers whose ecompute was killed are none of its own.
+# Tracebacks in a host's log: those of workers whose ecompute was killed as it started them are ignored.
 
 
 STILLBORN = """\
@@ -350,10 +350,10 @@ HALF = STILLBORN.format(between=LINE).removesuffix('EOFError: Ran out of input\n
     ('log', 'left'),
     [
         (LINE + STILLBORN.format(between='') + LINE, LINE + LINE),
-        (LINE + STILLBORN.format(between=LINE), LINE + LINE),  # the next ecompute logs between its lines
+        (LINE + STILLBORN.format(between=LINE), LINE + LINE),  # the next ecompute's log lines are in between
         (REAL, REAL),
-        (REAL + STILLBORN.format(between=LINE), REAL + STILLBORN.format(between=LINE)),  # all of it stays
-        (HALF, HALF),  # until it is whole
+        (REAL + STILLBORN.format(between=LINE), REAL + STILLBORN.format(between=LINE)),  # the whole log is kept
+        (HALF, HALF),  # kept until the traceback is complete
     ],
 )
 def test_a_workers_whose_ecompute_was_killed_as_it_started_it_is_left_out_and_no_other(log: str, left: str) -> None:

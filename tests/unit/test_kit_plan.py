@@ -1,4 +1,4 @@
-"""What tests/run promises: a skip is a failure, what shares a lab is run by one process, old runs are named."""
+"""The plugin of tests/run: forbidden skips, tests that share a lab, overdue tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_of_none(number):
 
 
 def run(directory: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """pytest with the plugin, on one file, with no other configuration than the markers."""
+    """Run pytest with the plugin on one file, without other configuration than the markers."""
     (directory / 'test_them.py').write_text(text)
     (directory / 'pytest.ini').write_text('[pytest]\nmarkers =\n    slow\n    fast\n    long\n')
     command = [sys.executable, '-m', 'pytest', '-p', 'tests.kit.plan', '-p', 'no:cacheprovider', *words]
@@ -57,7 +57,7 @@ def test_two():
     assert '3 skipped' in run(tmp_path, text).stdout
     refused = run(tmp_path, text, '--nothing-skipped', '--continue-on-collection-errors')
     assert refused.returncode == 1, refused.stdout
-    # A mark and a module skip before a test begins.
+    # A mark and an importorskip of a module skip before the test runs, so they count as errors.
     assert '1 failed, 2 errors' in refused.stdout
     assert refused.stdout.count('skipped, where nothing may be') >= 3
 
@@ -65,8 +65,8 @@ def test_two():
 def test_what_shares_a_lab_is_run_by_one_process(tmp_path: Path) -> None:
     base = tmp_path / 'base'
     words = ['-n', '2', '--dist', 'loadgroup', '--no-loadscope-reorder', '--basetemp', str(base)]
-    done = run(tmp_path, TESTS, *words)
-    assert (done.returncode, '24 passed' in done.stdout) == (0, True), done.stdout
+    process = run(tmp_path, TESTS, *words)
+    assert (process.returncode, '24 passed' in process.stdout) == (0, True), process.stdout
     assert len(set((base / 'pids').read_text().split())) == 1
 
 
@@ -85,10 +85,10 @@ def test_the_longest_not_run_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('words', [('-n0',), ('-n2',)], ids=['in one process', 'in two'])
 def test_slow_tests_that_never_passed_are_named(tmp_path: Path, words: tuple[str, ...]) -> None:
-    noted = tmp_path / 'noted'
-    noted.write_text('2026-01-31 test_them.py::test_slow[0]\n')
+    last_run = tmp_path / 'noted'
+    last_run.write_text('2026-01-31 test_them.py::test_slow[0]\n')
     (tmp_path / 'conftest.py').write_text(
-        f'from pathlib import Path\nfrom tests.kit import plan\nplan.LAST_RUN = Path({str(noted)!r})\n'
+        f'from pathlib import Path\nfrom tests.kit import plan\nplan.LAST_RUN = Path({str(last_run)!r})\n'
     )
     text = """
 import pytest
@@ -101,10 +101,10 @@ def test_slow(number):
 def test_other():
     pass
 """
-    done = run(tmp_path, text, '-m', 'not slow', *words)
-    assert done.returncode == 0, done.stdout
-    named = [line for line in done.stdout.splitlines() if 'never passed' in line]
-    assert named == [
+    process = run(tmp_path, text, '-m', 'not slow', *words)
+    assert process.returncode == 0, process.stdout
+    reported = [line for line in process.stdout.splitlines() if 'never passed' in line]
+    assert reported == [
         *(f'of --all alone, never passed: test_them.py::test_slow[{number}]' for number in range(1, 6)),
         'of --all alone, never passed: 2 more',
     ]
