@@ -1,4 +1,4 @@
-"""The runner of the benchmarks: it reads figures as they were told; a script that is ended cleans up and is named."""
+"""The benchmark runner: it parses figures, and cleans up and reports scripts that fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HANGS = STAND_IN.format(body='time.sleep(3600)')
 
 
 class Patient(subprocess.Popen[str]):
-    """A process whose time is over as soon as it is ready, however slow the machine is."""
+    """A process that times out as soon as it is ready, however slow the machine is."""
 
     def communicate(self, input: Any = None, timeout: float | None = None) -> Any:
         if not Path('ready').exists():
@@ -42,7 +42,7 @@ class Patient(subprocess.Popen[str]):
 
 @pytest.fixture
 def every(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """The runner, with no script and no lab but the test's own."""
+    """The benchmark runner, with the test's directory for its scripts and labs."""
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setenv('PYTHONPATH', f'{BENCH}{os.pathsep}{TOP}')
     monkeypatch.chdir(tmp_path)
@@ -58,11 +58,11 @@ def every(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 @pytest.mark.usefixtures('every')
 def test_a_figure_is_read_as_it_was_told(capsys: pytest.CaptureFixture[str]) -> None:
     result = importlib.import_module('result')
-    held: tuple[Mapping[str, float], ...] = ({'calls': 6}, MappingProxyType({}))
-    for counts in held:
-        each = result.paired('look', 'list', [3.0, 4.0], [1.0, 2.0], 2.5, counts=counts)
-        result.tell(each, True)
-        assert result.read(capsys.readouterr().out) == each
+    count_cases: tuple[Mapping[str, float], ...] = ({'calls': 6}, MappingProxyType({}))
+    for counts in count_cases:
+        figure = result.paired('look', 'list', [3.0, 4.0], [1.0, 2.0], 2.5, counts=counts)
+        result.tell(figure, True)
+        assert result.read(capsys.readouterr().out) == figure
 
 
 def test_a_script_that_hangs_cleans_up_and_is_named(
@@ -129,7 +129,7 @@ def test_a_lab_that_is_half_made_is_removed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_runner_knows_the_lab_of_each_script(every: ModuleType) -> None:
-    for each in every.SCRIPTS:
-        source = (BENCH / f'{each.name}.py').read_text()
-        assert ("Lab('" in source) == bool(each.lab), each.name
-        assert not each.lab or f"Lab('{each.lab}')" in source, each.name
+    for script in every.SCRIPTS:
+        source = (BENCH / f'{script.name}.py').read_text()
+        assert ("Lab('" in source) == bool(script.lab), script.name
+        assert not script.lab or f"Lab('{script.lab}')" in source, script.name

@@ -1,4 +1,4 @@
-"""A guest is made whole or not at all: whatever step fails, nothing of it is left."""
+"""Jobs of a worker: a build completes or leaves nothing behind, whichever step fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from ecomp.model.guest import BaseImage, Guest, GuestSpec
 from ecomp.model.record import Progress
 from ecomp.virt.fake import FakeHypervisor
 
-COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 BASE = BaseImage('/base.qcow2', 'qcow2', 0)
 JOB = Build(GuestSpec(INSTANCE, COMPUTE, 1, 256, 1, BaseImage('', '', 0), 'qemu'), 'http://h/i')
 TOLD = replace(JOB, spec=replace(JOB.spec, seed={'meta-data': b'{}', 'user-data': b''}))
@@ -35,7 +36,7 @@ ALL = [Progress('image', 1, 2), 'image', 'disk', 'started']
 
 
 class Recording(FakeHypervisor):
-    """The fake, failing after a step of one's choice, and telling what was asked of it."""
+    """A fake hypervisor that records calls and fails after a chosen step."""
 
     def __init__(self, fails_at: str = '') -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Recording(FakeHypervisor):
     def held(
         self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
     ) -> Iterator[Iterator[BaseImage | None]]:
-        """The image cache's part."""
+        """Stand in for the image cache."""
         self._did('image')
         assert (url, since) == (JOB.image, JOB.since)
         checkpoint()
@@ -86,15 +87,15 @@ class Recording(FakeHypervisor):
 
 
 def made(hypervisor: Recording, checkpoint: Callable[[], None] = lambda: None, job: Build = JOB) -> list[News]:
-    reached: list[News] = []
-    carry_out(job, hypervisor, hypervisor, reached.append, checkpoint)
-    return reached
+    events: list[News] = []
+    carry_out(job, hypervisor, hypervisor, events.append, checkpoint)
+    return events
 
 
 def test_it_is_made_in_order() -> None:
     hypervisor = Recording()
     assert made(hypervisor) == ALL
-    # The base volume may be evicted once a disk lies on it, and not before.
+    # The base volume must not be evicted before the overlay exists.
     assert hypervisor.asked == ['image', 'create_disk', 'let go', 'start']
     assert hypervisor.guests()[INSTANCE].running
     assert hypervisor.spec is not None
@@ -105,14 +106,14 @@ def test_a_disk_on_what_is_not_the_image_any_more_is_made_anew_on_what_is() -> N
     hypervisor = Recording()
     hypervisor.bases = [replace(BASE, path='/older.qcow2'), None, BASE]
     assert made(hypervisor) == ALL
-    # The newer one may need the room of the older: nothing may lie on that by then.
+    # The new base volume may need the space of the old one, so no overlay may use the old one then.
     assert hypervisor.asked == ['image', 'create_disk', 'delete_disk', 'create_disk', 'let go', 'start']
     assert hypervisor.spec is not None
     assert hypervisor.spec.base == BASE
 
 
 class Large(Recording):
-    """One on which disks of /large.qcow2 cannot be made."""
+    """A hypervisor that cannot create disks on /large.qcow2."""
 
     def create_disk(self, spec: GuestSpec) -> None:
         if spec.base.path == '/large.qcow2':
@@ -129,15 +130,15 @@ class Large(Recording):
     ],
 )
 def test_it_fails_for_what_the_image_is_and_not_for_what_it_was(bases: list[str | None], fails: bool) -> None:
-    hypervisor, told = Large(), list[News]()
-    hypervisor.bases = [each and replace(BASE, path=each) for each in bases]
+    hypervisor, events = Large(), list[News]()
+    hypervisor.bases = [path and replace(BASE, path=path) for path in bases]
     if fails:
         with pytest.raises(BuildFailed, match='larger'):
-            carry_out(JOB, hypervisor, hypervisor, told.append, lambda: None)
+            carry_out(JOB, hypervisor, hypervisor, events.append, lambda: None)
         assert hypervisor.guests() == {}
     else:
-        carry_out(JOB, hypervisor, hypervisor, told.append, lambda: None)
-    assert told == (ALL[:2] if fails else ALL), 'the image is there, whatever comes of the disk'
+        carry_out(JOB, hypervisor, hypervisor, events.append, lambda: None)
+    assert events == (ALL[:2] if fails else ALL), 'the image is there, whatever comes of the disk'
 
 
 def test_what_it_is_told_is_on_a_disk_before_it_starts() -> None:
@@ -177,9 +178,9 @@ def test_a_build_that_is_cancelled_at_any_look_leaves_nothing(look: int) -> None
 
 
 def test_it_is_looked_for_a_destroy_between_all_steps() -> None:
-    hypervisor, at = Recording(), []
-    made(hypervisor, lambda: at.append(len(hypervisor.asked)), TOLD)
-    assert sorted(set(at)) == [0, 1, 3, 4, 5]
+    hypervisor, call_counts = Recording(), []
+    made(hypervisor, lambda: call_counts.append(len(hypervisor.asked)), TOLD)
+    assert sorted(set(call_counts)) == [0, 1, 3, 4, 5]
 
 
 def test_a_guest_that_runs_is_taken_as_it_is() -> None:
@@ -203,7 +204,7 @@ def test_the_domain_goes_before_its_disk() -> None:
     Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)
     assert hypervisor.asked == ['destroy', 'delete_disk']
     assert hypervisor.guests() == {}
-    Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)  # nothing there is success
+    Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)  # a second destroy succeeds, too
 
 
 @pytest.mark.parametrize('there', [False, True])
@@ -232,9 +233,9 @@ def test_its_power_is_switched_and_nothing_of_it_goes() -> None:
 
 @pytest.mark.parametrize('error', [BuildFailed('disk', 'no room'), Cancelled(), EcompError('x')])
 def test_errors_come_whole_out_of_a_worker(error: BuildFailed) -> None:
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is type(error)
-    assert (str(again), vars(again)) == (str(error), vars(error))
+    unpickled = pickle.loads(pickle.dumps(error))
+    assert type(unpickled) is type(error)
+    assert (str(unpickled), vars(unpickled)) == (str(error), vars(error))
 
 
 @pytest.mark.parametrize(
