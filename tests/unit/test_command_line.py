@@ -1,4 +1,4 @@
-"""What eschedule and ecompute take of a command line, and what they say of one that they do not take."""
+"""The command lines of eschedule and ecompute: accepted forms and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ecomp.errors import UsageError
 from ecomp.model.guest import UNPACKED_LIMIT
 from tests.kit.servers import environment
 
-# eschedule's arguments: the form, its words, its options. What is refused: scenario/test_bad_input.py.
+# eschedule's command line: command, arguments, options. Refused ones are also in scenario/test_bad_input.py.
 
 
 A, B = '1f0e4c9a-3a52-4b0f-8d87-0d8f1f2a6b01', '1f0e4c9a-3a52-4b0f-8d87-0d8f1f2a6b02'
@@ -71,7 +71,7 @@ IMAGE = 'http://images.invalid/a.img'
         ),
         (['--queue', '--flavor', 'x', IMAGE], Invocation('create', ('', IMAGE), Options(flavor='x', queue=True))),
         (['show', A, '--config', 'x.yaml'], Invocation('show', (A,), Options(config='x.yaml'))),
-        # The help of what is typed beside it.
+        # Help on the command that is typed beside --help.
         (['--help'], Invocation('help', (), Options())),
         (['--help', '--nonsense'], Invocation('help', (), Options())),
         ([A, '--help'], Invocation('help', (), Options())),
@@ -87,34 +87,34 @@ def test_each_form(argv: list[str], command: Invocation) -> None:
 
 
 def test_every_command_is_explained() -> None:
-    helped = help_of('')
-    for name, each in COMMANDS.items():
-        assert f'{each.usage} ' in helped
-        assert each.summary in helped
-        assert f'usage: eschedule {each.usage} ' in help_of(name)
-        # What prints an address is told by an id, and by no word.
+    help_text = help_of('')
+    for name, command in COMMANDS.items():
+        assert f'{command.usage} ' in help_text
+        assert command.summary in help_text
+        assert f'usage: eschedule {command.usage} ' in help_of(name)
+        # The query command has no name: an instance alone selects it.
         words = tuple(name.split()) if name != 'query' else ()
         assert parse([*name.split(), '--help']) == Invocation('help', words, Options())
 
 
 @pytest.mark.parametrize('name', COMMANDS)
 def test_the_help_of_a_command_speaks_of_its_own_options_alone(name: str) -> None:
-    shown = [flag for each in COMMANDS[name].takes() for flag in each.flags]
-    helped = help_of(name).partition('options:')[2].partition('exit codes')[0]
-    found = re.findall('^  (?:-[a-z](?: [A-Z]+)?, )?(--[a-z-]+)', helped, re.MULTILINE)
-    assert found == [each for each in shown if len(each) > 2]
+    flags = [flag for option in COMMANDS[name].takes() for flag in option.flags]
+    help_text = help_of(name).partition('options:')[2].partition('exit codes')[0]
+    listed = re.findall('^  (?:-[a-z](?: [A-Z]+)?, )?(--[a-z-]+)', help_text, re.MULTILINE)
+    assert listed == [text for text in flags if len(text) > 2]
     fields = {*COMMANDS[name].options, 'config'}
-    assert set(shown) == {flag for field in fields for each in OPTIONS[field] for flag in each.flags}
+    assert set(flags) == {flag for field in fields for option in OPTIONS[field] for flag in option.flags}
 
 
 def test_every_option_is_some_command_s() -> None:
-    taken = {field for each in COMMANDS.values() for field in each.options}
-    assert taken | {'config'} == set(OPTIONS)
+    used = {field for command in COMMANDS.values() for field in command.options}
+    assert used | {'config'} == set(OPTIONS)
 
 
 @pytest.mark.parametrize('name', ['list', *(name for name, each in COMMANDS.items() if '<host>' in each.usage)])
 def test_who_takes_a_host_s_name_may_end_in_conflict(name: str) -> None:
-    """Two computes may be called so."""
+    """Two computes may have the same host name."""
     assert 5 in COMMANDS[name].exits
 
 
@@ -137,7 +137,7 @@ def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
         (['create', 'web1'], "create: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
         (['create', '--flavor', 'x', 'web1'], "create: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
         (['plan', 'web1'], "plan: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
-        # "--uuid $X" of a variable nobody set: it must not be placed under a uuid nobody knows.
+        # "--uuid $X" with X unset must not place the instance under a random uuid.
         ([QUERY, '--uuid', ''], "'' is not a uuid that an instance can have"),
         ([QUERY, '--wait=redy'], '--wait=redy: there is no such stage (did you mean ready?); say requested, '),
         (['list', '--state', 'actve'], '--state: there is no such state (did you mean active?); say active, '),
@@ -156,7 +156,7 @@ def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
     ],
 )
 def test_what_is_refused_names_what_was_probably_meant(argv: list[str], said: str) -> None:
-    """tests/golden/commands/eschedule-refused.txt has the refusals that are not here."""
+    """The other refusals are in tests/golden/commands/eschedule-refused.txt."""
     with pytest.raises(UsageError) as refused:
         parse(argv)
     assert said in str(refused.value)
@@ -164,13 +164,13 @@ def test_what_is_refused_names_what_was_probably_meant(argv: list[str], said: st
 
 
 def test_help_of_several_commands_by_their_first_word() -> None:
-    helped = help_of('host')
-    assert [line.split('<')[0].split('   ')[0].strip() for line in helped.splitlines() if line.startswith('  ')] == [
+    help_text = help_of('host')
+    assert [line.split('<')[0].split('   ')[0].strip() for line in help_text.splitlines() if line.startswith('  ')] == [
         *('host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget'),
     ]
 
 
-# The reader of eschedule's command lines: every allowed form of a line, and what is refused.
+# The option parser of eschedule: every allowed form of a line, and refused ones.
 
 
 ANY = [*FLAGS, '', '-', '--', '-5', '--nam', '--coun=3', '-fjson', '-n5', '-x', '--=', 'list', 'log', 'web1', 'a=b']
@@ -182,10 +182,10 @@ def is_word(text: str) -> bool:
 
 
 def shortest(flag: str) -> int:
-    """Characters of a long flag that no other flag begins with."""
-    others = [each for each in FLAGS if each != flag]
+    """Return the length of the shortest unambiguous prefix of a long flag."""
+    others = [other for other in FLAGS if other != flag]
     lengths = range(3, len(flag))
-    return next((n for n in lengths if not any(each.startswith(flag[:n]) for each in others)), len(flag))
+    return next((n for n in lengths if not any(other.startswith(flag[:n]) for other in others)), len(flag))
 
 
 def values(option: Option) -> st.SearchStrategy[Any]:
@@ -200,7 +200,7 @@ def values(option: Option) -> st.SearchStrategy[Any]:
 
 @st.composite
 def option_forms(draw: st.DrawFn, option: Option, value: Any) -> list[str]:
-    """One option in one of the forms that it may be written in."""
+    """Draw one of the forms in which an option may be written."""
     flag = draw(st.sampled_from(option.flags))
     if flag.startswith('--'):
         flag = flag[: draw(st.integers(shortest(flag), len(flag)))]
@@ -217,27 +217,27 @@ def option_forms(draw: st.DrawFn, option: Option, value: Any) -> list[str]:
 
 @st.composite
 def written_lines(draw: st.DrawFn) -> tuple[list[str], list[str], Options]:
-    """A line as it may be written, its words and its options."""
+    """Draw a command line with its arguments and its options."""
     parts, given_options = list[list[str]](), dict[str, Any]()
     for field in draw(st.lists(st.sampled_from(FIELDS), unique=True, max_size=5)):
         option = draw(st.sampled_from(OPTIONS[field]))
         if option.repeats:
-            each = draw(st.lists(values(option), min_size=1, max_size=3))
-            parts += [draw(option_forms(option, value)) for value in each]
-            given_options[field] = each
+            option_values = draw(st.lists(values(option), min_size=1, max_size=3))
+            parts += [draw(option_forms(option, value)) for value in option_values]
+            given_options[field] = option_values
             continue
         value = draw(values(option)) if option.metavar else option.const
         parts += [draw(option_forms(option, value))]
         given_options[field] = value
-    # -f means something else behind log.
+    # After log, -f means --follow.
     texts = st.text(max_size=5).filter(lambda text: is_word(text) and text != 'log')
     words = draw(st.lists(texts | st.just('list'), max_size=4))
-    for word in reversed(words):
-        parts.insert(draw(st.integers(0, len(parts))), [word])
-    argv = [word for part in parts for word in part]
+    for text in reversed(words):
+        parts.insert(draw(st.integers(0, len(parts))), [text])
+    argv = [text for part in parts for text in part]
     words = [part[0] for part in parts if len(part) == 1 and is_word(part[0])]
-    behind = draw(st.lists(st.sampled_from(ANY), max_size=3))
-    return [*argv, *(['--', *behind] if behind else [])], [*words, *behind], Options(**given_options)
+    rest = draw(st.lists(st.sampled_from(ANY), max_size=3))
+    return [*argv, *(['--', *rest] if rest else [])], [*words, *rest], Options(**given_options)
 
 
 @given(written_lines())
@@ -249,12 +249,12 @@ def test_line_is_read_back_from_every_form_it_may_be_written_in(line: tuple[list
 @given(st.lists(st.one_of(st.sampled_from(ANY), st.builds('{}={}'.format, st.sampled_from(ANY), st.sampled_from(ANY)),
                           st.text(max_size=5)), max_size=6))  # fmt: skip
 def test_any_line_is_read_or_refused_in_one_line(argv: list[str]) -> None:
-    said = ''
+    message = ''
     try:
         parse(argv)
     except UsageError as error:
-        said = str(error)
-    assert said == '' or said.isprintable()
+        message = str(error)
+    assert message == '' or message.isprintable()
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_what_is_no_number_of_them(text: str) -> None:
     assert '\n' not in str(caught.value)
 
 
-# What a file of user-data is warned of: cloud-init would pass over it in silence.
+# Warnings about user-data that cloud-init would ignore silently.
 
 
 SAYS = 'begins with #cloud-config, but '
@@ -355,7 +355,7 @@ BROKEN = 'is gzip, and broken, so cloud-init passes over it'
         (b'\n#cloud-config\na: 1\n', ''),
         (b'\r\n  #Cloud-Config\r\na: 1\n', ''),
         (b'#CLOUD-CONFIG\n- a\n', f'{SAYS}it is not keys with values'),
-        (b'\xc2\xa0\n#!/bin/sh\n', ''),  # a no-break space is white space to Python, in which cloud-init is written
+        (b'\xc2\xa0\n#!/bin/sh\n', ''),  # a no-break space is white space to Python, so to cloud-init
         (b'\n## Template: Jinja\n#cloud-config\n', ''),
         (b'\n#Include\nhttp://a/b\n', ''),
         (b'\xef\xbb\xbf#cloud-config\na: 1\n', UNKNOWN),
@@ -364,7 +364,7 @@ BROKEN = 'is gzip, and broken, so cloud-init passes over it'
         (b'{"ignition": {}}', UNKNOWN),
         (b'#cloud_config\na: 1\n', UNKNOWN),
         (b'a: 1\n#cloud-config\n', UNKNOWN),
-        (gzip.compress(b'#!/bin/sh\n\xff\n', mtime=0), UNKNOWN),  # no text, so cloud-init gives it no type
+        (gzip.compress(b'#!/bin/sh\n\xff\n', mtime=0), UNKNOWN),  # not UTF-8, so cloud-init finds no type
         (gzip.compress(b'#cloud-config\na: 1\n', mtime=0), ''),
         (gzip.compress(b'#cloud-config\n- a\n', mtime=0), f'{SAYS}it is not keys with values'),
         (gzip.compress(b'hello\n', mtime=0), UNKNOWN),
@@ -377,22 +377,22 @@ BROKEN = 'is gzip, and broken, so cloud-init passes over it'
 )
 def test_cloud_config_that_is_none(tmp_path: Path, data: bytes, says: str) -> None:
     (tmp_path / 'data').write_bytes(data)
-    told: list[str] = []
-    assert read_user_data(tmp_path / 'data', told.append) == data
-    assert len(told) == bool(says)
-    assert says in ''.join(told)
-    assert 'nginx' not in ''.join(told)
+    warnings: list[str] = []
+    assert read_user_data(tmp_path / 'data', warnings.append) == data
+    assert len(warnings) == bool(says)
+    assert says in ''.join(warnings)
+    assert 'nginx' not in ''.join(warnings)
 
 
 def test_many_aliases_cost_nothing(tmp_path: Path) -> None:
     lines = ['#cloud-config', 'a0: &a0 [x]', *(f'a{n}: &a{n} [{", ".join([f"*a{n - 1}"] * 9)}]' for n in range(1, 40))]
     (tmp_path / 'data').write_text('\n'.join(lines))
-    told: list[str] = []
-    read_user_data(tmp_path / 'data', told.append)
-    assert told == []
+    warnings: list[str] = []
+    read_user_data(tmp_path / 'data', warnings.append)
+    assert warnings == []
 
 
-# What a command makes of its options: how long etcd is waited for, and what is to be typed next.
+# What a command derives from its options: the timeout of etcd, and the command to type next.
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_many_aliases_cost_nothing(tmp_path: Path) -> None:
         (['wait', 'web1', '--timeout', '3'], 3.0),
         (['wait', 'web1', '--timeout', '300'], 5.0),
         (['wait', 'web1', '--timeout', '0'], SHORTEST),
-        (['destroy', 'web1', '--wait', '--timeout', '1'], 5.0),  # what is written is given its time
+        (['destroy', 'web1', '--wait', '--timeout', '1'], 5.0),  # a write gets the full timeout
     ],
 )
 def test_one_answer_takes_no_longer_than_all_of_a_wait(words: list[str], seconds: float) -> None:
@@ -415,13 +415,13 @@ def test_a_frozen_placement_is_named_once_in_a_pipe_too(
 ) -> None:
     monkeypatch.setattr(sys, 'stderr', TextIOWrapper(BytesIO()))
     monkeypatch.setattr(sys.stderr, 'isatty', lambda: is_terminal)
-    said: list[str] = []
-    do = Context(Terminal(print, print, said.append), ScheduleConfig(), parse(['hosts']))
-    for _ in range(3):  # a call to placement each
-        after, tell = do.slow
+    messages: list[str] = []
+    ctx = Context(Terminal(print, print, messages.append), ScheduleConfig(), parse(['hosts']))
+    for _ in range(3):  # one call to placement each
+        after, tell = ctx.slow
         assert after == seconds
         tell('placement at p1', after)
-    assert said == [f'waiting for placement at p1, which has not answered for {seconds:g} s']
+    assert messages == [f'waiting for placement at p1, which has not answered for {seconds:g} s']
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_what_is_to_be_typed_next_asks_the_same_cluster(words: list[str], typed:
     assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).typed == typed
 
 
-# Ctrl-C in eschedule's first moments: whatever is being loaded, it ends in one line; and in ecompute --check.
+# An interrupt while eschedule loads its modules, or ecompute --check runs, ends in one line.
 
 
 INTERRUPTED = """
@@ -458,22 +458,26 @@ LOADED = (*LOADED, 'ecomp.conf', 'yaml')
 
 
 def interrupted(directory: Path, **words: object) -> tuple[int, str, str]:
-    """The exit code, stdout and stderr of a program that is interrupted as it loads a module."""
+    """Run a program that is interrupted as it loads a module.
+
+    Returns:
+        The exit code, stdout and stderr.
+    """
     command = [sys.executable, '-c', INTERRUPTED.format(**words)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=directory, env=environment(), capture_output=True, text=True, check=False, timeout=60
     )
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, process.stdout, process.stderr
 
 
 @pytest.mark.parametrize('name', [*LOADED, 'ecomp.scheduler.looking.find', 'h2', 'ssl'])
 def test_ctrl_c_while_modules_load_is_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / 'schedule.yaml').write_text('etcd: {endpoints: ["127.0.0.1:1"]}\n')
-    said = interrupted(tmp_path, name=name, words=['list'], number='SIGINT', run=SCHEDULE)
-    assert said == (1, '', 'eschedule: interrupted\n')
+    outcome = interrupted(tmp_path, name=name, words=['list'], number='SIGINT', run=SCHEDULE)
+    assert outcome == (1, '', 'eschedule: interrupted\n')
 
 
 @pytest.mark.parametrize('number', ['SIGINT', 'SIGTERM'])
 def test_a_check_that_is_interrupted_says_not_that_all_is_well(number: str, tmp_path: Path) -> None:
-    said = interrupted(tmp_path, name='ecomp.agent.checking', words=['--check'], number=number, run=CHECK)
-    assert said == (1, '', 'ecompute: interrupted: not everything was looked at\n')
+    outcome = interrupted(tmp_path, name='ecomp.agent.checking', words=['--check'], number=number, run=CHECK)
+    assert outcome == (1, '', 'ecompute: interrupted: not everything was looked at\n')

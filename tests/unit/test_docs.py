@@ -1,4 +1,4 @@
-"""The pages: what is made from the code is as the code says, links lead somewhere, and the wheel has the man pages."""
+"""The documentation: generated pages are current, links resolve, the wheel is complete."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PAGES = sorted([*TOP.glob('*.md'), *TOP.glob('docs/**/*.md'), TOP / 'bench/READM
 
 
 def test_the_reference_and_the_man_pages_are_as_the_code_says() -> None:
-    made = generate.generated()
-    found = {path: path.read_text() for where in (generate.REFERENCE, generate.MAN) for path in where.iterdir()}
-    found[generate.COMMAND_NAMES] = generate.COMMAND_NAMES.read_text()
-    assert sorted(found) == sorted(made), 'make them anew: python -m docs.generate'
-    assert [path.name for path in made if made[path] != found[path]] == [], 'make them anew: python -m docs.generate'
+    new = generate.generated()
+    old = {path: path.read_text() for folder in (generate.REFERENCE, generate.MAN) for path in folder.iterdir()}
+    old[generate.COMMAND_NAMES] = generate.COMMAND_NAMES.read_text()
+    assert sorted(old) == sorted(new), 'make them anew: python -m docs.generate'
+    assert [path.name for path in new if new[path] != old[path]] == [], 'make them anew: python -m docs.generate'
 
 
 def test_the_picture_is_as_drawn() -> None:
@@ -35,7 +35,10 @@ def test_the_readme_is_a_page() -> None:
 
 
 def test_the_readme_has_the_two_commands_of_a_newcomer() -> None:
-    """The first runs the main job. The second passes the tests, and the text below it has its cost."""
+    """The first command runs quickstart.sh, the second the tests.
+
+    The text below the second names what the tests cost.
+    """
     page = (TOP / 'README.md').read_text()
     blocks = re.findall(r'(?ms)^```\w+\n(.*?)^```\n(.*?)(?=^```|\Z)', page)
     commands = [re.sub(r'^\$ |\s+#.*', '', block.splitlines()[0]) for block, _ in blocks]
@@ -46,18 +49,18 @@ def test_the_readme_has_the_two_commands_of_a_newcomer() -> None:
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: str(page.relative_to(TOP)))
 def test_every_link_leads_somewhere(page: Path) -> None:
-    lost = []
+    broken = []
     for target in re.findall(r'\]\(([^)\s]+)\)', _without_code(page.read_text())):
         if not re.match('https?:', target):
             name, _, section = target.partition('#')
             path = (page.parent / name).resolve() if name else page
             if not path.exists() or (section and section not in sections(path)):
-                lost.append(target)
-    assert lost == []
+                broken.append(target)
+    assert broken == []
 
 
 def sections(page: Path) -> set[str]:
-    """What a page's sections can be linked by."""
+    """Return the anchors of a page's sections."""
     return {writing.anchor(title) for title in re.findall(r'(?m)^#+ (.*)', _without_code(page.read_text()))}
 
 
@@ -67,13 +70,13 @@ def test_a_lost_link_is_found() -> None:
 
 
 def test_every_page_is_found_from_the_readme() -> None:
-    seen, left = set(), {TOP / 'README.md'}
-    while left:
-        page = left.pop()
-        seen.add(page)
+    visited, pending = set(), {TOP / 'README.md'}
+    while pending:
+        page = pending.pop()
+        visited.add(page)
         links = re.findall(r'\]\(([^)\s#]+)', page.read_text())
-        left |= {path for each in links if (path := (page.parent / each).resolve()).suffix == '.md'} - seen
-    assert [page for page in PAGES if page not in seen and 'docs/README' not in str(page)] == []
+        pending |= {path for link in links if (path := (page.parent / link).resolve()).suffix == '.md'} - visited
+    assert [page for page in PAGES if page not in visited and 'docs/README' not in str(page)] == []
 
 
 def test_what_roff_would_obey_is_text() -> None:
@@ -84,14 +87,14 @@ def test_what_roff_would_obey_is_text() -> None:
 def test_the_wheel_has_the_man_pages_and_the_units(tmp_path: Path) -> None:
     copy_tree(tmp_path / 'ecomp')
     names = in_the_wheel(tmp_path / 'ecomp', tmp_path)
-    found = {name.partition('share/man/')[2] for name in names} - {''}
-    assert found == {f'man{path.suffix[1:]}/{path.name}' for path in generate.MAN.iterdir()}
+    man_pages = {name.partition('share/man/')[2] for name in names} - {''}
+    assert man_pages == {f'man{path.suffix[1:]}/{path.name}' for path in generate.MAN.iterdir()}
     units = {'ecomp/units/ecompute.service', 'ecomp/units/ecomp-control.service', 'mdserver/mdserver.service'}
     assert {name for name in names if name.endswith('.service')} == units
 
 
 def test_a_wheel_leaves_nothing_in_the_clone_and_has_nothing_of_the_one_before(tmp_path: Path) -> None:
-    """By `sudo pip install .` what it left was root's, and nobody else could install from that clone."""
+    """Files left by `sudo pip install .` would make another user's install fail."""
     clone = tmp_path / 'ecomp'
     copy_tree(clone)
     (clone / 'ecomp/removed.py').touch()
@@ -104,42 +107,45 @@ def test_a_wheel_leaves_nothing_in_the_clone_and_has_nothing_of_the_one_before(t
 
 
 def in_the_wheel(clone: Path, directory: Path) -> list[str]:
-    """The files in the wheel that is made of this clone in this directory, with its `temporary` for temporary files."""
+    """Build a wheel of this clone in this directory, and return the names of its files.
+
+    Temporary files go to the directory's `temporary`.
+    """
     (directory / 'temporary').mkdir(exist_ok=True)
     build = 'import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])'
     command = [sys.executable, '-c', build, str(directory)]
-    told = {**os.environ, 'TMPDIR': str(directory / 'temporary')}
-    done = subprocess.run(command, cwd=clone, env=told, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    env = {**os.environ, 'TMPDIR': str(directory / 'temporary')}
+    process = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     with zipfile.ZipFile(next(directory.glob('*.whl'))) as wheel:
         return wheel.namelist()
 
 
 def test_what_real_machines_has_typed_on_a_hypervisor_is_taken_away_again() -> None:
     page, keep = ((TOP / f'docs/howto/{name}.md').read_text() for name in ('real-machines', 'keep-running'))
-    typed = '\n'.join(re.findall(r'(?ms)^<!-- typed on: (?:hypervisor|metadata) -->\n```sh\n(.*?)^```', page))
-    made = {
-        *re.findall(r'tee (\S+)', typed),
-        *re.findall(r'python3 -m venv .*?(/\S+)', typed),
-        *re.findall(r'dnsmasq:option value=.(.*?)[\'"]/>', typed),
-        *(f'systemctl disable --now {unit}' for unit in re.findall(r'systemctl enable --now (\S+)', typed)),
+    commands = '\n'.join(re.findall(r'(?ms)^<!-- typed on: (?:hypervisor|metadata) -->\n```sh\n(.*?)^```', page))
+    changes = {
+        *re.findall(r'tee (\S+)', commands),
+        *re.findall(r'python3 -m venv .*?(/\S+)', commands),
+        *re.findall(r'dnsmasq:option value=.(.*?)[\'"]/>', commands),
+        *(f'systemctl disable --now {unit}' for unit in re.findall(r'systemctl enable --now (\S+)', commands)),
     }
-    assert {'/opt/ecomp', 'dhcp-ignore=tag:!known', 'systemctl disable --now mdserver'} <= made
-    away = keep.partition('## Take it away')[2].partition('\n## ')[0]
-    assert {each for each in made if each not in away} == set()
+    assert {'/opt/ecomp', 'dhcp-ignore=tag:!known', 'systemctl disable --now mdserver'} <= changes
+    removal = keep.partition('## Take it away')[2].partition('\n## ')[0]
+    assert {change for change in changes if change not in removal} == set()
 
 
 def test_no_command_is_taken_for_one_of_bash_s_history() -> None:
-    """Typed in a terminal, `!word` within double quotes is `event not found`; in a script it is not."""
-    found = {}
+    """In a terminal, unlike in a script, `!word` in double quotes is `event not found`."""
+    errors = {}
     for page in PAGES:
         for block in re.findall(r'(?ms)^```sh\n(.*?)^```', page.read_text()):
-            # Read (-n), and not run; nor is anything kept.
+            # -n: parse the commands only. HISTFILE=: write no history.
             bash = ['env', 'HISTFILE=', 'bash', '-n', '-H', '-o', 'history']
-            done = subprocess.run(bash, input=block, capture_output=True, text=True, check=False)
-            found[block] = done.stderr
-    assert len(found) > 10
-    assert {block: said for block, said in found.items() if said} == {}
+            process = subprocess.run(bash, input=block, capture_output=True, text=True, check=False)
+            errors[block] = process.stderr
+    assert len(errors) > 10
+    assert {block: error for block, error in errors.items() if error} == {}
 
 
 def _without_code(text: str) -> str:
