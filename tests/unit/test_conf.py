@@ -1,6 +1,6 @@
-"""compute.yaml and schedule.yaml: what they may say, and what holds where they say nothing.
+"""compute.yaml and schedule.yaml: valid contents and defaults.
 
-What is wrong in them is in test_conf_mistakes.py.
+Mistakes in them are in test_conf_mistakes.py.
 """
 
 from __future__ import annotations
@@ -90,21 +90,21 @@ def test_the_examples_are_valid_and_name_every_key(
     )
     if not uncommented:
         return
-    for word in ('ca.crt', 'client.crt', 'client.key'):
-        (tmp_path / word).touch()
+    for file_name in ('ca.crt', 'client.crt', 'client.key'):
+        (tmp_path / file_name).touch()
     text = re.sub(r'^#(?=\S|  )', '', text, flags=re.MULTILINE).replace('/etc/ecomp/', '')
-    text = re.sub(r'^  (host|port): .*\n', '', text, flags=re.MULTILINE)  # endpoints stand in their place
+    text = re.sub(r'^  (host|port): .*\n', '', text, flags=re.MULTILINE)  # endpoints replaces them
     (tmp_path / name).write_text(text)
-    said = load(tmp_path / name)
-    rows = {f.name for f in dataclasses.fields(said) if f.metadata}
-    assert set(yaml.safe_load(text)) == rows
+    config = load(tmp_path / name)
+    keys = {f.name for f in dataclasses.fields(config) if f.metadata}
+    assert set(yaml.safe_load(text)) == keys
     assert set(yaml.safe_load(text)['etcd']) == {*EtcdConfig._fields, 'insecure'}
-    assert len(said.etcd.endpoints) == 3
-    # Each key has its default, but where the comment above it says what holds by default.
+    assert len(config.etcd.endpoints) == 3
+    # Each example has the key's default value, unless the comment above it names the default.
     for block in (TOP / name).read_text().split('\n\n'):
-        for key in rows & set(re.findall(r'(?m)^#(\w+):', block)):
-            assert re.search(r'(?i)by(?: |\n# )default', block) or getattr(said, key) == getattr(default, key), key
-    assert said.placement == default.placement
+        for key in keys & set(re.findall(r'(?m)^#(\w+):', block)):
+            assert re.search(r'(?i)by(?: |\n# )default', block) or getattr(config, key) == getattr(default, key), key
+    assert config.placement == default.placement
 
 
 def test_the_default_image_is_fetched_as_it_was_published() -> None:
@@ -174,8 +174,8 @@ image_proxy: http://proxy:3128/
 
 
 def test_certificates_of_another_user_are_named_in_one_sentence() -> None:
-    """As for whoever types eschedule in the directory of a lab that root made."""
-    # Nothing above it may keep the other user out.
+    """A user may run eschedule in the directory of a lab that root made."""
+    # In /tmp, because every directory above must be open to the other user.
     with tempfile.TemporaryDirectory(dir='/tmp') as name:
         directory = Path(name)
         directory.chmod(0o755)
@@ -188,11 +188,11 @@ def test_certificates_of_another_user_are_named_in_one_sentence() -> None:
         if os.geteuid() != 0:
             (directory / 'certs').chmod(0)
         env = {**os.environ, 'PYTHONPATH': str(TOP), 'ECOMP_CONFIG': name}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=env, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=env, check=False)
     why = f'{name}/schedule.yaml names {name}/certs/ca.pem, and permission is denied'
-    cure = 'Fix: run this as the owner of that file, or with sudo'
-    assert (done.returncode, done.stdout) == (2, '')
-    assert done.stderr == f'eschedule: {why}. {cure}\n'
+    fix = 'Fix: run this as the owner of that file, or with sudo'
+    assert (process.returncode, process.stdout) == (2, '')
+    assert process.stderr == f'eschedule: {why}. {fix}\n'
 
 
 def test_placement_behind_certificates(compute: Callable[[str | bytes], ComputeConfig], tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_placement_behind_certificates(compute: Callable[[str | bytes], ComputeC
     assert compute(f'placement: {{endpoint: "https://ds1", {files}}}').placement == PlacementConfig(
         'https://ds1', tmp_path / 'ca', tmp_path / 'key', tmp_path / 'cert', tmp_path / 'token'
     )
-    for wrong, said in (
+    for wrong, message in (
         (f'endpoint: "http://ds1", {files}', 'ca_cert: needs an endpoint with https://, not http://ds1'),
         ('cert_cert: cert, cert_key: key', 'cert_cert: needs an endpoint with https://, not http://localhost:8080'),
         ('endpoint: "https://ds1", cert_cert: cert', 'cert_cert: needs cert_key beside it'),
@@ -212,7 +212,7 @@ def test_placement_behind_certificates(compute: Callable[[str | bytes], ComputeC
     ):
         with pytest.raises(UsageError) as caught:
             compute(f'placement: {{{wrong}}}')
-        assert said in str(caught.value), wrong
+        assert message in str(caught.value), wrong
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_nothing_is_said_in_plain_text_by_accident(
 ) -> None:
     with pytest.raises(UsageError) as caught:
         compute(section)
-    said = str(caught.value)
-    assert f'{key}: ' in said
+    message = str(caught.value)
+    assert f'{key}: ' in message
     if host:
-        assert f'{key}: {host} is no address of this machine, and all would be said in plain text' in said
+        assert f'{key}: {host} is no address of this machine, and all would be said in plain text' in message
         allowed = compute(section.replace(', insecure: no', '').replace('}', ', insecure: yes}'))
         assert in_clear(allowed.etcd, allowed.placement) == [host]
 
@@ -305,8 +305,8 @@ def test_grpc_options_are_ignored_with_one_warning(
     path = tmp_path / name
     path.write_text(f'etcd:\n  grpc_options: {value}\n')
     assert load(path).etcd == EtcdConfig()
-    said = f'{path}: etcd.grpc_options is ignored: etcd is asked without gRPC now. '
-    assert caplog.messages == [f'{said}Fix: remove the key; version 2.0 refuses it'] * warnings
+    reason = f'{path}: etcd.grpc_options is ignored: etcd is asked without gRPC now. '
+    assert caplog.messages == [f'{reason}Fix: remove the key; version 2.0 refuses it'] * warnings
 
 
 def test_a_config_is_frozen_and_can_go_to_a_worker(compute: Callable[[str | bytes], ComputeConfig]) -> None:
@@ -319,5 +319,7 @@ def test_a_config_is_frozen_and_can_go_to_a_worker(compute: Callable[[str | byte
 
 
 def test_networks_are_taken_in_their_order(compute: Callable[[str | bytes], ComputeConfig]) -> None:
-    said = compute('networks:\n- bridge: br0\n- network: default\n- network: other net\n').networks
-    assert said == (Attachment('bridge', 'br0'), Attachment('network', 'default'), Attachment('network', 'other net'))
+    networks = compute('networks:\n- bridge: br0\n- network: default\n- network: other net\n').networks
+    assert networks == (
+        Attachment('bridge', 'br0'), Attachment('network', 'default'), Attachment('network', 'other net')
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""compute.yaml, schedule.yaml, --fake's inventory: all that is wrong in them is named at once, each with its line."""
+"""Mistakes in compute.yaml, schedule.yaml and --fake: each is reported with its line."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ NIL = '00000000-0000-0000-0000-000000000000'
 
 @pytest.fixture
 def mistakes(compute: Callable[[str | bytes], ComputeConfig]) -> Callable[[str | bytes], list[str]]:
-    """What is wrong with a text as compute.yaml: the lines of the message, without the file's directory."""
+    """A function that loads a text as compute.yaml and returns the lines of its error.
+
+    The directory of the file is removed from the lines.
+    """
 
     def load(content: str | bytes) -> list[str]:
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError) as error:
             compute(content)
-        return [re.sub(r'^\S*/compute.yaml', 'compute.yaml', line) for line in str(caught.value).split('\n')]
+        return [re.sub(r'^\S*/compute.yaml', 'compute.yaml', line) for line in str(error.value).split('\n')]
 
     return load
 
@@ -191,9 +194,9 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
     ],
 )
 def test_a_mistake_is_one_clear_line(mistakes: Callable[[str | bytes], list[str]], text: str, reason: str) -> None:
-    found = mistakes(text)
-    assert f'compute.yaml:1: {reason}' in found
-    assert len(found) == 1 or 'etcd: {' in text, 'other hosts and missing files are named as well'
+    messages = mistakes(text)
+    assert f'compute.yaml:1: {reason}' in messages
+    assert len(messages) == 1 or 'etcd: {' in text, 'other hosts and missing files are named as well'
 
 
 def test_a_password_is_not_shown(mistakes: Callable[[str | bytes], list[str]]) -> None:
@@ -248,7 +251,7 @@ def test_every_mistake_in_schedule_yaml_is_named_with_its_line(tmp_path: Path, t
     assert re.fullmatch('\n'.join(f'{path}:{reason}' for reason in reasons), str(caught.value))
 
 
-# Files that cannot be read
+# Unreadable files
 
 
 def test_a_named_file_must_be_there(tmp_path: Path) -> None:
@@ -321,7 +324,7 @@ def test_any_inventory_is_totals_or_a_usage_error(text: str) -> None:
     assert all(total > 0 for total in totals.values())
 
 
-# Anything at all
+# Arbitrary input
 
 
 KEYS = [f.name for kind in (ComputeConfig, ScheduleConfig) for f in dataclasses.fields(kind)]
