@@ -1,5 +1,7 @@
-"""What a provider lacks, in words and numbers; which is nearest; and the smallest change. The rules themselves are held
-against placement in tests/functional/test_scheduler_explain.py."""
+"""Explanations of a failed query: each provider's failures and the smallest change.
+
+The rules are compared with placement in tests/functional/test_scheduler_explain.py.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,16 @@ def provider(name: str = 'p', **inventories: Inventory) -> Provider:
 
 
 def lacks(query: str, on: Provider) -> list[str]:
-    return [each.why for each in miss(parse(query), on).failures]
+    return [failure.why for failure in miss(parse(query), on).failures]
 
 
 def advice(query: str, *providers: Provider) -> str | None:
-    """The smallest change, in words."""
-    best = smallest(miss(parse(query), each) for each in providers)
-    return in_words(best.cures, best.provider) if best is not None and best.cures else None
+    """Return the smallest change of the query, as text."""
+    change = smallest(miss(parse(query), candidate) for candidate in providers)
+    return in_words(change.cures, change.provider) if change is not None and change.cures else None
 
 
-# What is lacking
+# Failures of one provider
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_all_that_lacks_is_said_at_once() -> None:
 
 
 def test_what_others_of_a_set_take_is_not_told_as_used() -> None:
-    """`free 0 of 4` of a host that shows 3/4 used looks wrong."""
+    """`free 0 of 4` looks wrong for a host that is shown as 3/4 used."""
     on = provider(VCPU=Inventory(4, used=3)).less([{'VCPU': 1, 'MEMORY_MB': 256}])
     assert lacks(GUEST, on) == ['VCPU is short by 1']
     assert lacks(GUEST, provider(VCPU=Inventory(4, used=4)).less([])) == ['VCPU short by 1 (free 0 of 4)']
@@ -113,11 +115,11 @@ def test_what_others_of_a_set_take_is_not_told_as_used() -> None:
 
 
 def test_the_nearest_lacks_the_fewest_and_then_the_least() -> None:
-    asked = parse(f'{GUEST}&required=A')
+    query = parse(f'{GUEST}&required=A')
     two = Provider('two', {**ROOMY, 'MEMORY_MB': Inventory(255)})
     far = Provider('far', {**ROOMY, 'MEMORY_MB': Inventory(16)}, {'A'})
     near = Provider('near', {**ROOMY, 'MEMORY_MB': Inventory(200)}, {'A'})
-    order = [each.provider for each in nearest([miss(asked, each) for each in (two, far, near)])]
+    order = [candidate.provider for candidate in nearest([miss(query, candidate) for candidate in (two, far, near)])]
     assert order == ['near', 'far', 'two']
 
 
@@ -129,7 +131,7 @@ def test_one_change_is_enough() -> None:
     query = GUEST.replace('256', '1741')
     assert advice(query, small) == 'ask for MEMORY_MB:512'
     assert advice(f'{query}&required=A', small) == 'ask for MEMORY_MB:512, without required=A'
-    # Where one change is enough it is said, wherever that is.
+    # A provider that needs one change is preferred to one that needs two.
     assert advice(f'{query}&required=A', small, provider('other')) == 'ask without required=A'
 
 
@@ -151,7 +153,7 @@ def test_one_change_is_enough() -> None:
 )
 def test_the_smallest_change_of_an_amount(have: Inventory | None, change: str | None) -> None:
     inventories = {**ROOMY, 'MEMORY_MB': have}
-    on = Provider('p', {name: each for name, each in inventories.items() if each is not None})
+    on = Provider('p', {name: inventory for name, inventory in inventories.items() if inventory is not None})
     assert advice(GUEST, on) == change
 
 
@@ -159,7 +161,7 @@ def test_what_no_guest_needs_can_be_left_out() -> None:
     query = GUEST + ',VGPU:1'
     assert advice(query, provider()) == 'ask without VGPU'
     assert advice(query, provider(VGPU=Inventory(1, used=1))) == 'ask without VGPU'
-    # Something has to be left to ask for.
+    # A query must keep at least one resource.
     assert advice('resources=VGPU:1', provider()) is None
 
 
@@ -177,11 +179,11 @@ def test_no_change_helps_where_nothing_is_to_be_had() -> None:
 
 
 def test_a_changed_query() -> None:
-    asked = parse(f'{GUEST}&required=A&root_required=!B')
+    before = parse(f'{GUEST}&required=A&root_required=!B')
     cures = [Cure(Amount('VCPU', 1), Amount('VCPU', 2)), Cure(Has('required', ('A',)), None)]
-    now = changed(asked, cures)
-    assert now == (Amount('VCPU', 2), *asked[1:3], HasNot('root_required', 'B'))
-    assert words(now) == 'resources=VCPU:2,MEMORY_MB:256,DISK_GB:1&root_required=!B'
+    after = changed(before, cures)
+    assert after == (Amount('VCPU', 2), *before[1:3], HasNot('root_required', 'B'))
+    assert words(after) == 'resources=VCPU:2,MEMORY_MB:256,DISK_GB:1&root_required=!B'
 
 
 limits = st.builds(
@@ -200,28 +202,28 @@ def test_no_nearer_amount_would_do(have: Inventory, amount: int) -> None:
     def may(each: int) -> bool:
         return miss([Amount('X', each)], Provider('p', {'X': have})).fits
 
-    found = have.nearest(amount, have.free)
-    possible = [each for each in range(1, 128) if may(each)]
-    if found is None:
+    suggestion = have.nearest(amount, have.free)
+    possible = [number for number in range(1, 128) if may(number)]
+    if suggestion is None:
         assert possible == []
     else:
-        assert may(found)
-        assert abs(found - amount) == min(abs(each - amount) for each in possible)
+        assert may(suggestion)
+        assert abs(suggestion - amount) == min(abs(number - amount) for number in possible)
 
 
-# What is beyond it
+# Providers that cannot be explained
 
 
 def test_nested_and_sharing_providers_are_beyond_it() -> None:
-    asked = parse(GUEST)
+    query = parse(GUEST)
     near = Provider('p', ROOMY, (), {AGGREGATE})
     shares = Provider('s', {'DISK_GB': Inventory(1)}, (), {AGGREGATE, OTHER})
-    assert unexplained(asked, near, []) is None
-    assert unexplained(asked, near, [shares]) == 'provider s shares with it'
-    assert unexplained(asked, Provider('p', ROOMY, (), {'elsewhere'}), [shares]) is None
-    assert unexplained(asked, near, [Provider('s', {'VGPU': Inventory(1)}, (), {AGGREGATE})]) is None
-    assert unexplained(asked, shares, [shares]) == 'it shares with others'
-    assert unexplained(asked, Provider('p', ROOMY, alone=False), []) == 'its resource providers are nested'
+    assert unexplained(query, near, []) is None
+    assert unexplained(query, near, [shares]) == 'provider s shares with it'
+    assert unexplained(query, Provider('p', ROOMY, (), {'elsewhere'}), [shares]) is None
+    assert unexplained(query, near, [Provider('s', {'VGPU': Inventory(1)}, (), {AGGREGATE})]) is None
+    assert unexplained(query, shares, [shares]) == 'it shares with others'
+    assert unexplained(query, Provider('p', ROOMY, alone=False), []) == 'its resource providers are nested'
 
 
 @pytest.mark.parametrize(
@@ -236,9 +238,9 @@ def test_a_disabled_one_is_disabled_and_no_change_of_the_query_helps(query: str)
     disabled = Provider('d', {**ROOMY, 'VCPU': Inventory(4, used=4)}, {DISABLED})
     assert lacks(query, disabled) == ['is disabled', 'VCPU short by 1 (free 0 of 4)']
     assert advice(query, disabled) is None
-    # Another one's is proposed, also where that is farther off.
+    # A change for another provider is proposed, even if that provider lacks more.
     full = provider(VCPU=Inventory(4, used=4), DISK_GB=Inventory(1, used=1))
     assert advice(query, Provider('d', ROOMY, {DISABLED}), full) == 'free 1 VCPU and 1 DISK_GB on p'
-    # Who asks for disabled ones gets them.
+    # A query may require the trait of disabled providers.
     assert lacks(enabled_only(f'{GUEST}&required={DISABLED}'), Provider('d', ROOMY, {DISABLED})) == []
     assert advice(f'{GUEST}&required={DISABLED}', provider()) == f'ask without required={DISABLED}'

@@ -1,4 +1,4 @@
-"""What is for a guest and what it says: user-data and keys, its interfaces, its own reports."""
+"""Data for and from a guest: user-data, ssh keys, network configuration, ready report."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ from ecomp.model.guest import (
 )
 from ecomp.model.record import ACTIVE, Record, from_json, to_dict, to_json
 
-# What may be a guest's user-data and ssh keys; what is refused, by its line, and never quoted.
-#
-# What is taken as user-data is in test_given.py.
+# Valid user-data and ssh keys. A refusal names the line and never quotes it.
 
 
 CANARY = 'canary0123456789'
 
 
 def packed(*strings: bytes) -> bytes:
-    return b''.join(len(each).to_bytes(4, 'big') + each for each in strings)
+    return b''.join(len(string).to_bytes(4, 'big') + string for string in strings)
 
 
 def blob(*strings: bytes) -> str:
@@ -87,7 +85,7 @@ def test_no_user_data(data: bytes, reason: str) -> None:
         key('ssh-rsa', b'\1\0\1', bytes(256)),
         key('ecdsa-sha2-nistp256', b'nistp256', bytes(65)),
         key('sk-ssh-ed25519@openssh.com', bytes(32), b'ssh:'),
-        # It has a serial number in it, which is no string.
+        # A certificate contains a serial number, which is not a string.
         f'{CERTIFICATE} {base64.b64encode(packed(CERTIFICATE.encode(), bytes(32)) + bytes(7)).decode()}',
     ],
 )
@@ -96,9 +94,9 @@ def test_a_key(line: str) -> None:
 
 
 def test_a_file_of_several() -> None:
-    one, two = key() + ' one', key('ssh-rsa', b'\1\0\1', bytes(256)) + ' two'
-    text = f'# mine\n\n{one}\r\n  {two}  \n\t# and again\n{one}\n'
-    assert public_keys(text.encode()) == (one, two)
+    first, second = key() + ' one', key('ssh-rsa', b'\1\0\1', bytes(256)) + ' two'
+    text = f'# mine\n\n{first}\r\n  {second}  \n\t# and again\n{first}\n'
+    assert public_keys(text.encode()) == (first, second)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +137,9 @@ def reason(check: Callable[[bytes], object], data: bytes) -> str:
 @given(st.binary(max_size=300))
 def test_whatever_it_is_a_reason_is_short(data: bytes) -> None:
     for check in (public_keys, check_user_data):
-        said = reason(check, data)
-        assert len(said) < 200
-        assert said.isprintable()
+        message = reason(check, data)
+        assert len(message) < 200
+        assert message.isprintable()
 
 
 @given(st.binary(min_size=1, max_size=2000))
@@ -168,10 +166,11 @@ def test_what_is_no_shared_user_data(value: bytes, sha256: str, why: str) -> Non
         shared_user_data(value, sha256)
 
 
-# What a guest says of itself: what is well formed is kept, all else is as if it had not been said.
+# A guest's report: well-formed parts are kept, all others are ignored.
 
 
-INSTANCE, COMPUTE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'b8756be5-a30d-4311-920c-0ad996367a8e'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 ED25519 = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIMFV1lU4QkKTl41OFhKPkXdPpyDUP5IcpuvkBH6fDYeg'
 OTHER = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIBPSN1VPPvPFEgvkXqQWEXGXNNS8vZQzU0wPYpM3sXhR'
 FAILED = GuestFailure('modules-final', "('scripts-user', RuntimeError('1 failures (part-001)'))")
@@ -222,7 +221,7 @@ def test_host_keys(said: object, kept: tuple[str, ...]) -> None:
 def test_there_are_a_few_at_most() -> None:
     def key(number: int) -> str:
         parts = (b'ssh-ed25519', bytes(31) + bytes([number]))
-        blob = b''.join(struct.pack('>I', len(each)) + each for each in parts)
+        blob = b''.join(struct.pack('>I', len(part)) + part for part in parts)
         return f'ssh-ed25519 {base64.b64encode(blob).decode()}'
 
     assert host_keys([key(number) for number in range(9)]) == tuple(key(number) for number in range(MOST_KEYS))
@@ -236,11 +235,11 @@ def test_a_word_that_cannot_be_read_says_that_it_is_ready_and_no_more(value: byt
 
 
 def test_words_are_cut_and_made_fit_for_a_terminal() -> None:
-    word = parse_word(json.dumps({'stage': 99 * 's', 'error': '\x1b[2J' + 9999 * 'e'}).encode())
-    assert word.failed is not None
-    assert word.failed.stage == 40 * 's' + '…'
-    assert word.failed.reason.startswith('\\x1b[2Jeee')
-    assert len(word.failed.reason) < 510
+    report = parse_word(json.dumps({'stage': 99 * 's', 'error': '\x1b[2J' + 9999 * 'e'}).encode())
+    assert report.failed is not None
+    assert report.failed.stage == 40 * 's' + '…'
+    assert report.failed.reason.startswith('\\x1b[2Jeee')
+    assert len(report.failed.reason) < 510
 
 
 def test_a_record_keeps_it_and_an_older_one_has_none() -> None:
@@ -248,18 +247,18 @@ def test_a_record_keeps_it_and_an_older_one_has_none() -> None:
     assert from_json(to_json(record).encode()) == record
     older = {name: value for name, value in to_dict(record).items() if name not in ('host_keys', 'cloud_init')}
     assert from_json(json.dumps(older).encode()) == Record(INSTANCE, COMPUTE, ACTIVE)
-    strange = {**older, 'host_keys': [f'* {OTHER}', 7], 'cloud_init': 'x'}
-    assert from_json(json.dumps(strange).encode()) == Record(INSTANCE, COMPUTE, ACTIVE)
+    malformed = {**older, 'host_keys': [f'* {OTHER}', 7], 'cloud_init': 'x'}
+    assert from_json(json.dumps(malformed).encode()) == Record(INSTANCE, COMPUTE, ACTIVE)
 
 
 def test_what_show_prints_of_it_has_the_shape_that_is_documented() -> None:
-    for said in ({}, {'host_keys': (ED25519,)}, {'cloud_init': FAILED}):
-        record = json.loads(to_json(Record(INSTANCE, COMPUTE, ACTIVE, **said)))  # type: ignore[arg-type]
+    for fields in ({}, {'host_keys': (ED25519,)}, {'cloud_init': FAILED}):
+        record = json.loads(to_json(Record(INSTANCE, COMPUTE, ACTIVE, **fields)))  # type: ignore[arg-type]
         shown = {**record, 'host': None}
         assert list(Draft202012Validator(RECORD).iter_errors(shown)) == []
 
 
-# What a guest with several interfaces is told of them.
+# The network configuration of a guest with several interfaces.
 
 
 SUBJECT = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
@@ -295,8 +294,8 @@ def test_each_has_its_own_and_the_first_comes_first(count: int) -> None:
     config = network_config(macs(count))
     assert config is not None
     assert yaml.safe_load(json.dumps(config)) == config
-    each = list(config['ethernets'].values())
-    assert tuple(one['match']['macaddress'] for one in each) == macs(count)
-    metrics = [one['dhcp4-overrides']['route-metric'] for one in each]
+    interfaces = list(config['ethernets'].values())
+    assert tuple(interface['match']['macaddress'] for interface in interfaces) == macs(count)
+    metrics = [interface['dhcp4-overrides']['route-metric'] for interface in interfaces]
     assert metrics == sorted(set(metrics))
-    assert [one.get('optional', False) for one in each] == [False] + [True] * (count - 1)
+    assert [interface.get('optional', False) for interface in interfaces] == [False] + [True] * (count - 1)
