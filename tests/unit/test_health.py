@@ -1,4 +1,4 @@
-"""What is found wrong with a machine or a cluster, and the sentences for it."""
+"""Findings about a machine or a cluster, and their messages."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from ecomp.model.record import ACTIVE, BUILDING, ERROR, SCHEDULED, STAGES, Failu
 from ecomp.tls import ETCD_SENTENCES, SENTENCES, TlsFailure, tls_failure
 from tests.kit.certificates import Authority
 
-# What is found wrong, by the facts; a machine and a cluster that are well have nothing.
+# Findings of a machine and a cluster, one for each fact that is wrong.
 
 
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
-A, B = '0b5e55ed-0000-4000-8000-000000000000', '5ca1ab1e-0000-4000-8000-000000000000'
+A = '0b5e55ed-0000-4000-8000-000000000000'
+B = '5ca1ab1e-0000-4000-8000-000000000000'
 WELL = Backends(
     etcd='etcd at ds1:2379', placement='placement at http://ds1:8080', told='/etc/ecomp/schedule.yaml', now=NOW,
     etcd_version='3.5.33', placement_version='1.39', ahead=0.4,
@@ -61,12 +62,13 @@ def test_what_is_well_has_nothing() -> None:
     )
 
 
+# Errors about our own certificate: one of etcd and three of placement.
 NOT_OURS = [
     ETCD_SENTENCES[TlsFailure.OWN_MISSING],
     *(SENTENCES[each] for each in (TlsFailure.OWN_REFUSED, TlsFailure.OWN_MISSING, TlsFailure.OWN_EXPIRED)),
 ]
-"""Why there is none, where it is ours that is refused: etcd's, and three times placement's."""
-NOT_YET_VALID, EXPIRED = SENTENCES[TlsFailure.NOT_YET_VALID], SENTENCES[TlsFailure.EXPIRED]
+NOT_YET_VALID = SENTENCES[TlsFailure.NOT_YET_VALID]
+EXPIRED = SENTENCES[TlsFailure.EXPIRED]
 HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
 
 
@@ -97,12 +99,12 @@ HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
     ],
 )
 def test_of_the_control_plane(facts: Backends, check: str, says: str, cure: str) -> None:
-    (found,) = health.of_backends(facts)
-    assert (found.check, says in found.what, cure in found.cure) == (check, True, True), found
-    assert health.exit_code(facts, [found]) == (7 if facts.no_etcd or facts.no_placement else 8)
-    (line,) = health.lines([found])
-    assert line == f'{check}: {found.what}. Mend it: {found.cure}'
-    assert health.summary(facts, [found]).startswith('1 finding; ')
+    (finding,) = health.of_backends(facts)
+    assert (finding.check, says in finding.what, cure in finding.cure) == (check, True, True), finding
+    assert health.exit_code(facts, [finding]) == (7 if facts.no_etcd or facts.no_placement else 8)
+    (line,) = health.lines([finding])
+    assert line == f'{check}: {finding.what}. Mend it: {finding.cure}'
+    assert health.summary(facts, [finding]).startswith('1 finding; ')
 
 
 @pytest.mark.parametrize(
@@ -132,15 +134,17 @@ def test_of_the_control_plane(facts: Backends, check: str, says: str, cure: str)
     ],
 )
 def test_of_the_computes(facts: Facts, found: tuple[str, str, str]) -> None:
-    (one,) = health.of_computes(facts)
-    assert (one.check, found[1] in one.what, found[2] in one.cure) == (found[0], True, True), one
+    (finding,) = health.of_computes(facts)
+    assert (finding.check, found[1] in finding.what, found[2] in finding.cure) == (found[0], True, True), finding
 
 
 def libvirt(**changed: object) -> Machine:
     return replace(MACHINE, libvirt=replace(LIBVIRT, **changed))
 
 
-BRIDGE, NETWORK, OTHER = Attachment('bridge', 'br0'), Attachment('network', 'default'), Attachment('network', 'web')
+BRIDGE = Attachment('bridge', 'br0')
+NETWORK = Attachment('network', 'default')
+OTHER = Attachment('network', 'web')
 
 
 @pytest.mark.parametrize(
@@ -176,21 +180,21 @@ BRIDGE, NETWORK, OTHER = Attachment('bridge', 'br0'), Attachment('network', 'def
     ],
 )
 def test_of_a_machine(facts: Machine, check: str, says: str, cure: str) -> None:
-    (found,) = health.of_machine(facts)
-    assert (found.check, says in found.what, cure in found.cure) == (check, True, True), found
-    assert '\n' not in health.lines([found])[0]
+    (finding,) = health.of_machine(facts)
+    assert (finding.check, says in finding.what, cure in finding.cure) == (check, True, True), finding
+    assert '\n' not in health.lines([finding])[0]
 
 
 @pytest.mark.parametrize(
     'facts',
     [
-        replace(libvirt(kvm='no flag'), wanted='auto'),  # emulation is what auto means then
+        replace(libvirt(kvm='no flag'), wanted='auto'),  # auto means emulation then
         replace(MACHINE, proxies=('http_proxy',), image_proxy=True),
         replace(MACHINE, state=STATE._replace(owner=None, uuid='', uuid_is_right=False)),  # before the first start
         replace(MACHINE, state=STATE._replace(uuid='x', uuid_is_right=False), configured=A),
         replace(libvirt(has_bridge=False), metadata='iso'),
         replace(MACHINE, metadata='iso', is_taken=True),
-        libvirt(version=12_000_000),  # newer than our library: it speaks the same protocol
+        libvirt(version=12_000_000),  # newer than our library, with the same protocol
     ],
 )
 def test_what_is_as_it_may_be(facts: Machine) -> None:
@@ -198,12 +202,12 @@ def test_what_is_as_it_may_be(facts: Machine) -> None:
 
 
 def test_every_check_finds_something_here() -> None:
-    """No row without a fact that has it find something: the tests above are of all of them."""
-    rows = {*health.OF_BACKENDS, *health.OF_COMPUTES, *health.OF_MACHINE, *health.OF_LIBVIRT}
-    marks = [test_of_the_control_plane, test_of_a_machine]
-    named = {case[1] for test in marks for case in test.pytestmark[0].args[1]}  # type: ignore[attr-defined]
-    named |= {case[1][0] for case in test_of_the_computes.pytestmark[0].args[1]}  # type: ignore[attr-defined]
-    assert named == rows
+    """Each check of the product has a case in a test above that makes it report a finding."""
+    expected = {*health.OF_BACKENDS, *health.OF_COMPUTES, *health.OF_MACHINE, *health.OF_LIBVIRT}
+    tests = [test_of_the_control_plane, test_of_a_machine]
+    checks = {case[1] for test in tests for case in test.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    checks |= {case[1][0] for case in test_of_the_computes.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    assert checks == expected
     assert Ailment._fields == ('check', 'what', 'cure')
 
 
@@ -211,9 +215,9 @@ def test_when_a_certificate_ends(tmp_path: Path) -> None:
     authority = Authority(tmp_path / 'ca')
     for days in (10, -1, 20_000):
         certificate, key = authority.issue(tmp_path, f'client{days}', 'localhost', days=days)
-        left = ends(certificate.read_bytes()) - datetime.now(UTC)
-        assert abs(left - timedelta(days=days)) < timedelta(hours=2)
-        # The key before it in the same file is stepped over.
+        remaining = ends(certificate.read_bytes()) - datetime.now(UTC)
+        assert abs(remaining - timedelta(days=days)) < timedelta(hours=2)
+        # A private key before the certificate in the same file is skipped.
         assert ends(key.read_bytes() + certificate.read_bytes()) == ends(certificate.read_bytes())
 
 
@@ -226,17 +230,18 @@ def test_what_is_no_certificate(wrong: bytes) -> None:
 def test_half_a_certificate(tmp_path: Path) -> None:
     certificate, _ = Authority(tmp_path / 'ca').issue(tmp_path, 'client', 'localhost')
     lines = certificate.read_bytes().splitlines()
-    for keep in range(1, len(lines) - 1):
+    for count in range(1, len(lines) - 1):
         try:
-            ends(b'\n'.join([*lines[:keep], lines[-1]]))
+            ends(b'\n'.join([*lines[:count], lines[-1]]))
         except ValueError as error:
-            assert 'certificate' in str(error)  # noqa: PT017  (or its end is before the cut)
+            assert 'certificate' in str(error)  # noqa: PT017  (no error if the date is before the cut)
 
 
-# What is said of canaries, and what is found by them.
+# Canaries: their lines and findings.
 
 
-HOST, INSTANCE = 'c0000000-0000-4000-8000-000000000001', '1a5c0de0-0000-4000-8000-000000000001'
+HOST = 'c0000000-0000-4000-8000-000000000001'
+INSTANCE = '1a5c0de0-0000-4000-8000-000000000001'
 NONE = Canary(HOST, 'hv1', 'hv1', why='it is disabled')
 CANARY = Canary(HOST, 'hv1', 'hv1', INSTANCE, 'canary-1a5c0de0', 'addressed', 4.25, 'no ssh key')
 ENTERED_ONE = CANARY._replace(reached=ENTERED, why='')
@@ -269,25 +274,25 @@ def test_what_broke_is_found_and_what_is_left() -> None:
 
 
 def test_that_there_was_none_is_found_unless_somebody_ended_it() -> None:
-    for none in ([], [NONE]):
-        assert [each.check for each in of_canaries(none, False)] == ['canary']
-        assert of_canaries(none, True) == []
+    for canaries in ([], [NONE]):
+        assert [finding.check for finding in of_canaries(canaries, False)] == ['canary']
+        assert of_canaries(canaries, True) == []
 
 
 def test_for_programs() -> None:
-    said = LEFT.to_dict()
-    assert (said['reached'], said['seconds'], said['said'], said['gone']) == (ENTERED, 4.25, None, False)
+    fields = LEFT.to_dict()
+    assert (fields['reached'], fields['seconds'], fields['said'], fields['gone']) == (ENTERED, 4.25, None, False)
     assert (CANARY.to_dict()['gone'], NONE.to_dict()['gone'], NONE.to_dict()['said']) == (True, None, 'it is disabled')
 
 
 def test_how_far_it_came() -> None:
-    taken = Record(INSTANCE, HOST, BUILDING, stages=dict.fromkeys(STAGES[:3], 'then'))
+    building = Record(INSTANCE, HOST, BUILDING, stages=dict.fromkeys(STAGES[:3], 'then'))
     assert how_far(None) == ('requested', 'requested')
-    waits = replace(taken, state=SCHEDULED, stages=dict.fromkeys(STAGES[:2], 'then'))
-    assert how_far(waits) == ('scheduled', SCHEDULED)
-    assert how_far(taken) == ('image', 'disk')
-    assert how_far(replace(taken, state=ERROR, error=Failure('started', 'x', 'y'))) == ('image', 'started')
-    assert how_far(replace(taken, state=ACTIVE, stages=dict.fromkeys(STAGES, 'then'))) == ('ready', 'ready')
+    scheduled = replace(building, state=SCHEDULED, stages=dict.fromkeys(STAGES[:2], 'then'))
+    assert how_far(scheduled) == ('scheduled', SCHEDULED)
+    assert how_far(building) == ('image', 'disk')
+    assert how_far(replace(building, state=ERROR, error=Failure('started', 'x', 'y'))) == ('image', 'started')
+    assert how_far(replace(building, state=ACTIVE, stages=dict.fromkeys(STAGES, 'then'))) == ('ready', 'ready')
 
 
 def test_a_query_names_no_host() -> None:
@@ -297,7 +302,7 @@ def test_a_query_names_no_host() -> None:
             check_names_no_host(f'resources=VCPU:1&{key}=')
 
 
-# Why TLS failed is told by OpenSSL's own reason, and has a sentence.
+# TLS failures are classified by OpenSSL's own reason, and each has a message.
 
 
 def test_each_failure_has_a_sentence() -> None:

@@ -1,4 +1,4 @@
-"""Which URLs an image may be asked for at, and why a server gives none."""
+"""Image URLs: which are valid, and the messages for servers that do not answer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ecomp.agent.images.download import Away, source, why_away
 from ecomp.errors import BuildFailed
 from ecomp.model.image import check_image, pinned, sum_of
 
-# Which URLs an image may be asked for at.
+# Valid and invalid URLs of images.
 
 
-SUM, OTHER = '0123456789abcdef' * 4, 'f' * 64
+SUM = '0123456789abcdef' * 4
+OTHER = 'f' * 64
 
 TAKEN = [
     'http://download.cirros-cloud.net/0.3.6/cirros-0.3.6-x86_64-disk.img',
@@ -99,10 +100,10 @@ def test_refused(url: str, reason: str) -> None:
 @given(st.text(alphabet=st.characters(exclude_categories=())) | st.text().map('http://'.__add__))
 def test_a_url_is_taken_or_refused_and_nothing_else(url: str) -> None:
     try:
-        taken = check_image(url)
+        checked_url = check_image(url)
     except ValueError:
         return
-    taken.encode()  # it is hashed for a file name
+    checked_url.encode()  # it is hashed for a file name
 
 
 def test_what_a_url_pins() -> None:
@@ -138,7 +139,7 @@ def test_a_name_with_a_space_is_found_in_the_sums() -> None:
     assert sum_of(f'{SUM}  ', 'http://host/') is None
 
 
-# Why the server of an image gives no answer is said, whatever wrapped the reason.
+# The message says why a server does not answer, even if other exceptions wrap the cause.
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_a_name_with_a_space_is_found_in_the_sums() -> None:
     ],
 )
 def test_why_a_server_is_away_is_said(monkeypatch: pytest.MonkeyPatch, cause: OSError, says: str) -> None:
-    # What the machine's own network answers to each of them is not for a test to depend on.
+    # A test must not depend on the answers of the machine's own network.
     def fail(*_: object, **__: object) -> None:
         raise cause
 
@@ -197,7 +198,7 @@ def test_authorities_that_cannot_be_read_are_named(
         remote.open(None)
     remote.close()
     assert not isinstance(failed.value, Away)
-    said = str(failed.value)
-    assert said.startswith(f'image: {file}: certificate authorities cannot be read: ')
-    assert said.endswith('; REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE may name others')
-    assert 'None' not in said
+    message = str(failed.value)
+    assert message.startswith(f'image: {file}: certificate authorities cannot be read: ')
+    assert message.endswith('; REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE may name others')
+    assert 'None' not in message
