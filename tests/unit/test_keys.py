@@ -1,4 +1,4 @@
-"""The layout of etcd, and who may write which key."""
+"""The layout of etcd, and which role may write which key."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from ecomp.model.roles import (
     without_role,
 )
 
-# The layout of etcd, and which uuids may become a file's name.
+# The keys of etcd, and valid uuids.
 
 
-COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 
 
 def test_the_keys_users_and_other_hosts_see() -> None:
@@ -103,12 +104,12 @@ def test_a_uuid_is_told_as_python_tells_it(text: str) -> None:
     assert keys.is_uuid(text) is canonical
 
 
-# Who may write what: every key there is, tried on every role; and what changes make a role of what is there.
+# Roles: each key is tried on each role. Changes of roles: from any state to the expected one.
 
 
 OWN, OTHER, SUBJECT = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in '123')
 
-# A key, and whether the compute OWN and a scheduler may write it.
+# (key, may the compute OWN write it, may a scheduler write it)
 KEYS = [
     (f'/hosts/{OWN}/{SUBJECT}', True, True),
     (f'/hosts/{OTHER}/{SUBJECT}', False, True),
@@ -149,10 +150,14 @@ KEYS = [
 
 
 def allows(permissions: Grants, kind: str, key: str) -> bool:
-    """As etcd reads them. https://etcd.io/docs/v3.4/learning/design-auth-v3/"""
+    """Return whether etcd would allow this access.
+
+    See https://etcd.io/docs/v3.4/learning/design-auth-v3/.
+    """
     return any(
-        each.kind in (kind, roles.BOTH) and (each.key == key or (each.range_end and each.key <= key < each.range_end))
-        for each in permissions
+        grant.kind in (kind, roles.BOTH)
+        and (grant.key == key or (grant.range_end and grant.key <= key < grant.range_end))
+        for grant in permissions
     )
 
 
@@ -172,36 +177,39 @@ def test_every_prefix_of_the_layout_is_tried() -> None:
 
 
 def test_each_has_its_role() -> None:
-    made = wanted({'compute-a': OWN, 'compute-b': OTHER}, ['scheduler-s', 'scheduler-t'], ['operator-o'])
-    assert made.users == {
+    layout = wanted({'compute-a': OWN, 'compute-b': OTHER}, ['scheduler-s', 'scheduler-t'], ['operator-o'])
+    assert layout.users == {
         'compute-a': {'compute-a'}, 'compute-b': {'compute-b'}, 'scheduler-s': {'scheduler'},
         'scheduler-t': {'scheduler'}, 'operator-o': {'root'}, 'root': {'root'},
     }  # fmt: skip
-    assert made.roles == {'compute-a': of_compute(OWN), 'compute-b': of_compute(OTHER), 'scheduler': of_scheduler()}
+    assert layout.roles == {'compute-a': of_compute(OWN), 'compute-b': of_compute(OTHER), 'scheduler': of_scheduler()}
 
 
 def done(found: Roles, steps: list[Change]) -> Roles:
-    """What etcd makes of these; AssertionError for what it refuses."""
-    users, held = dict(found.users), dict(found.roles)
+    """Return the roles after these changes.
+
+    An AssertionError stands for a change that etcd refuses.
+    """
+    users, grants = dict(found.users), dict(found.roles)
     for step in steps:
         match step:
             case AddRole(role):
-                assert role not in held
-                held[role] = frozenset()
+                assert role not in grants
+                grants[role] = frozenset()
             case AddUser(user):
                 assert user not in users
                 users[user] = frozenset()
             case Grant(role, permission):
-                held[role] = frozenset({each for each in held[role] if each[1:] != permission[1:]} | {permission})
+                grants[role] = frozenset({old for old in grants[role] if old[1:] != permission[1:]} | {permission})
             case Revoke(role, permission):
-                assert any(each[1:] == permission[1:] for each in held[role])
-                held[role] = frozenset(each for each in held[role] if each[1:] != permission[1:])
+                assert any(old[1:] == permission[1:] for old in grants[role])
+                grants[role] = frozenset(old for old in grants[role] if old[1:] != permission[1:])
             case Give(user, role):
-                assert role in held or role == roles.ROOT
+                assert role in grants or role == roles.ROOT
                 users[user] |= {role}
             case Take(user, role):
                 users[user] -= {role}
-    return Roles(users, held)
+    return Roles(users, grants)
 
 
 LAYOUTS = [
@@ -209,7 +217,7 @@ LAYOUTS = [
     wanted({}, [], ['operator-o']),
     wanted({'compute-a': OWN}, ['scheduler-s'], ['operator-o']),
     wanted({'compute-a': OTHER}, ['scheduler-s'], ['operator-o']),
-    # Older ones: the same keys with another kind, a prefix that is none any more, a role too many.
+    # Older layouts: the same keys with another kind of access, an obsolete prefix, a superfluous role.
     Roles(
         {'compute-a': frozenset({'root', 'compute-a'}), 'root': frozenset()},
         {'compute-a': frozenset({below('/', roles.BOTH), Permission(roles.WRITE, f'/hosts/{OWN}/', '\0')})},
@@ -222,32 +230,32 @@ LAYOUTS = [
 def test_changes_end_at_what_is_wanted_from_wherever_they_stop(found: Roles, aim: Roles) -> None:
     steps = changes(found, aim)
     for stop in range(len(steps) + 1):
-        there = done(found, steps[:stop])
-        # What may be written before and after may be written in between.
+        current = done(found, steps[:stop])
+        # A key that is writable before and after all changes stays writable in between.
         for role in found.roles.keys() & aim.roles.keys():
             for key, _, _ in KEYS:
                 if allows(found.roles[role], roles.WRITE, key) and allows(aim.roles[role], roles.WRITE, key):
-                    assert allows(there.roles[role], roles.WRITE, key)
-        there = done(there, changes(there, aim))
-        assert {name: there.users[name] for name in aim.users} == aim.users
-        assert {name: there.roles[name] for name in aim.roles} == aim.roles
-        assert changes(there, aim) == []
+                    assert allows(current.roles[role], roles.WRITE, key)
+        current = done(current, changes(current, aim))
+        assert {name: current.users[name] for name in aim.users} == aim.users
+        assert {name: current.roles[name] for name in aim.roles} == aim.roles
+        assert changes(current, aim) == []
 
 
 def test_what_is_of_others_stays() -> None:
-    found = Roles({'backup': frozenset({'reader'}), 'compute-gone': frozenset()}, {'reader': frozenset({below('/x/')})})
+    start = Roles({'backup': frozenset({'reader'}), 'compute-gone': frozenset()}, {'reader': frozenset({below('/x/')})})
     aim = LAYOUTS[2]
-    there = done(found, changes(found, aim))
-    assert there.users['backup'] == {'reader'}
-    assert there.roles['reader'] == {below('/x/')}
-    assert unknown(there, aim) == ['compute-gone']
-    assert unknown(there, wanted({}, [], [])) == ['compute-a', 'compute-gone', 'operator-o', 'scheduler-s']
+    final = done(start, changes(start, aim))
+    assert final.users['backup'] == {'reader'}
+    assert final.roles['reader'] == {below('/x/')}
+    assert unknown(final, aim) == ['compute-gone']
+    assert unknown(final, wanted({}, [], [])) == ['compute-a', 'compute-gone', 'operator-o', 'scheduler-s']
 
 
 def test_computes_that_no_role_is_for() -> None:
-    found, aim = wanted({'compute-a': OWN, 'compute-b': SUBJECT}, [], []), wanted({'compute-a': OTHER}, [], [])
-    assert without_role([OWN, OTHER, SUBJECT], found, aim) == [OWN]
-    assert without_role([OTHER, SUBJECT], found, aim) == []
+    current, aim = wanted({'compute-a': OWN, 'compute-b': SUBJECT}, [], []), wanted({'compute-a': OTHER}, [], [])
+    assert without_role([OWN, OTHER, SUBJECT], current, aim) == [OWN]
+    assert without_role([OTHER, SUBJECT], current, aim) == []
     assert without_role([OWN, SUBJECT], Roles({}, {}), aim) == [OWN, SUBJECT]
 
 
