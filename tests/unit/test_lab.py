@@ -1,4 +1,4 @@
-"""A lab: its names, addresses, keys, guests and servers, what it remembers, and how it is removed."""
+"""A lab: its network, state, processes, removal, guest image, ssh key and placement server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ecomp.lab.placement_server import Application, known, named
 from ecomp.model.guest import METADATA_ADDRESS
 from tests.unit.lab_root import make_lab
 
-# A lab's names and addresses, and the choice of a network nobody has.
+# A lab's names and addresses, and the choice of a free network.
 
 
 UUID = '8f14e45f-ceea-567f-a2b1-6d2b3c4d5e6f'
@@ -72,10 +72,10 @@ def test_nothing_of_a_full_lab_overlaps_and_names_fit_the_kernel(number: int) ->
     networks = [layout.lan, *map(layout.guests, hosts)]
     assert len(set(networks)) == len(networks)
     assert all(network.subnet_of(layout.network) for network in networks)
-    # The LAN's DHCP gives out .100 to .250.
-    taken = [layout.machine, layout.control, *map(layout.address, hosts)]
-    assert len(set(taken)) == len(taken)
-    assert all(address in layout.lan and int(address) & 255 < 100 for address in taken)
+    # The DHCP server of the LAN leases .100 to .250.
+    addresses = [layout.machine, layout.control, *map(layout.address, hosts)]
+    assert len(set(addresses)) == len(addresses)
+    assert all(address in layout.lan and int(address) & 255 < 100 for address in addresses)
     assert all(len(name) <= 15 for name in (layout.link, *hosts))
     assert len(layout.namespace(hosts[-1])) <= 255
 
@@ -92,19 +92,19 @@ def test_what_is_no_name_of_a_lab(name: str) -> None:
 
 
 def test_the_first_free_network_is_chosen() -> None:
-    taken = [IPv4Network('10.200.0.0/16'), IPv4Network('10.201.7.0/24'), IPv4Network('192.168.0.0/16')]
+    used = [IPv4Network('10.200.0.0/16'), IPv4Network('10.201.7.0/24'), IPv4Network('192.168.0.0/16')]
 
     assert choose_network([]) == IPv4Network('10.200.0.0/16')
-    assert choose_network(taken) == IPv4Network('10.202.0.0/16')
+    assert choose_network(used) == IPv4Network('10.202.0.0/16')
 
 
 @given(st.sets(st.sampled_from(SECOND_OCTETS), max_size=len(SECOND_OCTETS) - 1))
 def test_a_chosen_network_is_nobodys(numbers: set[int]) -> None:
-    taken = [IPv4Network(f'10.{number}.3.0/24') for number in numbers]
+    used = [IPv4Network(f'10.{number}.3.0/24') for number in numbers]
 
-    chosen = choose_network(taken)
+    chosen = choose_network(used)
 
-    assert not any(chosen.overlaps(other) for other in taken)
+    assert not any(chosen.overlaps(other) for other in used)
 
 
 def test_a_machine_that_routes_all_there_is_has_no_room_for_a_lab() -> None:
@@ -114,7 +114,7 @@ def test_a_machine_that_routes_all_there_is_has_no_room_for_a_lab() -> None:
 
 def test_a_vpn_to_everywhere_leaves_room_for_a_lab() -> None:
     wide = ('0.0.0.0/1', '128.0.0.0/1', '8.0.0.0/5', '10.0.0.0/8', '10.200.0.0/15', '10.202.9.0/24')
-    routes: list[dict[str, object]] = [{'dst': each, 'dev': 'tun0'} for each in wide]
+    routes: list[dict[str, object]] = [{'dst': network, 'dev': 'tun0'} for network in wide]
 
     assert choose_network(routed_networks(routes)) == IPv4Network('10.203.0.0/16')
 
@@ -143,9 +143,9 @@ def test_the_network_of_a_host_is_open_and_carries_the_metadata_address() -> Non
         ('ip', None, {'address': METADATA_ADDRESS, 'netmask': '255.255.255.255'}),
         (f'{{{DNSMASQ}}}options', None, {}),
     ]
-    assert [each.attrib for each in root.iter(f'{{{DNSMASQ}}}option')] == [{'value': 'dhcp-ignore=tag:!known'}]
+    assert [option.attrib for option in root.iter(f'{{{DNSMASQ}}}option')] == [{'value': 'dhcp-ignore=tag:!known'}]
     ranges = root.findall('ip/dhcp/range')
-    assert [each.attrib for each in ranges] == [{'start': '10.200.3.2', 'end': '10.200.3.254'}]
+    assert [address_range.attrib for address_range in ranges] == [{'start': '10.200.3.2', 'end': '10.200.3.254'}]
 
 
 def test_a_host_gets_its_share_and_never_nothing() -> None:
@@ -153,11 +153,11 @@ def test_a_host_gets_its_share_and_never_nothing() -> None:
     assert share(2, 2048, 5, 8) == {'VCPU': 4, 'MEMORY_MB': 512, 'DISK_GB': 1}
 
 
-# What a lab remembers of itself, its processes and its locks.
+# A lab's saved state, its processes and its lock.
 
 
 def ended(directory: Path, script: str) -> Process:
-    """A server that a shell script stood for."""
+    """Run a shell script in place of a server, to its end."""
     process = machine.start('server', ['sh', '-c', script], directory / 'log')
     while machine.alive(process):
         pass
@@ -168,7 +168,7 @@ def test_a_lab_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
     lab = make_lab(tmp_path, hosts=2, etcd=Process('etcd', 4711, 99))
 
     assert state.load('one', tmp_path) == lab
-    assert [each.layout.name for each in state.all_labs(tmp_path)] == ['one']
+    assert [saved_lab.layout.name for saved_lab in state.all_labs(tmp_path)] == ['one']
     assert lab.places == ['control', 'hv1', 'hv2']
 
 
@@ -202,7 +202,7 @@ def test_a_pid_that_was_used_again_is_not_ours() -> None:
 
     assert machine.alive(Process('me', me, started))
     assert not machine.alive(Process('an earlier one', me, started - 1))
-    machine.end([Process('an earlier one', me, started - 1)])  # and so this test goes on
+    machine.end([Process('an earlier one', me, started - 1)])  # does not end this process
 
 
 def test_a_process_that_only_waits_to_be_reaped_has_ended() -> None:
@@ -239,16 +239,16 @@ def test_a_server_that_ended_is_none_whoever_answers_in_its_place(tmp_path: Path
 
 
 def test_no_server_runs_that_nobody_has_written_down(tmp_path: Path) -> None:
-    """As where elab up is killed in between: an orphan would have the place of the one that is started next."""
-    told: list[Process] = []
+    """An unrecorded server, left when elab up is killed, would block the port of the next one."""
+    processes: list[Process] = []
 
     def interrupted(_: str, process: Process) -> None:
-        told.append(process)
+        processes.append(process)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         machine.start('server', ['touch', 'file'], tmp_path / 'log', remember=interrupted)
-    while machine.alive(told[0]):
+    while machine.alive(processes[0]):
         pass
     assert not (tmp_path / 'file').exists()
 
@@ -274,7 +274,7 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(UsageError, match='apt-get install --no-install-recommends a b; missing in .*: no_such_module'):
         machine.require({'no-such-1': 'b', 'no-such-2': 'a', 'no-such-3': 'b', 'sh': 'dash'}, ['no_such_module', 'os'])
     machine.require({'sh': 'dash'}, ['os'])
-    # libvirt's package is built where it is installed, which is no matter of who runs etcd and placement alone.
+    # libvirt's package is compiled at installation, so a host with etcd and placement only must not need it.
     for modules, extras in ((['no_placement'], 'lab'), (['no_placement', 'libvirt'], 'hypervisor,lab')):
         with pytest.raises(UsageError) as caught:
             machine.require({}, modules)
@@ -299,26 +299,26 @@ def test_one_at_a_time_has_a_directory_also_when_it_is_removed_meanwhile(tmp_pat
     assert order == ['first', 'second']
 
 
-# `elab down` removes what a lab has made, and nothing of anybody else.
+# `elab down` removes what the lab has made and nothing else.
 
 
 @pytest.mark.usefixtures('as_root')
 def test_a_lab_behind_a_link_is_removed_with_the_link(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    there, somebodys = root.parent / 'there', root.parent / 'somebodys'
-    for place, link in ((there, root / 'one'), (somebodys, root / 'two')):
+    target, foreign = root.parent / 'there', root.parent / 'somebodys'
+    for place, link in ((target, root / 'one'), (foreign, root / 'two')):
         place.mkdir()
         link.symlink_to(place)
     make_lab(root)
-    for place in (there, somebodys):
+    for place in (target, foreign):
         (place / 'images').mkdir()
         (place / 'images/file').write_text('')
-    (there / 'link').symlink_to(somebodys)
+    (target / 'link').symlink_to(foreign)
     for name in ('one', 'two'):
         assert main(['down', '--name', name]) == 0
         assert f'lab {name} is gone' in capsys.readouterr().err
     assert not root.exists()
-    assert not there.exists()
-    assert (somebodys / 'images/file').exists()
+    assert not target.exists()
+    assert (foreign / 'images/file').exists()
 
 
 @pytest.mark.usefixtures('as_root')
@@ -326,40 +326,40 @@ def test_a_lab_behind_a_link_is_removed_with_the_link(root: Path, capsys: pytest
 def test_what_is_mounted_in_a_lab_is_said_before_anything_ends(
     linked: bool, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`down` emptied somebody's file system, and said then that it cannot be removed."""
-    there = root.parent / 'my disk' if linked else root / 'one'
+    """`elab down` must report the mount before it removes any file in it."""
+    directory = root.parent / 'my disk' if linked else root / 'one'
     if linked:
-        there.mkdir()
-        (root / 'one').symlink_to(there)
+        directory.mkdir()
+        (root / 'one').symlink_to(directory)
     make_lab(root)
-    (there / 'images').mkdir()
-    (there / 'images/mine').write_text('')
+    (directory / 'images').mkdir()
+    (directory / 'images/mine').write_text('')
     monkeypatch.setattr(machine, 'end_processes', lambda *_: pytest.fail('something was ended'))
     monkeypatch.setattr(state, 'MOUNTINFO', root.parent / 'mountinfo')
     line = '25 1 0:22 / {} rw,relatime shared:1 - ext4 /dev/sdb1 rw\n'
-    around = [root.parent, Path('/'), there, there.with_name(f'{there.name}2') / 'x']
-    mounts = [line.format(str(each).replace(' ', '\\040')) for each in (*around, there / 'images')]
+    outside = [root.parent, Path('/'), directory, directory.with_name(f'{directory.name}2') / 'x']
+    mounts = [line.format(str(mount_point).replace(' ', '\\040')) for mount_point in (*outside, directory / 'images')]
     state.MOUNTINFO.write_text(''.join(mounts))
     assert main(['down', '--name', 'one']) == 1
-    why = f'{root}/one cannot be removed whole ({there}/images is a mount)'
-    said = f'elab: {why}: unmount what is mounted there, and say elab down again\n'
-    assert capsys.readouterr() == ('', said)
-    assert (there / 'images/mine').exists()
+    reason = f'{root}/one cannot be removed whole ({directory}/images is a mount)'
+    message = f'elab: {reason}: unmount what is mounted there, and say elab down again\n'
+    assert capsys.readouterr() == ('', message)
+    assert (directory / 'images/mine').exists()
     monkeypatch.setattr(machine, 'end_processes', lambda *_: None)
     state.MOUNTINFO.write_text(''.join(mounts[:-1]))
     assert main(['down', '--name', 'one']) == 0
-    assert not there.exists()
+    assert not directory.exists()
 
 
 @pytest.mark.usefixtures('as_root')
 def test_a_down_that_was_killed_is_gone_on_with_behind_a_link(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without lab.json the next one would take what is left for somebody's."""
-    there = root.parent / 'there'
-    there.mkdir()
-    (root / 'one').symlink_to(there)
+    """Without lab.json the next `elab down` would not recognize the rest as a lab."""
+    target = root.parent / 'there'
+    target.mkdir()
+    (root / 'one').symlink_to(target)
     make_lab(root)
     for name in ('control', 'images', 'zoo'):
-        (there / name).mkdir()
+        (target / name).mkdir()
     remove = shutil.rmtree
 
     def killed(path: Path) -> None:
@@ -369,13 +369,13 @@ def test_a_down_that_was_killed_is_gone_on_with_behind_a_link(root: Path, monkey
     for _ in range(3):
         monkeypatch.setattr(shutil, 'rmtree', killed)
         assert main(['down', '--name', 'one']) == 1
-        assert (there / 'lab.json').exists()
+        assert (target / 'lab.json').exists()
     monkeypatch.setattr(shutil, 'rmtree', remove)
     assert main(['down', '--name', 'one']) == 0
-    assert not there.exists()
+    assert not target.exists()
 
 
-# What goes into the small guest: its archive, and how a program that needs no libraries is known.
+# The small guest: its archive, and the check for static programs.
 
 
 FILES = [
@@ -423,12 +423,12 @@ def test_the_scripts_are_shell(script: str) -> None:
     assert script.startswith('#!/bin/')
 
 
-# The ssh key that a lab's guests are given: the first that is one, whatever else lies beside it.
+# The ssh key for a lab's guests: the first valid one in ~/.ssh.
 
 
 def line(kind: str) -> str:
-    """A line of a .pub of this kind."""
-    blob = b''.join(len(each).to_bytes(4, 'big') + each for each in (kind.encode(), bytes(32)))
+    """Return a line of a .pub file with a key of this type."""
+    blob = b''.join(len(part).to_bytes(4, 'big') + part for part in (kind.encode(), bytes(32)))
     return f'{kind} {base64.b64encode(blob).decode()}'
 
 
@@ -466,27 +466,27 @@ def test_what_is_no_key_for_a_guest_is_passed_over(
     assert given() == (('default', f'{KEY} me@here 100%'),)
 
 
-# Whom the lab's placement answers: by which names, and who says which word.
+# The lab's placement server: accepted Host headers and tokens.
 
 
 def echo(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    """An application that answers with who asks, as placement would see it."""
+    """Answer like an application, with the identity that placement would see."""
     start_response('200 OK', [])
     return [repr(sorted((name, value) for name, value in environ.items() if name.startswith('HTTP_X'))).encode()]
 
 
 def asked(application: Application, **environ: str) -> tuple[str, bytes]:
-    """The status and the body."""
-    said: list[str] = []
-    body = b''.join(application(environ, lambda status, _headers: said.append(status)))
-    return said[0], body
+    """Return the status and the body of the answer."""
+    statuses: list[str] = []
+    body = b''.join(application(environ, lambda status, _headers: statuses.append(status)))
+    return statuses[0], body
 
 
 def test_by_its_own_names_and_by_no_other() -> None:
     application = named(echo, ('localhost', '127.0.0.1', '::1', '10.0.0.5'))
     for host in ('localhost', 'LocalHost:8080', '127.0.0.1:1', '[::1]:8080', '10.0.0.5'):
         assert asked(application, HTTP_HOST=host)[0] == '200 OK', host
-    assert asked(application)[0] == '200 OK'  # no browser
+    assert asked(application)[0] == '200 OK'  # no Host header: not a browser
     application = named(echo, ('localhost', '127.0.0.1'))
     refused = '421 Misdirected Request', b'placement answers here by localhost and 127.0.0.1 alone\n'
     for host in ('', 'evil.example', 'localhost.evil.example', '[', 'localhost@evil', '127.0.0.1.x'):
@@ -497,17 +497,17 @@ def test_who_says_the_word_is_the_administrator_and_nobody_s_else(tmp_path: Path
     token = tmp_path / 'token'
     token.write_text('the-word\n')
     application = known(echo, token)
-    spoken = {'HTTP_X_ROLES': 'admin', 'HTTP_X_USER_ID': 'root', 'HTTP_X_AUTH_TOKEN': 'the-word'}
-    assert asked(application, **spoken) == ('200 OK', b"[('HTTP_X_AUTH_TOKEN', 'admin')]")
-    for word in ('admin', '', 'the-wor', 'the-word ', 'é'):
-        assert asked(application, **{**spoken, 'HTTP_X_AUTH_TOKEN': word})[0] == '401 Unauthorized'
+    headers = {'HTTP_X_ROLES': 'admin', 'HTTP_X_USER_ID': 'root', 'HTTP_X_AUTH_TOKEN': 'the-word'}
+    assert asked(application, **headers) == ('200 OK', b"[('HTTP_X_AUTH_TOKEN', 'admin')]")
+    for wrong_token in ('admin', '', 'the-wor', 'the-word ', 'é'):
+        assert asked(application, **{**headers, 'HTTP_X_AUTH_TOKEN': wrong_token})[0] == '401 Unauthorized'
     assert asked(application)[0] == '401 Unauthorized'
     token.write_text('another')
-    assert asked(application, **spoken)[0] == '401 Unauthorized'
+    assert asked(application, **headers)[0] == '401 Unauthorized'
     for nothing in (b'', b'\n'):
         token.write_bytes(nothing)
-        for word in ('', ' ', 'admin'):
-            assert asked(application, **{**spoken, 'HTTP_X_AUTH_TOKEN': word})[0] == '401 Unauthorized'
+        for wrong_token in ('', ' ', 'admin'):
+            assert asked(application, **{**headers, 'HTTP_X_AUTH_TOKEN': wrong_token})[0] == '401 Unauthorized'
         assert asked(application)[0] == '401 Unauthorized'
     token.unlink()
     assert asked(application)[0] == '401 Unauthorized'

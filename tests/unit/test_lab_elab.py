@@ -1,4 +1,4 @@
-"""elab's command line: what is refused, with one line and which exit code."""
+"""elab's command line: refusals, exit codes, and the labs that commands work on."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_only_root_makes_and_enters_labs(words: list[str], tmp_path: Path) -> No
         command = ['setpriv', '--reuid', '65534', '--clear-groups', *command]
     top = Path(__file__).resolve().parents[2]
     env = {**os.environ, 'PYTHONPATH': str(top)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
-    if 'Permission denied' in done.stderr:
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    if 'Permission denied' in process.stderr:
         pytest.skip(f'another user cannot read {top}')
-    assert (done.returncode, done.stdout) == (2, '')
-    typed = f'sudo {sys.executable} -P -m ecomp.lab.elab {" ".join(words)}'
-    assert done.stderr == f'elab: elab {words[0]} needs root: {typed}\n'
+    assert (process.returncode, process.stdout) == (2, '')
+    command_line = f'sudo {sys.executable} -P -m ecomp.lab.elab {" ".join(words)}'
+    assert process.stderr == f'elab: elab {words[0]} needs root: {command_line}\n'
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_only_root_makes_and_enters_labs(words: list[str], tmp_path: Path) -> No
 def test_which_lab_is_meant_without_a_name(
     below: str | None, shell: str | None, name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Labs are entered by their directories, one of which lies behind a link."""
+    """The current directory of a lab selects it, also behind a link."""
     (root / 'one/hv1').mkdir(parents=True)
     (tmp_path / 'disk').mkdir()
     (root / 'two').symlink_to(tmp_path / 'disk')
@@ -110,12 +110,12 @@ def test_an_interrupt_says_what_goes_on_where_something_does(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for where, name in ((machine, 'require_root'), (machine, 'require'), (guest, 'make'), (control, 'run')):
-        monkeypatch.setattr(where, name, interrupted)
+    for module, name in ((machine, 'require_root'), (machine, 'require'), (guest, 'make'), (control, 'run')):
+        monkeypatch.setattr(module, name, interrupted)
     monkeypatch.setattr(state, 'all_labs', interrupted)
     assert main(words) == 1
-    more = '; elab up goes on where it was, elab down removes what there is' if words[0] in ('up', 'down') else ''
-    assert capsys.readouterr() == ('', f'elab: interrupted{more}\n')
+    hint = '; elab up goes on where it was, elab down removes what there is' if words[0] in ('up', 'down') else ''
+    assert capsys.readouterr() == ('', f'elab: interrupted{hint}\n')
     assert not [*root.iterdir()]
 
 
@@ -126,15 +126,15 @@ def test_a_guest_into_no_file_of_a_directory(
     (tmp_path / 'directory').mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(['guest', name]) == 2
-    said = capsys.readouterr().err
-    assert said.count('\n') == 1
+    message = capsys.readouterr().err
+    assert message.count('\n') == 1
     if not name.startswith('none'):
-        assert said == f'elab: {name} is a directory: name the file that is to be the image\n'
+        assert message == f'elab: {name} is a directory: name the file that is to be the image\n'
 
 
+# Prints a unit, without the check that no directory above the clone keeps root out.
 PRINTS = 'import sys; from ecomp import systemd; systemd.in_root_s_way = lambda _: None; ' \
     'from ecomp.lab import elab; sys.exit(elab.main(["control", "--unit"]))'
-"""Prints a unit, whosever the clone is that it would be run in."""
 
 
 @pytest.mark.parametrize('unbuffered', ['', '1'])
@@ -148,11 +148,11 @@ PRINTS = 'import sys; from ecomp import systemd; systemd.in_root_s_way = lambda 
 )
 def test_what_is_printed_for_nobody(redirection: str, code: int, said: str, unbuffered: str, tmp_path: Path) -> None:
     env = {**environment(), 'PYTHONUNBUFFERED': unbuffered}
-    done = subprocess.run(
+    process = subprocess.run(
         ['bash', '-c', f'"$0" -c "$1" {redirection}', sys.executable, PRINTS],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env, check=False, timeout=60,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (code, said)
+    assert (process.returncode, process.stderr) == (code, said)
 
 
 def test_what_is_printed_for_a_reader_that_has_gone(tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ def test_what_is_printed_for_a_reader_that_has_gone(tmp_path: Path) -> None:
     os.close(reading)
     command = [sys.executable, '-c', PRINTS]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(), check=False, timeout=60
         )
     finally:
         os.close(writing)
-    assert (done.returncode, done.stderr) == (1, b'')
+    assert (process.returncode, process.stderr) == (1, b'')
 
 
 def test_the_labs_of_a_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,8 +187,8 @@ def test_the_labs_of_a_machine(root: Path, capsys: pytest.CaptureFixture[str]) -
     make_lab(root, 32 * 'x', 64)
     assert main(['list']) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    for title, under in (('STATE', {'down', 'up', 'partly up'}), ('NETWORK', {network})):
-        assert {re.split('  +', line[head.index(title) :])[0] for line in lines} == under
+    for title, values in (('STATE', {'down', 'up', 'partly up'}), ('NETWORK', {network})):
+        assert {re.split('  +', line[head.index(title) :])[0] for line in lines} == values
 
 
 def test_a_lab_that_is_not_there_is_made_by_its_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,14 +206,14 @@ def test_a_lab_that_cannot_be_read_is_no_other_s_trouble(
 ) -> None:
     make_lab(root, 'one', 1)
     broken = make_lab(root, 'two', 1).directory / 'lab.json'
-    written = broken.read_text().replace('"processes": {}', '"processes": {"etcd": 1}')
-    broken.write_text(written if text == 'changed' else text, encoding='latin-1')
+    state_text = broken.read_text().replace('"processes": {}', '"processes": {"etcd": 1}')
+    broken.write_text(state_text if text == 'changed' else text, encoding='latin-1')
     assert main(['list']) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ['one']
     for words in ('status', 'shell'):
         assert main([words, '--name', 'two']) == 1
-        said = f'elab: {broken} is not what elab wrote: elab down --name two removes the lab\n'
-        assert capsys.readouterr() == ('', said)
+        message = f'elab: {broken} is not what elab wrote: elab down --name two removes the lab\n'
+        assert capsys.readouterr() == ('', message)
     assert main(['down', '--name', 'two']) == 0
     assert [path.name for path in root.iterdir()] == ['one']
 
@@ -241,7 +241,7 @@ def test_a_file_where_a_lab_would_be(
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], None]:
-    """Runs an elab up that is refused when the certificates are there."""
+    """A function that runs an elab up, which fails after the certificates are made."""
 
     def refused(*_: object) -> None:
         raise EcompError('far enough')
@@ -262,21 +262,21 @@ def begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 def test_no_lab_is_made_where_something_is(
     linked: bool, root: Path, begun: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its elab down would remove that."""
-    there = root.parent / 'there' if linked else root / 'lab'
-    (there / 'photos').mkdir(parents=True)
+    """`elab down` would remove the existing files."""
+    directory = root.parent / 'there' if linked else root / 'lab'
+    (directory / 'photos').mkdir(parents=True)
     if linked:
-        (root / 'lab').symlink_to(there)
+        (root / 'lab').symlink_to(directory)
     assert main(['up']) == 2
-    said = f'elab: {root}/lab is not empty, and elab down would remove all that is in it: move that away, or make ' \
+    message = f'elab: {root}/lab is not empty, and elab down would remove all that is in it: move that away, or make ' \
         f'{root}/lab a link to an empty directory\n'
-    assert capsys.readouterr() == ('', said)
-    assert [path.name for path in there.iterdir()] == ['photos']
-    (there / 'photos').rmdir()
+    assert capsys.readouterr() == ('', message)
+    assert [path.name for path in directory.iterdir()] == ['photos']
+    (directory / 'photos').rmdir()
     if not linked:
-        (there / 'hv1').mkdir()  # with a compute.yaml of one's own: what is there elab leaves as it is
-    # An up that was killed as it wrote its lab.json.
-    (there / '.lab.json.part').write_text('{')
+        (directory / 'hv1').mkdir()  # allowed: users may prepare a host's compute.yaml, which elab keeps
+    # Left by an up that was killed as it wrote lab.json.
+    (directory / '.lab.json.part').write_text('{')
     begun()
     begun()
 
@@ -341,14 +341,14 @@ def test_a_shell_knows_which_lab_it_is_of(root: Path, capfd: pytest.CaptureFixtu
     assert main(['shell', '--name', 'one', '--', 'sh', '-c', 'exit $#', '--', '--', '-x']) == 2
     assert main(['shell', '--name', 'one', 'no-such-command']) == 1
     assert capfd.readouterr().err == 'elab: no-such-command: No such file or directory\n'
-    typed = 'printf "%s\\n" "$PS1" "$ECOMP_CONFIG" >said; exit 5\n'
+    script = 'printf "%s\\n" "$PS1" "$ECOMP_CONFIG" >said; exit 5\n'
     command = f'{sys.executable} -c "import os; from ecomp.lab import elab, state; from pathlib import Path; ' \
         f"raise SystemExit(elab.enter(state.load('one', Path('{root}')), []))\""
-    done = subprocess.run(
-        ['script', '-qec', command, '/dev/null'], input=typed, text=True, capture_output=True, cwd=root, timeout=60,
+    process = subprocess.run(
+        ['script', '-qec', command, '/dev/null'], input=script, text=True, capture_output=True, cwd=root, timeout=60,
         env={**os.environ, 'HOME': str(root), 'PYTHONPATH': str(Path(__file__).parents[2])},
     )
-    assert done.returncode == 5, done
+    assert process.returncode == 5, process
     assert (root / 'said').read_text().startswith('(one) ')
     assert (root / 'said').read_text().splitlines()[-1] == str(lab.directory)
 
@@ -357,5 +357,5 @@ def test_a_host_that_is_joined_by_others_has_less() -> None:
     text = COMPUTE_YAML.format(backends='', compute='x', state='y', VCPU=8, MEMORY_MB=8035, DISK_GB=2)
     part = share(8, 3 * 8035, 100, 5)
     assert with_less(text, part) == text.replace('8035', '4821').replace('VCPU: 8', 'VCPU: 4')
-    # What its owner made smaller stays, and so does a port that has as many digits.
+    # An amount that is smaller already stays, and so does a port.
     assert with_less('  MEMORY_MB: 512\n  port: 2379\n', part) == '  MEMORY_MB: 512\n  port: 2379\n'

@@ -1,4 +1,4 @@
-"""The lab's placement checks each of its schemas once, and every request against them."""
+"""The lab's placement checks each schema once, and every request against its schema."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ WHOLE_NUMBER = {'type': 'integer', 'minimum': 1}
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The schemas that were checked, in order."""
+    """The list of schemas that were checked, in order."""
     validator = jsonschema.validators.validator_for({})
-    check, found = validator.check_schema, []
+    check, schemas = validator.check_schema, []
 
     def note(schema: Any, *rest: Any, **named: Any) -> None:
-        found.append(schema)
+        schemas.append(schema)
         check(schema, *rest, **named)
 
     monkeypatch.setattr(validator, 'check_schema', note)
     check_schemas_once()
-    return found
+    return schemas
 
 
 def test_a_schema_is_checked_at_its_first_use(checked: list[Any]) -> None:
