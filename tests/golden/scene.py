@@ -1,7 +1,7 @@
-"""A cloud that stands still: what scene.txt has in etcd, a placement to it, and eschedule's main() beside them.
+"""A fixed cloud in this process: etcd, placement and eschedule's main().
 
-etcd is a dictionary here, placement the real application in this process. Whoever imports the product's Store,
-Placement or Follower, and wherever, gets those of the scene: so what is moved in the product is moved for nothing here.
+etcd is a dictionary filled from scene.txt, placement the real application. The product's classes Store, Placement and
+Follower are patched, so every module that uses them gets the scene, wherever the module is.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ HERE = Path(__file__).parent
 HV1, HV2, DEAD = (f'c0000000-0000-4000-8000-00000000000{number}' for number in (1, 2, 3))
 INVENTORY = {HV1: (8, 4096, 50), HV2: (4, 2048, 20), DEAD: (2, 1024, 10)}
 SIZE = {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}
+# {compute: numbers of the instances that have an allocation there}
 LIVES = {HV1: (1, 3), HV2: (2, 4, 6)}
-"""Which instances hold something there, by their number."""
+# The lease of presences, attempts and taker keys.
 LIFE = 1
-"""The lease of who is alive."""
+# The current time. All times in scene.txt are in 2021.
 NOW = re.compile(r'20(?!21-)\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
-"""The time of day; in scene.txt it is 2021."""
 FILES = {
     'schedule.yaml': "image: http://images.invalid/default.img\nuser_id: me\nproject_id: web\nflavors:\n  here: "
     "'resources=VCPU:2,MEMORY_MB:512,DISK_GB:2'\n",
@@ -52,13 +52,13 @@ FILES = {
 
 
 def entries() -> dict[str, str]:
-    """What scene.txt says is in etcd: a key and its value a line."""
+    """Read scene.txt, which has one key and its value on each line."""
     lines = (HERE / 'scene.txt').read_text().splitlines()
     return {key: value for key, _, value in (line.partition(' ') for line in lines)}
 
 
 class Scene:
-    """etcd's part of it. `told` is what was written, since it was made: to etcd and to placement."""
+    """The contents of etcd; `writes` logs each write to etcd and placement."""
 
     def __init__(self) -> None:
         self.revision, self.leases, self.told = 100, {LIFE: 60}, list[str]()
@@ -68,48 +68,51 @@ class Scene:
             self.there[key] = Entry(key, value.encode(), number + 1, lease, created=number + 1)
 
     def commit(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> int | None:
-        """The new revision if all conditions hold."""
-        for each in conditions:
-            entry = self.there.get(each.key)
-            if entry is None if isinstance(each, Exists) else (entry.revision if entry else 0) != each.revision:
+        """Apply the operations if all conditions hold, and return the new revision."""
+        for check in conditions:
+            entry = self.there.get(check.key)
+            if entry is None if isinstance(check, Exists) else (entry.revision if entry else 0) != check.revision:
                 return None
         self.revision += 1
         for operation in sorted(operations, key=lambda each: each.key):
             before = self.there.pop(operation.key, None)
             if isinstance(operation, Put):
-                made = before.created if before else self.revision
+                created = before.created if before else self.revision
                 value = operation.value.encode()
-                self.there[operation.key] = Entry(operation.key, value, self.revision, operation.lease, created=made)
-                life = f' ({self.leases[operation.lease]} s)' if operation.lease else ''
-                self.told.append(f'+ {operation.key}{life} {operation.value}')
+                self.there[operation.key] = Entry(operation.key, value, self.revision, operation.lease, created=created)
+                ttl = f' ({self.leases[operation.lease]} s)' if operation.lease else ''
+                self.told.append(f'+ {operation.key}{ttl} {operation.value}')
             elif before:
                 self.told.append(f'- {operation.key}')
         self._answer(operations)
         return self.revision
 
     def end(self, lease: int) -> None:
-        """A lease ends, and all that is on it."""
+        """Delete all keys on a lease."""
         gone = [key for key, entry in self.there.items() if entry.lease == lease]
         if gone:
             self.commit([], [Delete(key) for key in gone])
 
     def _answer(self, operations: Sequence[Put | Delete]) -> None:
-        """Each compute that is alive answers an audit, from digests.txt, and removes what it is asked to remove."""
+        """Answer audits in place of the living computes.
+
+        The digests are in digests.txt. A request to remove something is answered as done.
+        """
         pages = (HERE / 'digests.txt').read_text().splitlines()
-        for asked in operations:
-            audit, _, host = asked.key.removeprefix('/audit/').partition('/')
-            if not isinstance(asked, Put) or not asked.key.startswith('/audit/'):
+        for operation in operations:
+            audit, _, host = operation.key.removeprefix('/audit/').partition('/')
+            if not isinstance(operation, Put) or not operation.key.startswith('/audit/'):
                 continue
             parts = {'cleared': '["removed"]'} if host else {'heard': ''}
             for number, compute in enumerate((HV1, HV2)):
                 answer = parts if host else {**parts, '0': pages[number]}
                 if host in ('', compute):
                     keys = {f'/digests/{compute}/{audit}/{part}': value for part, value in answer.items()}
-                    self.commit([], [Put(key, value, asked.lease) for key, value in keys.items()])
+                    self.commit([], [Put(key, value, operation.lease) for key, value in keys.items()])
 
 
 class SceneStore(Store):
-    """The product's store, but for all that it sends. `scene` is set on the class."""
+    """The product's store, with requests answered by the class attribute `scene`."""
 
     scene: Scene
 
@@ -120,15 +123,15 @@ class SceneStore(Store):
         return {key: self.scene.there[key] for key in wanted if key in self.scene.there}
 
     def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
-        there = self.snapshot(prefix).entries
-        order = sorted(there, key=lambda key: key < start)
-        return [there[key] for key in order[:limit]], len(there)
+        entries_found = self.snapshot(prefix).entries
+        order = sorted(entries_found, key=lambda key: key < start)
+        return [entries_found[key] for key in order[:limit]], len(entries_found)
 
     def snapshot(self, prefix: str, keys_only: bool = False, **_: object) -> Snapshot:
-        found = {key: each for key, each in sorted(self.scene.there.items()) if key.startswith(prefix)}
+        selected = {key: entry for key, entry in sorted(self.scene.there.items()) if key.startswith(prefix)}
         if keys_only:
-            found = {key: replace(each, value=b'') for key, each in found.items()}
-        return Snapshot(self.scene.revision, found)
+            selected = {key: replace(entry, value=b'') for key, entry in selected.items()}
+        return Snapshot(self.scene.revision, selected)
 
     def version(self) -> str:
         return '3.5.33'
@@ -154,19 +157,19 @@ class SceneStore(Store):
         self.scene.end(lease)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no connection."""
 
 
 def play(scene: Scene, application: InProcess, change: pytest.MonkeyPatch) -> None:
-    """From now on whoever speaks with etcd or placement speaks with these, and nothing is by chance but the time."""
-    counted, random = itertools.count(1), uuid.uuid4
+    """Patch the product to use this scene and placement, with fixed uuids and without threads."""
+    numbers, random = itertools.count(1), uuid.uuid4
     SceneStore.scene = scene
 
     def made() -> uuid.UUID:
-        return uuid.UUID(int=(0xF0 << 120) + next(counted), version=4)
+        return uuid.UUID(int=(0xF0 << 120) + next(numbers), version=4)
 
     def uuid4() -> uuid.UUID:
-        is_ours = sys._getframe(1).f_globals['__name__'].startswith('ecomp')  # placement counts its requests by them
+        is_ours = sys._getframe(1).f_globals['__name__'].startswith('ecomp')  # placement makes a uuid for each request
         return made() if is_ours else random()
 
     def connect(self: Placement, *_: object, **__: object) -> None:
@@ -179,15 +182,15 @@ def play(scene: Scene, application: InProcess, change: pytest.MonkeyPatch) -> No
 
     def start(self: Follower) -> None:
         for followed in self._all:
-            there = {key: each for key, each in scene.there.items() if key.startswith(followed.prefix)}
-            followed.on_state(there)
+            state = {key: entry for key, entry in scene.there.items() if key.startswith(followed.prefix)}
+            followed.on_state(state)
 
     def submit(_: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        done = Future[Any]()
-        done.set_result(work(*arguments))
-        return done
+        future = Future[Any]()
+        future.set_result(work(*arguments))
+        return future
 
-    # Placement's database is in memory, and of one thread alone.
+    # Placement's database is in memory and usable by one thread only.
     change.setattr(threading.Thread, 'start', lambda thread: thread.run())
     change.setattr(ThreadPoolExecutor, 'submit', submit)
     change.setattr(Store, '__init__', lambda *_, **__: None)
@@ -208,20 +211,20 @@ def play(scene: Scene, application: InProcess, change: pytest.MonkeyPatch) -> No
 
 
 def furnish(application: InProcess) -> None:
-    """Placement's part of it, made anew."""
+    """Reset placement to the providers, inventories and allocations of the scene."""
     empty(application)
     for host, sizes in INVENTORY.items():
         application.write('POST', '/resource_providers', {'uuid': host, 'name': host})
-        each = {name: {'total': total, 'max_unit': total} for name, total in zip(SIZE, sizes, strict=True)}
-        put(application, f'/resource_providers/{host}/inventories', inventories=each)
+        inventories = {name: {'total': total, 'max_unit': total} for name, total in zip(SIZE, sizes, strict=True)}
+        put(application, f'/resource_providers/{host}/inventories', inventories=inventories)
         for number in LIVES.get(host, ()):
-            who = {'user_id': 'me', 'project_id': 'db' if number == 3 else 'web', 'consumer_type': 'INSTANCE'}
-            held = {'allocations': {host: {'resources': SIZE}}, 'consumer_generation': None, **who}
-            application.write('PUT', f'/allocations/{number}a5c0de0-0000-4000-8000-00000000000{number}', held)
+            owner = {'user_id': 'me', 'project_id': 'db' if number == 3 else 'web', 'consumer_type': 'INSTANCE'}
+            allocation = {'allocations': {host: {'resources': SIZE}}, 'consumer_generation': None, **owner}
+            application.write('PUT', f'/allocations/{number}a5c0de0-0000-4000-8000-00000000000{number}', allocation)
 
 
 def eschedule(words: Sequence[str], stdin: str = '') -> Iterator[str]:
-    """What one command prints and ends with, a line each: `|` stdout, `!` stderr, `=` the exit code."""
+    """Run a command and yield its output: `|` stdout, `!` stderr, `=` the exit code."""
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as change, redirect_stdout(out), redirect_stderr(err):
         change.setattr('sys.stdin', StringIO(stdin))
@@ -232,7 +235,10 @@ def eschedule(words: Sequence[str], stdin: str = '') -> Iterator[str]:
 
 
 def transcript(words: Sequence[str], scene: Scene, directory: Path) -> list[str]:
-    """The same, and what was written meanwhile: `+` and `-` keys of etcd, `>` to placement."""
+    """Run a command, and return its output and its writes.
+
+    `+` and `-` are keys of etcd, `>` is a request to placement.
+    """
     for name, text in FILES.items():
         (directory / name).write_text(text)
     with chdir(directory):
@@ -244,5 +250,5 @@ def transcript(words: Sequence[str], scene: Scene, directory: Path) -> list[str]
 
 
 def alike(line: str) -> str:
-    """The line as every Python's argparse says it: from 3.12 on choices are not quoted."""
+    """Normalize a line across Python versions: from 3.12 on, argparse does not quote choices."""
     return re.sub(r'\(choose from .*?\)', lambda found: found[0].replace("'", ''), line)

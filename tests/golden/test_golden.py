@@ -1,8 +1,8 @@
-"""What users, other hosts and scripts see, as files: whatever is moved in the product, they stay as they are.
+"""The output of the programs and the formats of keys and values, compared with files.
 
-`ECOMP_GOLDEN=write pytest tests/golden` writes anew what the product says now; the difference is to be read and meant.
-commands/*.txt hold a command line after `$`, what it prints (`|`) and says (`!`), what it writes to etcd (`+`, `-`) and
-to placement (`>`), and its exit code (`=`). Each is given to the cloud of scene.txt, and values.txt to its reader.
+`ECOMP_GOLDEN=write pytest tests/golden` writes the files; read the difference before you commit it. commands/*.txt hold
+a command line after `$`, its stdout (`|`) and stderr (`!`), its writes to etcd (`+`, `-`) and placement (`>`), and its
+exit code (`=`). Each command runs in the cloud of scene.txt; each value of values.txt is parsed and written again.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ pytestmark = pytest.mark.fast
 
 @pytest.fixture(scope='module')
 def application() -> Iterator[InProcess]:
-    """Placement in this process, which other tests of it share: nothing of the scene is left there."""
+    """Placement in this process, which is emptied afterwards because other tests share it."""
     yield start()
     empty(start())
 
 
 def commands(path: Path) -> Iterator[tuple[list[str], str]]:
-    """The lines before each command, and the command; last, what stands behind all of them."""
+    """Yield (the comment and blank lines before it, the command) for each command of a file.
+
+    The last pair has the lines after all commands and an empty command.
+    """
     before: list[str] = []
     for line in path.read_text().splitlines():
         if line.startswith('$ '):
@@ -65,34 +68,34 @@ def compare(path: Path, now: str) -> None:
 @pytest.mark.parametrize('name', sorted(path.name for path in (HERE / 'commands').glob('eschedule*.txt')))
 def test_eschedule(name: str, application: InProcess, tmp_path: Path) -> None:
     def answer(words: list[str]) -> list[str]:
-        there = scene.Scene()
+        cloud = scene.Scene()
         with pytest.MonkeyPatch.context() as change:
-            scene.play(there, application, change)
-            lines = scene.transcript(words, there, tmp_path)
-        if any(each.startswith('> ') for each in lines):
+            scene.play(cloud, application, change)
+            lines = scene.transcript(words, cloud, tmp_path)
+        if any(line.startswith('> ') for line in lines):
             scene.furnish(application)
-        return [each.replace(str(tmp_path), 'HERE') for each in lines]
+        return [line.replace(str(tmp_path), 'HERE') for line in lines]
 
     scene.furnish(application)
     path = HERE / 'commands' / name
     compare(path, transcript(path, answer))
 
 
+# An attribute to patch: (object, name, value).
 Change = tuple[object, str, Any]
-"""Whose attribute it is, its name and its value."""
 
 
 def transcript_with(
     words: list[str], application: InProcess, path: Path, *changes: Change, at: scene.Scene | None = None
 ) -> list[str]:
-    """The lines of a command in the scene, `at` or a new one, with these attributes changed while it runs."""
+    """Run a command in a scene with patched attributes, and return its transcript."""
     scene.furnish(application)
-    there = at or scene.Scene()
+    cloud = at or scene.Scene()
     with pytest.MonkeyPatch.context() as change:
-        scene.play(there, application, change)
+        scene.play(cloud, application, change)
         for changed, name, value in changes:
             change.setattr(changed, name, value)
-        return scene.transcript(words, there, path)
+        return scene.transcript(words, cloud, path)
 
 
 def interrupted(*_: object) -> None:
@@ -103,8 +106,7 @@ def interrupted(*_: object) -> None:
 def test_what_is_placed_is_said_to_whoever_interrupts(
     form: str, config: str, application: InProcess, tmp_path: Path
 ) -> None:
-    """Its uuid stands nowhere else: it was made for it. What is to be typed asks the cluster that this one asked."""
-
+    """Only the output has the new uuid; the suggested command must name the same cluster."""
     words = [*config.split(), '-f', form, '--wait', SMALL]
     lines = transcript_with(words, application, tmp_path, (Context, 'name_computes', interrupted))
     instance = 'f0000000-0000-4000-8000-000000000001'
@@ -119,26 +121,25 @@ def test_what_is_placed_is_said_to_whoever_interrupts(
 def test_nor_does_one_end_it_before_the_wait_has_begun(
     words: str, form: str, application: InProcess, tmp_path: Path
 ) -> None:
-    """It is said where it is by then: what was pressed a moment later said "interrupted", as if nothing were begun."""
-
-    asked = [*words.split(), '-f', form, '--wait']
-    lines = transcript_with(asked, application, tmp_path, (create, '_waited', interrupted))
+    """A plain "interrupted" would look as if nothing had been requested."""
+    arguments = [*words.split(), '-f', form, '--wait']
+    lines = transcript_with(arguments, application, tmp_path, (create, '_waited', interrupted))
     instance = 'f0000000-0000-4000-8000-000000000001'
     assert any(line.startswith('|') and instance in line for line in lines)
-    said = [f'! eschedule: interrupted, and it goes on: eschedule wait {instance}', '= 6']
-    assert [line for line in lines if line.startswith(('!', '='))][-2:] == said
+    expected = [f'! eschedule: interrupted, and it goes on: eschedule wait {instance}', '= 6']
+    assert [line for line in lines if line.startswith(('!', '='))][-2:] == expected
 
 
 def test_of_what_is_queued_as_etcd_goes_away_no_more_is_said(application: InProcess, tmp_path: Path) -> None:
-    """That no compute takes from queues is not known then."""
+    """Without etcd it is not known whether any compute takes from queues."""
 
     def away(*_: object, **__: object) -> None:
         raise Unreachable('etcd does not answer')
 
     words = ['--flavor', 'small', '--queue', 'http://images.invalid/x.img']
     lines = transcript_with(words, application, tmp_path, (Store, 'around', away), (Store, 'snapshot', away))
-    said = [line for line in lines if line.startswith(('|', '!', '='))]
-    assert said == ['| QUEUED INSTANCE f0000000-0000-4000-8000-000000000001', '= 0']
+    printed = [line for line in lines if line.startswith(('|', '!', '='))]
+    assert printed == ['| QUEUED INSTANCE f0000000-0000-4000-8000-000000000001', '= 0']
 
 
 @pytest.mark.parametrize(
@@ -148,14 +149,14 @@ def test_of_what_is_queued_as_etcd_goes_away_no_more_is_said(application: InProc
 def test_a_misspelt_command_is_named_when_etcd_is_away(
     word: str, hints: list[str], application: InProcess, tmp_path: Path
 ) -> None:
-    """An instance may be called so, which etcd alone knows."""
+    """The word may be the name of an instance, which only etcd knows."""
 
     def away(*_: object) -> None:
         raise Unreachable('etcd does not answer')
 
     lines = transcript_with([word], application, tmp_path, (Store, 'get', away))
-    said = '; '.join(['etcd does not answer', *hints])
-    assert lines == [f'! eschedule: {said}', '= 7']
+    message = '; '.join(['etcd does not answer', *hints])
+    assert lines == [f'! eschedule: {message}', '= 7']
 
 
 @pytest.mark.parametrize(
@@ -170,16 +171,16 @@ def test_what_was_written_before_an_interrupt_may_be_done(
     words: str, says: str, application: InProcess, tmp_path: Path
 ) -> None:
     def commit(*written: Any) -> None:
-        wrote(*written)
+        real_commit(*written)
         raise KeyboardInterrupt
 
-    there = scene.Scene()
-    wrote = there.commit
-    lines = transcript_with(words.split(), application, tmp_path, (there, 'commit', commit), at=there)
+    cloud = scene.Scene()
+    real_commit = cloud.commit
+    lines = transcript_with(words.split(), application, tmp_path, (cloud, 'commit', commit), at=cloud)
     assert len([line for line in lines if line.startswith('+ ')]) == 1
-    word = 'web' if words.startswith('quota') else 'web-1'
-    said = f'! eschedule: interrupted; {word}: it may have been accepted: {says}'
-    assert [line for line in lines if line.startswith(('|', '!'))] == [said]
+    subject = 'web' if words.startswith('quota') else 'web-1'
+    message = f'! eschedule: interrupted; {subject}: it may have been accepted: {says}'
+    assert [line for line in lines if line.startswith(('|', '!'))] == [message]
     assert lines[-1] == '= 1'
 
 
@@ -187,13 +188,13 @@ def test_what_was_written_before_an_interrupt_may_be_done(
 def test_the_other_commands(command: str, tmp_path: Path) -> None:
     def answer(words: list[str]) -> list[str]:
         run = [sys.executable, '-m', OTHERS[command], *words]
-        done = subprocess.run(
+        process = subprocess.run(
             run, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=60
         )
-        assert done.stdout == ''
-        # mdserver's argparse says its usage before.
-        said = [line for line in done.stderr.splitlines() if not line.startswith(('usage:', ' '))]
-        return [*(f'! {scene.alike(line)}' for line in said), f'= {done.returncode}']
+        assert process.stdout == ''
+        # mdserver's argparse prints its usage first.
+        errors_printed = [line for line in process.stderr.splitlines() if not line.startswith(('usage:', ' '))]
+        return [*(f'! {scene.alike(line)}' for line in errors_printed), f'= {process.returncode}']
 
     path = HERE / 'commands' / f'{command}.txt'
     compare(path, transcript(path, answer))
@@ -207,21 +208,22 @@ def transcript(path: Path, answer: Callable[[list[str]], list[str]]) -> str:
 
 
 def request(key: str, value: bytes) -> str:
-    found = order.parse_request(key.split('/')[2], key, value)
-    assert isinstance(found, order.Request), found
-    return order.to_json(found)
+    parsed = order.parse_request(key.split('/')[2], key, value)
+    assert isinstance(parsed, order.Request), parsed
+    return order.to_json(parsed)
 
 
 def waiting(key: str, value: bytes) -> str:
-    found = queue.parse_waiting(key, value)
-    assert isinstance(found, queue.QueueEntry), found
-    return queue.to_json(found)
+    parsed = queue.parse_waiting(key, value)
+    assert isinstance(parsed, queue.QueueEntry), parsed
+    return queue.to_json(parsed)
 
 
 def user_data(key: str, value: bytes) -> str:
     return guest.SharedUserData.of(guest.shared_user_data(value, keys.last(key))).text
 
 
+# {prefix of a key, or suffix of a taker key: parses a value and writes it again}
 AGAIN: dict[str, Callable[[str, bytes], str]] = {
     keys.HOSTS: request,
     keys.QUEUES: waiting,
@@ -238,22 +240,23 @@ AGAIN: dict[str, Callable[[str, bytes], str]] = {
     keys.CLUSTER: lambda _, value: cluster.new(cluster.identity(value), '2021-03-04T05:06:00.000Z'),
     'the known etcd': lambda _, value: cluster.to_json(cluster.from_json(value)),
 }
-"""What is read of a key and written anew, by the beginning of the key; a taker's by its end."""
 
 
 @pytest.mark.parametrize('name', ['scene.txt', 'values.txt'])
 def test_what_is_read_is_written_as_it_was(name: str) -> None:
     lines = (HERE / name).read_text().splitlines()
-    read = {each for line in lines if (each := written_anew(line)) is not None}
-    assert read <= set(lines)
-    assert len(read) > len(lines) - 6  # a presence, an attempt, an address: one side writes and none reads it whole
+    parsed_lines = {rewritten for line in lines if (rewritten := written_anew(line)) is not None}
+    assert parsed_lines <= set(lines)
+    assert len(parsed_lines) > len(lines) - 6  # no reader parses a presence, an attempt or an address completely
 
 
 def written_anew(line: str) -> str | None:
-    """The line as it is once its value was read and written; None where one side alone has to do with it."""
+    """Parse the value of a line and write it again; None for a key without a parser."""
     key, _, value = line.partition(' ' if line.startswith('/') else ' {')
     value = value if line.startswith('/') else '{' + value
-    kind = keys.TAKER if key.endswith(keys.TAKER) else next((each for each in AGAIN if key.startswith(each)), None)
+    kind = (
+        keys.TAKER if key.endswith(keys.TAKER) else next((prefix for prefix in AGAIN if key.startswith(prefix)), None)
+    )  # fmt: skip
     return f'{key} {AGAIN[kind](key, value.encode())}' if kind else None
 
 
@@ -263,38 +266,38 @@ def test_a_digest_of_each_compute() -> None:
 
 
 def test_the_keys() -> None:
-    host, one = scene.HV1, '1a5c0de0-0000-4000-8000-000000000001'
-    said = {
+    host, instance = scene.HV1, '1a5c0de0-0000-4000-8000-000000000001'
+    examples = {
         'what one compute watches': keys.request_prefix(host),
-        'a request': keys.request(host, one),
-        'an attempt': keys.attempt(one),
-        'an address': keys.booted(one),
-        'a record': keys.record(host, one),
-        'a record of no compute': keys.record('', one),
-        'a record of 1.0': keys.old_record(one),
+        'a request': keys.request(host, instance),
+        'an attempt': keys.attempt(instance),
+        'an address': keys.booted(instance),
+        'a record': keys.record(host, instance),
+        'a record of no compute': keys.record('', instance),
+        'a record of 1.0': keys.old_record(instance),
         'a name': keys.name('web'),
         'a group': keys.group('web'),
         'a quota': keys.quota('web'),
         'a flavor': keys.flavor('small'),
-        'what waits': keys.queue('small', one),
-        'who takes it': keys.taker(keys.queue('small', one)),
-        'generations released': keys.released(one, 255),
+        'what waits': keys.queue('small', instance),
+        'who takes it': keys.taker(keys.queue('small', instance)),
+        'generations released': keys.released(instance, 255),
         'user-data': keys.user_data('0' * 64),
         'a compute': keys.compute(host),
         'the cluster': keys.CLUSTER,
-        'an audit': keys.audit(one),
-        'a clearance': keys.clearance(one, host),
-        'a page of a digest': keys.digest(one, host, 0),
-        'what was cleared': keys.digest(one, host, 'cleared'),
+        'an audit': keys.audit(instance),
+        'a clearance': keys.clearance(instance, host),
+        'a page of a digest': keys.digest(instance, host, 0),
+        'what was cleared': keys.digest(instance, host, 'cleared'),
     }
-    compare(HERE / 'keys.txt', ''.join(f'{name}: {key}\n' for name, key in said.items()))
+    compare(HERE / 'keys.txt', ''.join(f'{name}: {key}\n' for name, key in examples.items()))
 
 
 def test_codes_states_and_stages() -> None:
-    exits = {name: each.exit_code for name, each in vars(errors).items() if hasattr(each, 'exit_code')}
+    exits = {name: error.exit_code for name, error in vars(errors).items() if hasattr(error, 'exit_code')}
     lines = [f'exit {code} {name}' for name, code in sorted(exits.items(), key=lambda each: (each[1], each[0]))]
-    lines += [f'audit {code}{" --fix" if each.fix else ""}' for code, each in sorted(CODES.items())]
-    lines += [f'state {each}' for each in sorted({record.QUEUED, *record.STATES})]
-    lines += [f'stage {each}' for each in record.STAGES]
+    lines += [f'audit {code}{" --fix" if code_info.fix else ""}' for code, code_info in sorted(CODES.items())]
+    lines += [f'state {state_name}' for state_name in sorted({record.QUEUED, *record.STATES})]
+    lines += [f'stage {stage}' for stage in record.STAGES]
     lines += [f'kept {state} {seconds} s' for state, seconds in sorted(record.KEPT.items())]
     compare(HERE / 'codes.txt', '\n'.join(lines) + '\n')
