@@ -79,7 +79,9 @@ class Scene:
             if isinstance(operation, Put):
                 created = before.created if before else self.revision
                 value = operation.value.encode()
-                self.there[operation.key] = Entry(operation.key, value, self.revision, operation.lease, created=created)
+                self.there[operation.key] = Entry(
+                    operation.key, value, self.revision, operation.lease, created=created
+                )
                 ttl = f' ({self.leases[operation.lease]} s)' if operation.lease else ''
                 self.told.append(f'+ {operation.key}{ttl} {operation.value}')
             elif before:
@@ -245,7 +247,8 @@ def transcript(words: Sequence[str], scene: Scene, directory: Path) -> list[str]
         lines = list(eschedule(words))
     own = f'"pid": {os.getpid()}'
     return [
-        alike(NOW.sub('<now>', line).replace(own, '"pid": <pid>')) for line in [*lines[:-1], *scene.told, lines[-1]]
+        alike(NOW.sub('<now>', line).replace(own, '"pid": <pid>'))
+        for line in [*lines[:-1], *scene.told, lines[-1]]
     ]
 
 

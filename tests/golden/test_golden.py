@@ -255,8 +255,10 @@ def written_anew(line: str) -> str | None:
     key, _, value = line.partition(' ' if line.startswith('/') else ' {')
     value = value if line.startswith('/') else '{' + value
     kind = (
-        keys.TAKER if key.endswith(keys.TAKER) else next((prefix for prefix in AGAIN if key.startswith(prefix)), None)
-    )  # fmt: skip
+        keys.TAKER
+        if key.endswith(keys.TAKER)
+        else next((prefix for prefix in AGAIN if key.startswith(prefix)), None)
+    )
     return f'{key} {AGAIN[kind](key, value.encode())}' if kind else None
 
 

@@ -103,7 +103,9 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('queued-doubled', ACTIVE, lambda w: w.wait(ACTIVE, name='web1')),
     ('queued-doubled', GONE, lambda w: w.wait(GONE)),
     ('queued-doubled', NOBODY, lambda w: (w.wait(NOBODY), w.ask(TWO, NOBODY))),
-    ('taker-unleased', NOBODY, lambda w: (w.wait(NOBODY), w.put(keys.taker(keys.queue('small', NOBODY)), '{}'))),
+    ('taker-unleased', NOBODY, lambda w: (
+        w.wait(NOBODY), w.put(keys.taker(keys.queue('small', NOBODY)), '{}'),
+    )),
     ('record-doubled', ACTIVE, lambda w: w.write(ACTIVE, record.STOPPED, TWO)),
     ('record-doubled', GONE, lambda w: w.write(GONE, record.ACTIVE, TWO)),
     ('record-missing', ACTIVE, lambda w: w.etcd.pop(keys.record(ONE, ACTIVE))),
@@ -111,7 +113,9 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('record-unreadable', 'no-uuid', lambda w: w.put(keys.record(ONE, 'no-uuid'), '{}')),
     ('record-unleased', GONE, lambda w: w.write(GONE, record.GONE)),
     ('record-unleased', FAILED, lambda w: w.write(FAILED, record.ERROR, name='failed')),
-    ('record-leased', ACTIVE, lambda w: w.write(ACTIVE, record.ACTIVE, lease=LEASE, address='10.0.0.1', name='web1')),
+    ('record-leased', ACTIVE, lambda w: w.write(
+        ACTIVE, record.ACTIVE, lease=LEASE, address='10.0.0.1', name='web1'
+    )),
     ('booted-orphaned', NOBODY, lambda w: w.put(keys.booted(NOBODY), '10.0.0.1')),
     ('booted-orphaned', GONE, lambda w: w.put(keys.booted(GONE), '10.0.0.1')),
     ('booted-differs', ACTIVE, lambda w: w.put(keys.booted(ACTIVE), '10.0.0.2')),
@@ -133,7 +137,9 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('group-orphaned', 'web', lambda w: w.join('web', AFFINITY, {ACTIVE: ONE, NOBODY: ONE})),
     ('group-orphaned', 'web', lambda w: w.join('web', AFFINITY, {GONE: ONE})),
     ('group-missing', ACTIVE, lambda w: w.belong(ACTIVE, 'web')),
-    ('group-missing', ACTIVE, lambda w: (w.belong(ACTIVE, 'web'), w.join('web', ANTI_AFFINITY, {ACTIVE: TWO}))),
+    ('group-missing', ACTIVE, lambda w: (
+        w.belong(ACTIVE, 'web'), w.join('web', ANTI_AFFINITY, {ACTIVE: TWO}),
+    )),
     ('quota-unreadable', 'a/b', lambda w: w.put(keys.quota('a/b'), '{}')),
     ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), quota_to_json(Quota('web', {}, {'VCPU': 1})))),
     ('usage-differs', 'web', lambda w: (
@@ -211,7 +217,9 @@ def test_what_a_person_deletes_is_named_with_its_key(world: Making) -> None:
     assert said(GONE) == [f'delete the wrong one: etcdctl del {wrong}']
     # Records of ecomp 1.0 have another key. A key with a blank is quoted for the shell.
     world.etcd[keys.old_record(GONE)] = world.etcd.pop(keys.record(ONE, GONE))
-    assert said(GONE) == [f'delete the wrong one: etcdctl del {keys.request(TWO, GONE)} or {keys.old_record(GONE)}']
+    assert said(GONE) == [
+        f'delete the wrong one: etcdctl del {keys.request(TWO, GONE)} or {keys.old_record(GONE)}'
+    ]
     world.put(keys.quota('a b'), '{}')
     assert said('a b') == ["if no newer ecomp wrote it, delete the key: etcdctl del '/quotas/a b'"]
 
@@ -383,7 +391,9 @@ def test_a_failed_one_gives_its_name_up_without_a_word(world: Making) -> None:
 @pytest.mark.parametrize('said', [None, f'{GONE}:asked', f'{GONE}:off'])
 @pytest.mark.parametrize('state', [record.ACTIVE, record.STOPPED])
 @pytest.mark.parametrize('running', [True, False])
-def test_a_power_that_is_being_switched(world: Making, said: str | None, state: str, running: bool) -> None:
+def test_a_power_that_is_being_switched(
+    world: Making, said: str | None, state: str, running: bool
+) -> None:
     key = keys.request(ONE, ACTIVE)
     request = json.loads(world.etcd[key].value) | {'power': {'action': 'reboot', 'id': GONE}}
     world.put(key, json.dumps(request))

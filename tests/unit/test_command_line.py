@@ -173,7 +173,9 @@ def test_help_of_several_commands_by_their_first_word() -> None:
 # The option parser of eschedule: every allowed form of a line, and refused ones.
 
 
-ANY = [*FLAGS, '', '-', '--', '-5', '--nam', '--coun=3', '-fjson', '-n5', '-x', '--=', 'list', 'log', 'web1', 'a=b']
+ANY = [
+    *FLAGS, '', '-', '--', '-5', '--nam', '--coun=3', '-fjson', '-n5', '-x', '--=', 'list', 'log', 'web1', 'a=b'
+]  # fmt: skip
 FIELDS = sorted(OPTIONS)
 
 
@@ -246,8 +248,14 @@ def test_line_is_read_back_from_every_form_it_may_be_written_in(line: tuple[list
     assert read(argv) == (words, options)
 
 
-@given(st.lists(st.one_of(st.sampled_from(ANY), st.builds('{}={}'.format, st.sampled_from(ANY), st.sampled_from(ANY)),
-                          st.text(max_size=5)), max_size=6))  # fmt: skip
+@given(st.lists(
+    st.one_of(
+        st.sampled_from(ANY),
+        st.builds('{}={}'.format, st.sampled_from(ANY), st.sampled_from(ANY)),
+        st.text(max_size=5),
+    ),
+    max_size=6,
+))  # fmt: skip
 def test_any_line_is_read_or_refused_in_one_line(argv: list[str]) -> None:
     message = ''
     try:

@@ -116,7 +116,9 @@ def test_the_default_image_is_fetched_as_it_was_published() -> None:
 # Values
 
 
-def test_all_values(compute: Callable[[str | bytes], ComputeConfig], tmp_path: Path) -> None:
+def test_all_values(
+    compute: Callable[[str | bytes], ComputeConfig], tmp_path: Path
+) -> None:
     for name in ('ca', 'cert', 'key'):
         (tmp_path / name).touch()
     config = compute(
@@ -195,7 +197,9 @@ def test_certificates_of_another_user_are_named_in_one_sentence() -> None:
     assert process.stderr == f'eschedule: {why}. {fix}\n'
 
 
-def test_placement_behind_certificates(compute: Callable[[str | bytes], ComputeConfig], tmp_path: Path) -> None:
+def test_placement_behind_certificates(
+    compute: Callable[[str | bytes], ComputeConfig], tmp_path: Path
+) -> None:
     for name in ('ca', 'cert', 'key', 'token'):
         (tmp_path / name).touch()
     files = f'ca_cert: ca, cert_cert: ./cert, cert_key: {tmp_path}/key, token_file: token'
@@ -241,11 +245,15 @@ def test_nothing_is_said_in_plain_text_by_accident(
 
 
 @pytest.mark.parametrize('host', ['localhost', 'LocalHost', '127.0.0.1', '127.9.9.9', '::1', '[::1]'])
-def test_this_machine_is_asked_in_plain_text(compute: Callable[[str | bytes], ComputeConfig], host: str) -> None:
+def test_this_machine_is_asked_in_plain_text(
+    compute: Callable[[str | bytes], ComputeConfig], host: str
+) -> None:
     bracketed = f'[{host.strip("[]")}]' if ':' in host else host
     config = compute(f'etcd: {{host: "{host}"}}\nplacement: {{endpoint: "http://{bracketed}"}}')
     assert in_clear(config.etcd, config.placement) == []
-    config = compute(f'etcd: {{endpoints: ["{bracketed}:1"]}}\nplacement: {{endpoint: "http://{bracketed}:8080/x"}}')
+    config = compute(
+        f'etcd: {{endpoints: ["{bracketed}:1"]}}\nplacement: {{endpoint: "http://{bracketed}:8080/x"}}'
+    )
     assert in_clear(config.etcd, config.placement) == []
 
 
@@ -288,7 +296,9 @@ def test_what_guests_are_given_are_files_beside_it_that_need_not_be_there_yet(tm
         ('endpoints: [a:1, "[fd00::1]:2379", c.example.org:65535]', ('a:1', '[fd00::1]:2379', 'c.example.org:65535')),
     ],
 )
-def test_endpoints(compute: Callable[[str | bytes], ComputeConfig], text: str, endpoints: tuple[str, ...]) -> None:
+def test_endpoints(
+    compute: Callable[[str | bytes], ComputeConfig], text: str, endpoints: tuple[str, ...]
+) -> None:
     assert compute(f'etcd: {{insecure: true, {text}}}').etcd.endpoints == endpoints
 
 

@@ -329,7 +329,9 @@ def test_any_inventory_is_totals_or_a_usage_error(text: str) -> None:
 
 KEYS = [f.name for kind in (ComputeConfig, ScheduleConfig) for f in dataclasses.fields(kind)]
 KEYS += EtcdConfig._fields
-WORDS = st.sampled_from([*KEYS, 'host', 'port', 'endpoint', 'user', 'VCPU', 'http://ds1', 'ds1:2379', UUID, '.', '<<'])
+WORDS = st.sampled_from(
+    [*KEYS, 'host', 'port', 'endpoint', 'user', 'VCPU', 'http://ds1', 'ds1:2379', UUID, '.', '<<']
+)
 PLAIN = (
     st.none()
     | st.booleans()
@@ -341,7 +343,9 @@ PLAIN = (
     | st.binary(max_size=4)
 )
 TREES = st.recursive(
-    PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | PLAIN, inner, max_size=6), max_leaves=12
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | PLAIN, inner, max_size=6),
+    max_leaves=12,
 )
 ANYTHING = st.one_of(
     st.binary(max_size=200),

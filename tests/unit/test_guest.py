@@ -224,7 +224,9 @@ def test_there_are_a_few_at_most() -> None:
         blob = b''.join(struct.pack('>I', len(part)) + part for part in parts)
         return f'ssh-ed25519 {base64.b64encode(blob).decode()}'
 
-    assert host_keys([key(number) for number in range(9)]) == tuple(key(number) for number in range(MOST_KEYS))
+    assert host_keys([key(number) for number in range(9)]) == tuple(
+        key(number) for number in range(MOST_KEYS)
+    )
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,15 @@ HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
         (replace(WELL, no_etcd=EXPIRED), 'etcd', 'has expired', 'elab certs DIR, on the control host;'),
         (replace(WELL, no_placement=NOT_YET_VALID), 'placement', 'not valid yet', 'set-ntp true'),
         (replace(WELL, no_placement=EXPIRED), 'placement', 'has expired', 'elab certs DIR, on the'),
-        (replace(WELL, no_etcd=NOT_OURS[0]), 'etcd', 'refuses our', 'copy what it makes here, and name it in `etcd:`'),
+        (
+            replace(WELL, no_etcd=NOT_OURS[0]), 'etcd', 'refuses our',
+            'copy what it makes here, and name it in `etcd:`',
+        ),
         (replace(WELL, no_placement=NOT_OURS[1]), 'placement', 'refuses our', 'and name it in `placement:`'),
-        (replace(WELL, no_placement=NOT_OURS[2]), 'placement', 'wants a certificate of', 'name it in `placement:`'),
+        (
+            replace(WELL, no_placement=NOT_OURS[2]), 'placement', 'wants a certificate of',
+            'name it in `placement:`',
+        ),
         (replace(WELL, no_placement=NOT_OURS[3]), 'placement', 'that our certificate', 'name it in `placement:'),
         (replace(WELL, no_placement=HUNG_UP), 'placement', 'does it take our', 'start it there, or correct'),
         (replace(WELL, etcd_version='3.4.23'), 'etcd-version', 'end-of-life', '3.5.33'),
@@ -135,7 +141,9 @@ def test_of_the_control_plane(facts: Backends, check: str, says: str, cure: str)
 )
 def test_of_the_computes(facts: Facts, found: tuple[str, str, str]) -> None:
     (finding,) = health.of_computes(facts)
-    assert (finding.check, found[1] in finding.what, found[2] in finding.cure) == (found[0], True, True), finding
+    assert (finding.check, found[1] in finding.what, found[2] in finding.cure) == (
+        found[0], True, True
+    ), finding
 
 
 def libvirt(**changed: object) -> Machine:
@@ -163,7 +171,10 @@ OTHER = Attachment('network', 'web')
         (replace(AWAY, has_libvirtd=False), 'libvirt', 'no socket', 'apt install libvirt-daemon-system'),
         (replace(AWAY, no_libvirt='', no_library='it is away: pip it'), 'libvirt', 'it is away', 'pip it'),
         (libvirt(version=8_000_000), 'libvirt-version', 'libvirt 8.0.0 is older', '9.0.0'),
-        (libvirt(version=11_002_001), 'libvirt-version', 'is 11.2.1 still, and 11.3.0', 'systemctl restart libvirtd'),
+        (
+            libvirt(version=11_002_001), 'libvirt-version', 'is 11.2.1 still, and 11.3.0',
+            'systemctl restart libvirtd',
+        ),
         (libvirt(qemu=False), 'qemu', 'no QEMU', 'apt install qemu-system-x86'),
         (libvirt(kvm_device=True, kvm_closed=True, kvm='closed'), 'kvm', 'up to a minute', 'chmod 660 /dev/kvm'),
         (replace(libvirt(kvm='no flag'), wanted='kvm'), 'kvm', 'cannot be had: no flag', 'virt_type: auto'),
@@ -173,7 +184,10 @@ OTHER = Attachment('network', 'web')
         (libvirt(networks={NETWORK: MISSING}), 'network', 'no network default', 'virsh net-define'),
         (libvirt(networks={OTHER: MISSING}), 'network', 'no network web', 'virsh net-list --all'),
         (libvirt(networks={OTHER: OFF}), 'network', 'web is not active', 'virsh net-start web'),
-        (libvirt(unfit=('web has no <range>. Fix: virsh net-update',)), 'network', 'no <range>', 'virsh net-update'),
+        (
+            libvirt(unfit=('web has no <range>. Fix: virsh net-update',)), 'network', 'no <range>',
+            'virsh net-update',
+        ),
         (libvirt(has_bridge=False), 'metadata', 'no metadata can be served', 'metadata: iso'),
         (replace(MACHINE, is_taken=True), 'metadata', 'port 80 is no metadata server', 'an address of its own'),
         (libvirt(filters='ebtables is not installed'), 'filters', 'ebtables', 'apt install iptables'),
@@ -206,7 +220,10 @@ def test_every_check_finds_something_here() -> None:
     expected = {*health.OF_BACKENDS, *health.OF_COMPUTES, *health.OF_MACHINE, *health.OF_LIBVIRT}
     tests = [test_of_the_control_plane, test_of_a_machine]
     checks = {case[1] for test in tests for case in test.pytestmark[0].args[1]}  # type: ignore[attr-defined]
-    checks |= {case[1][0] for case in test_of_the_computes.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    checks |= {
+        case[1][0]
+        for case in test_of_the_computes.pytestmark[0].args[1]  # type: ignore[attr-defined]
+    }
     assert checks == expected
     assert Ailment._fields == ('check', 'what', 'cure')
 
@@ -282,7 +299,9 @@ def test_that_there_was_none_is_found_unless_somebody_ended_it() -> None:
 def test_for_programs() -> None:
     fields = LEFT.to_dict()
     assert (fields['reached'], fields['seconds'], fields['said'], fields['gone']) == (ENTERED, 4.25, None, False)
-    assert (CANARY.to_dict()['gone'], NONE.to_dict()['gone'], NONE.to_dict()['said']) == (True, None, 'it is disabled')
+    assert (CANARY.to_dict()['gone'], NONE.to_dict()['gone'], NONE.to_dict()['said']) == (
+        True, None, 'it is disabled'
+    )
 
 
 def test_how_far_it_came() -> None:

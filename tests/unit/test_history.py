@@ -115,7 +115,9 @@ RECORDS: list[tuple[Record | None, Record | None, list[str], str]] = [
 
 
 @pytest.mark.parametrize(('before', 'after', 'words', 'time'), RECORDS)
-def test_what_a_record_says_anew(before: Record | None, after: Record | None, words: list[str], time: str) -> None:
+def test_what_a_record_says_anew(
+    before: Record | None, after: Record | None, words: list[str], time: str
+) -> None:
     events = told([recorded(before, after)], host)
     assert [event.says for event in events] == words
     assert {event.time for event in events} <= {time}
@@ -148,7 +150,9 @@ def test_what_is_asked_of_a_compute() -> None:
     assert says(requested(tombstone, replace(tombstone, left={'VCPU': 1}))) == []
     assert says(requested(ASKED, None)) == []
     wrong = Change(keys.request(COMPUTE, INSTANCE), None, b'{}', 7)
-    assert says(wrong) == ['its request to hv1 cannot be understood: the request lacks allocations, instance, image']
+    assert says(wrong) == [
+        'its request to hv1 cannot be understood: the request lacks allocations, instance, image'
+    ]
 
 
 def test_a_queue_is_told_of_from_the_request_to_its_taking() -> None:
@@ -156,7 +160,9 @@ def test_a_queue_is_told_of_from_the_request_to_its_taking() -> None:
     mark = mark_to_json(COMPUTE).encode()
     assert says(Change(place, None, value, 7)) == ['queue small: waits']
     assert says(Change(keys.taker(place), None, mark, 7)) == ['queue small: hv1 is taking it']
-    moved = says(Change(keys.taker(place), mark, None, 7), Change(place, value, None, 7), requested(None, ASKED))
+    moved = says(
+        Change(keys.taker(place), mark, None, 7), Change(place, value, None, 7), requested(None, ASKED)
+    )
     assert moved == ['queue small: taken by hv1', 'request accepted, for hv1']
     assert says(Change(place, value, None, 7)) == ['queue small: left, and nobody has it']
     (bad,) = says(Change(place, None, b'{}', 7))
@@ -173,7 +179,9 @@ def test_a_compute_comes_and_goes() -> None:
     assert (came.kind, came.compute, came.says) == ('compute', COMPUTE, 'compute hv9 came up, ecomp 1.1.0')
     assert came.time == at(1)
     assert says(Change(key, alive(), alive(), 7)) == []
-    assert says(Change(key, alive(), alive(since=at(2)), 7)) == ['compute hv9 is up, ecomp 1.1.0']
+    assert says(Change(key, alive(), alive(since=at(2)), 7)) == [
+        'compute hv9 is up, ecomp 1.1.0'
+    ]
     assert says(Change(key, alive(), None, 7)) == ['compute hv9 went away']
     assert says(Change(key, None, b'[]', 7)) == ['compute hv1 came up']
 
@@ -211,7 +219,9 @@ def test_the_changes_of_one_revision_share_what_is_known_of_its_time() -> None:
 
 def test_a_line_has_the_time_the_name_and_the_words() -> None:
     lines = Lines()
-    first, second = told([recorded(None, NEW)], host) + told([requested(ASKED, replace(ASKED, power=POWER))], host)
+    first, second = told([recorded(None, NEW)], host) + told(
+        [requested(ASKED, replace(ASKED, power=POWER))], host
+    )
     assert lines.line(first) == f'{at(0)}  web1: scheduled on hv1'
     assert lines.line(second) == f'{at(0)}~ web1: reboot accepted'
     # A taker key has no name: the name of an earlier event is used.
@@ -229,7 +239,11 @@ families = st.sampled_from(
     [keys.HOSTS, keys.INSTANCES, keys.QUEUES, keys.NAMES, keys.COMPUTES, keys.GROUPS, keys.QUOTAS, keys.FLAVORS,
      keys.CLUSTER, keys.BOOTED, keys.RELEASED, '/', '']
 )  # fmt: skip
-values = st.none() | st.sampled_from([*VALUES, alive(hostname=7, version=[], since={})]) | st.binary(max_size=40)
+values = (
+    st.none()
+    | st.sampled_from([*VALUES, alive(hostname=7, version=[], since={})])
+    | st.binary(max_size=40)
+)
 
 
 rests = st.text(max_size=20) | st.sampled_from(['a/b', '/', 'a/b/taker', INSTANCE])
@@ -327,7 +341,9 @@ def test_what_failed_is_drawn_up_to_there() -> None:
     assert drawn([failed], Look()) == FAILED_EARLY
 
 
-@pytest.mark.parametrize('told', [{}, {'requested': 'yesterday'}, {'scheduled': '2026-01-31T12:00:00Z'}, stages(0.0)])
+@pytest.mark.parametrize(
+    'told', [{}, {'requested': 'yesterday'}, {'scheduled': '2026-01-31T12:00:00Z'}, stages(0.0)]
+)
 def test_with_little_or_nothing_to_draw_it_is_drawn_all_the_same(told: dict[str, str]) -> None:
     lines = drawn([replace(record(), stages=told)], Look()).splitlines()
     assert lines[0].startswith(f'{FAST}  active')

@@ -184,7 +184,10 @@ def test_json_says_the_same() -> None:
 
 def test_living() -> None:
     etcd = InEtcd(
-        requests={HOST: {A: wish(A), B: tombstone(B), C: Invalid(C, 'not JSON')}, OTHER: {D: wish(D)}},
+        requests={
+            HOST: {A: wish(A), B: tombstone(B), C: Invalid(C, 'not JSON')},
+            OTHER: {D: wish(D)},
+        },
         records={
             B: record(B, 'active'),  # its destroy was accepted
             D: record(D, 'active', OTHER),
@@ -228,10 +231,15 @@ def test_a_request_its_compute_would_drop_does_not_live_there(known: Record) -> 
         (InEtcd(requests={HOST: {A: tombstone(A)}}, unreadable={A}), (), (), 'cannot be read'),
         (InEtcd(requests={OTHER: {A: wish(A)}}), (A,), (), f'instance {A} of compute {OTHER} holds'),
         (InEtcd(records={A: record(A, 'active', OTHER)}), (A,), (), f'instance {A} of compute {OTHER} holds'),
-        (InEtcd(up({OTHER: 'hv2'}), {OTHER: {A: wish(A)}}), (A,), (), f'instance {A} of compute hv2 holds'),
+        (
+            InEtcd(up({OTHER: 'hv2'}), {OTHER: {A: wish(A)}}), (A,), (),
+            f'instance {A} of compute hv2 holds',
+        ),
     ],
 )
-def test_refusal(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], says: str) -> None:
+def test_refusal(
+    etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], says: str
+) -> None:
     reason = refusal(HOST, etcd, held, at_it)
     assert reason is not None
     assert says in reason
@@ -241,18 +249,28 @@ def test_refusal(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], sa
     ('etcd', 'held', 'at_it', 'left'),
     [
         (InEtcd(), (), (), Leftovers()),
-        (InEtcd(up({OTHER: 'hv2'}), requests={OTHER: {A: wish(A)}}, unreadable={B}), (), (B,), Leftovers()),
-        (InEtcd(), (A,), (B,), Leftovers(orphans=(A,))),
-        (InEtcd(records={A: record(A, 'gone'), B: record(B, 'error')}), (A, B), (), Leftovers(orphans=(A, B))),
         (
-            InEtcd(requests={HOST: {A: tombstone(A), B: tombstone(B)}}, records={B: record(B, 'active')}),
+            InEtcd(up({OTHER: 'hv2'}), requests={OTHER: {A: wish(A)}}, unreadable={B}), (), (B,),
+            Leftovers(),
+        ),
+        (InEtcd(), (A,), (B,), Leftovers(orphans=(A,))),
+        (
+            InEtcd(records={A: record(A, 'gone'), B: record(B, 'error')}), (A, B), (),
+            Leftovers(orphans=(A, B)),
+        ),
+        (
+            InEtcd(
+                requests={HOST: {A: tombstone(A), B: tombstone(B)}}, records={B: record(B, 'active')}
+            ),
             *((A, B, C), (), Leftovers(ended=(A, B), orphans=(C,))),
         ),
         (InEtcd(records={A: record(A, 'destroying')}), (A,), (), Leftovers(ended=(A,))),
         (InEtcd(junk={HOST: ['x/y']}), (), (), Leftovers(stray=('x/y',))),
     ],
 )
-def test_leftovers(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], left: Leftovers) -> None:
+def test_leftovers(
+    etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], left: Leftovers
+) -> None:
     assert refusal(HOST, etcd, held, at_it) is None
     assert leftovers(HOST, etcd, held) == left
 
@@ -278,7 +296,12 @@ def test_disabled(
 
 
 def test_what_is_still_there() -> None:
-    records = {A: record(A, 'active'), B: record(B, 'destroying'), C: record(C, 'gone'), D: record(D, 'active', OTHER)}
+    records = {
+        A: record(A, 'active'),
+        B: record(B, 'destroying'),
+        C: record(C, 'gone'),
+        D: record(D, 'active', OTHER),
+    }
     etcd = InEtcd(requests={HOST: {A: wish(A), B: tombstone(B), C: wish(C)}}, records=records)
     assert there(HOST, etcd) == {A, B}
 
@@ -461,12 +484,17 @@ def test_of_several_that_can_be_read_the_oldest_key_is_believed() -> None:
     assert found((keys.record(TWO, INSTANCE), later), (keys.record(ONE, INSTANCE), first)).compute == ONE
     # An instance destroyed while queued stays gone, even if a compute writes a record later.
     unassigned = record_at('', GONE, created=2)
-    assert found((keys.record(TWO, INSTANCE), later), (keys.record('', INSTANCE), unassigned)).record is unassigned
+    assert found(
+        (keys.record(TWO, INSTANCE), later), (keys.record('', INSTANCE), unassigned)
+    ).record is unassigned
 
 
 @pytest.mark.fast
 def test_who_is_asked_is_believed_before_who_has_a_record() -> None:
-    pairs = [(keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 1)), (keys.request(ONE, INSTANCE), Value(b'{}', 7))]
+    pairs = [
+        (keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 1)),
+        (keys.request(ONE, INSTANCE), Value(b'{}', 7)),
+    ]
     assert (found(*pairs).compute, found(*pairs).record) == (ONE, None)
 
 
@@ -496,7 +524,10 @@ def test_of_several_that_are_asked_the_one_that_holds_the_claim_is_believed() ->
 
 @pytest.mark.fast
 def test_of_one_that_is_asked_nobody_asks_placement() -> None:
-    pairs = [(keys.request(ONE, INSTANCE), Value(b'{}', 3)), (keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 1))]
+    pairs = [
+        (keys.request(ONE, INSTANCE), Value(b'{}', 3)),
+        (keys.record(TWO, INSTANCE), record_at(TWO, ACTIVE, 1)),
+    ]
     places = found(*pairs)
     places.judge(INSTANCE, lambda _: pytest.fail('asked'))
     assert places.compute == ONE

@@ -89,7 +89,9 @@ def wrong_imports(modules: Mapping[str, str]) -> list[str]:
                 elif other_layer != room and other_layer not in ARROWS.get(room, set()):
                     problems.append(f'{module}:{line}: {room or "no room"} must not import {other}')
             elif top in PLACES and not any(within(module, place) for place in PLACES[top]):
-                problems.append(f'{module}:{line}: {top} is imported in {sorted(PLACES[top]) or "no module"} only')
+                problems.append(
+                    f'{module}:{line}: {top} is imported in {sorted(PLACES[top]) or "no module"} only'
+                )
             elif top in IMPURE_IMPORTS and any(within(module, place) for place in PURE):
                 problems.append(f'{module}:{line}: is pure, so without {top}')
             elif top not in sys.stdlib_module_names and top not in PLACES:
@@ -113,7 +115,11 @@ def wrong_deeds(modules: Mapping[str, str]) -> list[str]:
             if not isinstance(node, ast.Attribute | ast.Name):
                 continue
             symbol = dotted(node)
-            if symbol in EXITS and module not in FRONT_DOORS and not (symbol == 'os._exit' and module in LEAVES):
+            if (
+                symbol in EXITS
+                and module not in FRONT_DOORS
+                and not (symbol == 'os._exit' and module in LEAVES)
+            ):
                 problems.append(f'{module}:{line}: {symbol} belongs in a front door')
             is_exec = symbol == 'os.execvp' and module in BECOMES
             if (symbol in SHELLS and not is_exec) or symbol in HIDDEN_IMPORTS:
@@ -172,7 +178,9 @@ def test_what_says_that_it_is_pure_is_held_to_it_and_the_reverse() -> None:
 
 
 def test_what_is_pure_loads_nothing_that_speaks_with_a_system() -> None:
-    modules = sorted(name.removesuffix('.__init__') for name in read_modules() if any(within(name, p) for p in PURE))
+    modules = sorted(
+        name.removesuffix('.__init__') for name in read_modules() if any(within(name, p) for p in PURE)
+    )
     code = f'import sys, {", ".join(modules)}; print(*sys.modules)'
     process = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=TOP)
     forbidden = {'ecomp.store.client', 'ecomp.placement.client', 'ecomp.virt.connection', 'requests', 'h2', 'libvirt'}
@@ -371,7 +379,9 @@ NOT_OF_BANDIT = {
 
 def test_bandit() -> None:
     skip = f'--ignore={",".join(NOT_OF_BANDIT)}'
-    run('ruff', 'check', '--isolated', '--target-version=py311', '--select=S', skip, 'ecomp', 'md_server', 'setup.py')
+    run(
+        'ruff', 'check', '--isolated', '--target-version=py311', '--select=S', skip, 'ecomp', 'md_server', 'setup.py'
+    )  # fmt: skip
 
 
 def test_modules_classes_and_functions_have_docstrings() -> None:

@@ -155,7 +155,9 @@ def test_a_name_with_a_space_is_found_in_the_sums() -> None:
         (ssl.SSLError('wrong version number'), 'it does not speak TLS as this host does'),
     ],
 )
-def test_why_a_server_is_away_is_said(monkeypatch: pytest.MonkeyPatch, cause: OSError, says: str) -> None:
+def test_why_a_server_is_away_is_said(
+    monkeypatch: pytest.MonkeyPatch, cause: OSError, says: str
+) -> None:
     # A test must not depend on the answers of the machine's own network.
     def fail(*_: object, **__: object) -> None:
         raise cause

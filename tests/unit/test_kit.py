@@ -177,7 +177,8 @@ WRONG: list[tuple[Sequence[str], Callable[[Story], None]]] = [
         lambda story: story.built(ONE, OTHER, 'active'), lambda story: story.asks.append(create(None)))),
     (['moves from compute', 'on a compute that is not asked', 'its record is of'],
      put((f'/instances/{TAKEN}', record(TWO, TAKEN, 'active')))),
-    (['is in error without a reason'], put((f'/instances/{BROKEN}', record(TWO, BROKEN, 'error', error={}), LEASE))),
+    (['is in error without a reason'],
+     put((f'/instances/{BROKEN}', record(TWO, BROKEN, 'error', error={}), LEASE))),
     (['its record went while it was active'], after(
         put((f'/instances/{TAKEN}', None)), put((f'/instances/{TAKEN}', record(ONE, TAKEN, 'building'))),
         put((f'/instances/{TAKEN}', record(ONE, TAKEN, 'active'))))),
@@ -191,14 +192,16 @@ WRONG: list[tuple[Sequence[str], Callable[[Story], None]]] = [
     (['is requested of 2 computes at once', 'was delivered 2 times'], on_two),
     (['waits in 1 queues, and is requested of 1'], after(
         put((f'/queues/small/{TAKEN}', waiting(TAKEN))), put((f'/queues/small/{TAKEN}', None)))),
-    (['waits in 2 queues', 'waits in 2 queues', 'quota web'], put((f'/queues/large/{WAITS}', waiting(WAITS)))),
+    (['waits in 2 queues', 'waits in 2 queues', 'quota web'],
+     put((f'/queues/large/{WAITS}', waiting(WAITS)))),
     (['is on no lease', 'without a lease'], put((f'/requests/{OTHER}', value(instances=[OTHER], pid=5)))),
     (['is on no lease', 'without a lease'], put((f'/queues/small/{WAITS}/taker', value(compute=ONE)))),
     (['is being taken, and does not wait'], put((f'/queues/small/{OTHER}/taker', value(compute=ONE), LEASE))),
     # Names, groups, quotas
     (['the name web1 is taken from it', 'the name web1 is taken from it', 'nobody was told'], named),
     (['is delivered as web2, which is not its name'], after(
-        put((f'/hosts/{ONE}/{OTHER}', request(ONE, OTHER, name='web2', project_id='other'))), claimed(OTHER, ONE),
+        put((f'/hosts/{ONE}/{OTHER}', request(ONE, OTHER, name='web2', project_id='other'))),
+        claimed(OTHER, ONE),
         put((f'/instances/{OTHER}', record(ONE, OTHER, 'building'))),
         put((f'/instances/{OTHER}', record(ONE, OTHER, 'active'))))),
     (['the name web1 is taken', 'there is no such name'], put(('/names/web1', None))),
@@ -265,9 +268,14 @@ def test_what_a_compute_that_is_away_has_waits() -> None:
 
 
 def test_what_was_there_before_may_be_told_again_and_destroyed() -> None:
-    again = Ask((QUERY,), 0, notified(ONE, LIVES), f'eschedule: {LIVES} was requested before: nothing is changed\n')
+    again = Ask(
+        (QUERY,), 0, notified(ONE, LIVES), f'eschedule: {LIVES} was requested before: nothing is changed\n'
+    )
     story = Story([again, again, destroy(LIVES)])
-    keys = (f'/hosts/{ONE}/{LIVES}', request(ONE, LIVES)), (f'/instances/{LIVES}', record(ONE, LIVES, 'active'))
+    keys = (
+        (f'/hosts/{ONE}/{LIVES}', request(ONE, LIVES)),
+        (f'/instances/{LIVES}', record(ONE, LIVES, 'active')),
+    )
     story.more['before'] = {key: Kept(text.encode(), 0) for key, text in keys}
     story.held[LIVES] = {ONE: SIZE}
     assert ['is active at the end' in line for line in wrong(story)] == [True]
@@ -352,7 +360,8 @@ HALF = STILLBORN.format(between=LINE).removesuffix('EOFError: Ran out of input\n
         (LINE + STILLBORN.format(between='') + LINE, LINE + LINE),
         (LINE + STILLBORN.format(between=LINE), LINE + LINE),  # the next ecompute's log lines are in between
         (REAL, REAL),
-        (REAL + STILLBORN.format(between=LINE), REAL + STILLBORN.format(between=LINE)),  # the whole log is kept
+        # The whole log is kept.
+        (REAL + STILLBORN.format(between=LINE), REAL + STILLBORN.format(between=LINE)),
         (HALF, HALF),  # kept until the traceback is complete
     ],
 )

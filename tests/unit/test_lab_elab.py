@@ -146,7 +146,9 @@ PRINTS = 'import sys; from ecomp import systemd; systemd.in_root_s_way = lambda 
         ('>&-', 0, ''),
     ],
 )
-def test_what_is_printed_for_nobody(redirection: str, code: int, said: str, unbuffered: str, tmp_path: Path) -> None:
+def test_what_is_printed_for_nobody(
+    redirection: str, code: int, said: str, unbuffered: str, tmp_path: Path
+) -> None:
     env = {**environment(), 'PYTHONUNBUFFERED': unbuffered}
     process = subprocess.run(
         ['bash', '-c', f'"$0" -c "$1" {redirection}', sys.executable, PRINTS],
