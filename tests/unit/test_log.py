@@ -1,4 +1,4 @@
-"""One record is one line, whatever is in it, and a broken terminal stops nothing."""
+"""Logging: one escaped line a record, without credentials; a broken terminal is harmless."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def logger() -> logging.Logger:
 
 
 def message(stream: io.StringIO) -> str:
-    """The one line that was logged, without time, level and process id."""
+    """Return the only line that was logged, without time, level and process id."""
     text = stream.getvalue()
     assert text.count('\n') == 1, text
-    found = LINE.fullmatch(text.rstrip('\n'))
-    assert found, text
-    return found[2]
+    match = LINE.fullmatch(text.rstrip('\n'))
+    assert match, text
+    return match[2]
 
 
 def test_a_line_has_time_with_zone_level_pid_and_message(stream: io.StringIO) -> None:
@@ -67,10 +67,10 @@ def test_an_exception_is_one_line(stream: io.StringIO) -> None:
         raise ValueError('bad\nnews from http://me:secret@ds1/')
     except ValueError:
         logger().exception('failed')
-    found = message(stream)
-    assert found.startswith(r'failed\nTraceback')
-    assert r'ValueError: bad\nnews' in found
-    assert 'secret' not in found
+    line = message(stream)
+    assert line.startswith(r'failed\nTraceback')
+    assert r'ValueError: bad\nnews' in line
+    assert 'secret' not in line
 
 
 def test_a_stack_is_in_the_same_line(stream: io.StringIO) -> None:
@@ -108,7 +108,7 @@ def test_a_second_configure_does_not_double_the_lines(stream: io.StringIO) -> No
 def test_the_chatter_of_libraries_is_left_out(stream: io.StringIO) -> None:
     logging.getLogger('waitress').info('Serving')
     logger().debug('detail')
-    logging.getLogger('urllib3').warning('Retrying')  # a loss is logged once, by us
+    logging.getLogger('urllib3').warning('Retrying')  # ecomp logs a lost connection itself, once
     logging.getLogger('waitress').warning('Task queue depth is 1')
     assert message(stream) == 'Task queue depth is 1'
 
@@ -129,32 +129,32 @@ def test_a_closed_stream_is_survived(stream: io.StringIO, capfd: pytest.CaptureF
 @pytest.mark.parametrize('where', ['2>/dev/full', '2>&-', '>&- 2>&-'])
 def test_a_program_lives_without_its_terminal(tmp_path: object, where: str) -> None:
     mark = f'{tmp_path}/mark'
-    # A shell, because only it can start a program with a descriptor closed.
+    # Only a shell can start a program with a descriptor closed.
     subprocess.run(['bash', '-c', f'"$0" -c "$1" {where}', sys.executable, PROGRAM.format(mark=mark)], check=False)
-    with open(mark) as found:
-        assert found.read() == 'lived'
+    with open(mark) as file:
+        assert file.read() == 'lived'
 
 
 @pytest.mark.parametrize('encoding', ['ascii', 'latin-1'])
 def test_a_locale_that_is_not_utf_8(encoding: str, tmp_path: Path) -> None:
-    """What it has no character for is escaped; a unit, which systemd reads, is UTF-8 all the same."""
+    """Characters that the locale lacks are escaped, except in a unit: systemd reads UTF-8."""
     unit = ['--unit', '--config', 'ö….yaml']
-    for module, words, told in (
+    for module, arguments, expected in (
         ('ecomp.schedule', ['ssh-config', '--help'], b'ssh-config'),
         ('ecomp.lab.elab', ['exec', '--help'], rb'(hv1, hv2 \u2026)'),
         ('ecomp.compute', unit, f'--config "{tmp_path}/ö….yaml"\n'.encode()),
         ('mdserver.server', ['--unit', 'ö….conf'], f'"{tmp_path}/ö….conf"'.encode()),
     ):
-        done = subprocess.run(
-            [sys.executable, '-m', module, *words], capture_output=True, cwd=tmp_path, timeout=60, check=False,
+        process = subprocess.run(
+            [sys.executable, '-m', module, *arguments], capture_output=True, cwd=tmp_path, timeout=60, check=False,
             env={**environment(), 'PYTHONIOENCODING': encoding, 'PYTHONUTF8': '1'},
         )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, b''), module
-        assert told in done.stdout, module
+        assert (process.returncode, process.stderr) == (0, b''), module
+        assert expected in process.stdout, module
 
 
 def test_ecompute_s_words_in_such_a_locale() -> None:
     program = "from ecomp import log; log.hold_descriptors(); print('web1 …')"
     env = {**environment(), 'PYTHONIOENCODING': 'ascii'}
-    done = subprocess.run([sys.executable, '-c', program], capture_output=True, env=env, check=False)
-    assert (done.stdout, done.stderr) == (b'web1 \\u2026\n', b'')
+    process = subprocess.run([sys.executable, '-c', program], capture_output=True, env=env, check=False)
+    assert (process.stdout, process.stderr) == (b'web1 \\u2026\n', b'')

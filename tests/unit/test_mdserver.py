@@ -1,4 +1,4 @@
-"""The metadata server: whose address it is, what both trees hold, and the report that a guest is ready."""
+"""The metadata server: leases, guest files, both metadata trees and the ready report."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from mdserver.server import make_app
 
 from ecomp.agent.host.metadata import GuestData
 
-# Address to guest: leases, neighbours and guest files, rubbish among them.
+# From address to guest: leases, neighbours and guest files, malformed ones included.
 
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-A, B = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
-IP, IP2 = '192.168.122.7', '192.168.122.8'
+A = '52:54:00:aa:00:01'
+B = '52:54:00:bb:00:02'
+IP = '192.168.122.7'
+IP2 = '192.168.122.8'
 NOW = 1_000_000.0
 NEVER = float('inf')
 ARP = 'IP address       HW type     Flags       HW address            Mask     Device\n'
@@ -59,7 +61,7 @@ def arp(*entries: tuple[str, str, str], device: str = 'virbr0') -> str:
     ([Lease(IP, A, NOW + 1), Lease(IP, B, NOW + 1)], {IP: B}),
     ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 9)], {IP2: A}),
     ([Lease(IP, A, NOW - 1), Lease(IP, B, NOW + 9)], {IP: B}),
-    # A moved to IP2 and B took IP, then A's old entry lost both ways.
+    # A moved to IP2 and B took IP: both newer leases replace A's old one.
     ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 2), Lease(IP, B, NOW + 3)], {IP2: A, IP: B}),
 ])
 def test_which_leases_count(leases: list[Lease], expected: dict[str, str]) -> None:
@@ -70,7 +72,7 @@ def test_which_leases_count(leases: list[Lease], expected: dict[str, str]) -> No
     ([entry(hostname='web1', **{'client-id': '01:52:54:00'}), entry(IP2, B.upper(), 0)],
      [Lease(IP, A, 1_000_100, 'br0'), Lease(IP2, B, NEVER, 'br0')]),
     ([], []),
-    # A senseless entry spoils no other.
+    # A malformed entry does not affect the others.
     *(([bad, entry()], [Lease(IP, A, 1_000_100, 'br0')]) for bad in (
         None, 7, 'text', [], {}, entry(address=None), entry('fe80::1'), entry('192.168.122.300'),
         entry('0192.168.122.7'), entry(mac='../../etc/passwd'), entry(mac=A + '\n'), entry(mac=['x']),
@@ -141,10 +143,12 @@ def test_a_guest_file_that_cannot_be_used(change: dict[str, object]) -> None:
 
 
 class Host:
-    """A host's files in a directory of the test's."""
+    """The input files of one host's metadata server, in a temporary directory."""
 
     def __init__(self, root: Path) -> None:
-        self.guests, self.arp, self.status = root / 'metadata', root / 'arp', root / 'virbr0.status'
+        self.guests = root / 'metadata'
+        self.arp = root / 'arp'
+        self.status = root / 'virbr0.status'
         self.guests.mkdir()
         self.file = self.guests / f'{A}.json'
         self.file.write_text(json.dumps({'instance': UUID, 'hostname': 'web1'}))
@@ -152,8 +156,8 @@ class Host:
         self.status.write_text(json.dumps([entry()]))
 
     def find(self, address: str = IP, now: float = NOW) -> Guest:
-        found = Files(conf.Config(leases=str(self.status.parent / '*.status'), neighbours=self.arp, guests=self.guests))
-        return found.guest(found.leased_to(address, now))
+        tree = Files(conf.Config(leases=str(self.status.parent / '*.status'), neighbours=self.arp, guests=self.guests))
+        return tree.guest(tree.leased_to(address, now))
 
 
 @pytest.fixture
@@ -175,7 +179,7 @@ def test_neighbours_that_do_not_contradict(host: Host, text: str) -> None:
 
 
 def test_who_has_its_address_elsewhere_is_not_asked(host: Host) -> None:
-    """One ARP packet from the LAN kept a guest from what it is told."""
+    """A single ARP packet from the LAN used to cut a guest off from its metadata."""
     host.arp.write_text(arp((IP, A, '0x2')) + arp((IP, B, '0x2'), device='eth0'))
     assert host.find().instance == UUID
 
@@ -191,13 +195,13 @@ def test_another_machine_with_its_address(host: Host, text: str) -> None:
 
 
 def reserve(host: Host, *lines: str, network: str = 'default', bridge: str = 'virbr0') -> None:
-    """Write what libvirt writes for the dnsmasq of a network."""
+    """Write the files that libvirt writes for a network's dnsmasq."""
     (host.status.parent / f'{network}.conf').write_text(f'strict-order\ninterface={bridge}\ndhcp-no-override\n')
     (host.status.parent / f'{network}.hostsfile').write_text('\n'.join(lines))
 
 
+# Leases after dnsmasq has dropped that of A, as it does when B sends the same client identifier.
 LOST = [[], [entry(expiry=999_999)], [entry(IP2, B)], [entry(IP2, A)]]
-"""Leases after dnsmasq has dropped that of A, as it does when B sends the same client identifier."""
 
 
 @pytest.mark.parametrize('leases', LOST)
@@ -225,7 +229,7 @@ def test_a_reservation_without_a_lease_is_for_the_machine_that_the_kernel_sees(
 
 
 def test_a_reservation_on_a_network_that_is_off_takes_no_lease_away(host: Host) -> None:
-    """Two networks may have the same addresses, if one of them is off."""
+    """Two networks may have the same addresses if one of them is inactive."""
     reserve(host, f'{B},{IP},{UUID}', network='old', bridge='virbr9')
     assert host.find().instance == UUID
     host.status.write_text('[]')
@@ -251,20 +255,20 @@ def test_no_lease_because_its_file_is_half_written(host: Host) -> None:
 
 
 def test_who_may_ask_is_read_once_a_second(host: Host) -> None:
-    """750 connections a second of one machine, each of which had all leases read, held every guest up."""
-    asked: list[str] = []
+    """Reading all leases for each of 750 connections a second used to block every guest."""
+    requests: list[str] = []
     config = conf.Config(leases=str(host.status.parent / '*.status'))
-    found = Files(config, lambda what: asked.append(what) or files.carry_out(config, what))
+    reader = Files(config, lambda what: requests.append(what) or files.carry_out(config, what))
     for _ in range(50):
-        assert [found.has_lease(each, NOW + 0.9) for each in (IP, IP2, IP, '10.0.0.1')] == [True, False, True, False]
-    assert asked == ['leases']
-    # A guest that has just got its lease asks again; and a clock that was put back is no reason to wait for it.
+        assert [reader.has_lease(ip, NOW + 0.9) for ip in (IP, IP2, IP, '10.0.0.1')] == [True, False, True, False]
+    assert requests == ['leases']
+    # A new lease is read after a second; a clock that was set back causes another read.
     host.status.write_text(json.dumps([entry(), entry(IP2, B)]))
-    assert not found.has_lease(IP2, NOW + 1.8)
-    assert found.has_lease(IP2, NOW + 1.9)
+    assert not reader.has_lease(IP2, NOW + 1.8)
+    assert reader.has_lease(IP2, NOW + 1.9)
     host.status.write_text('[]')
-    assert not found.has_lease(IP2, NOW - 3600)
-    assert asked == ['leases'] * 3
+    assert not reader.has_lease(IP2, NOW - 3600)
+    assert requests == ['leases'] * 3
 
 
 def test_no_guest_file(host: Host) -> None:
@@ -305,7 +309,7 @@ def test_a_guest_file_that_is_none(host: Host) -> None:
         host.find()
 
 
-# The pure tree: every path of both trees, as Cirros and cloud-init ask for it.
+# Every path of both metadata trees, as Cirros and cloud-init request them.
 
 
 OTHER = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
@@ -381,20 +385,20 @@ def test_ec2_without_keys_and_user_data() -> None:
 
 @pytest.mark.parametrize('guest', [GUEST, BARE], ids=['full', 'bare'])
 def test_what_the_index_lists_answers(guest: Guest) -> None:
-    """Crawled by cloud-init's rules; one value that does not answer would cost a guest all of them."""
+    """Crawl as cloud-init does: a listed path without a value would cost a guest all metadata."""
 
     def crawl(path: str) -> dict[str, object]:
-        found: dict[str, object] = {}
+        values: dict[str, object] = {}
         for entry in (answer(path, guest) or b'').decode().splitlines():
             if entry.endswith('/'):
-                found[entry.rstrip('/')] = crawl(path + entry)
+                values[entry.rstrip('/')] = crawl(path + entry)
                 continue
             number, equals, name = entry.partition('=')
             value = answer(f'{path}{number}/openssh-key' if equals else path + entry, guest)
             assert value is not None, path + entry
             assert b'\n' not in value, 'cloud-init would make a list of it'
-            found[name or entry] = value.decode()
-        return found
+            values[name or entry] = value.decode()
+        return values
 
     expected: dict[str, object] = {
         'hostname': guest.hostname,
@@ -442,7 +446,7 @@ def test_a_seed_disk_has_what_the_network_seed_has_and_is_found_without_it() -> 
     guest = replace(GUEST, network_config=NETWORK)
     files = seed(guest, phones_home=True)
     served = {name: answer(f'/seed/{UUID}/{name}', guest) for name in files}
-    local, net = (json.loads(each.pop('meta-data')) for each in (files, served))
+    local, net = (json.loads(tree.pop('meta-data')) for tree in (files, served))
     assert files == served
     assert files.keys() == {'user-data', 'vendor-data', 'network-config'}
     assert local == {name: value for name, value in net.items() if name != 'dsmode'}
@@ -459,16 +463,18 @@ def test_any_path_is_an_answer_or_nothing(path: str) -> None:
     assert isinstance(answer(path, GUEST), bytes | None)
 
 
-# A guest's word that it is ready, at the very moment at which it is removed.
+# The ready report of a guest, also of one that is removed at that moment.
 
 
-MAC, ADDRESS, NEIGHBOUR = '52:54:00:aa:00:01', '192.168.122.11', '52:54:00:bb:00:02'
+MAC = '52:54:00:aa:00:01'
+ADDRESS = '192.168.122.11'
+NEIGHBOUR = '52:54:00:bb:00:02'
 NEIGHBOURS = f'{ADDRESS} 0x1 0x2 {MAC} * virbr0\n'
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """One guest with a lease that does not end."""
+    """A configuration with one guest, whose lease does not expire."""
     (tmp_path / 'guests').mkdir()
     (tmp_path / f'guests/{MAC}.json').write_text(json.dumps({'instance': UUID, 'hostname': 'web1'}))
     leases = [{'ip-address': ADDRESS, 'mac-address': MAC, 'expiry-time': 0}]
@@ -478,16 +484,16 @@ def config(tmp_path: Path) -> Config:
 
 
 def ask(config: Config, server: Callable[..., Iterable[bytes]] | None = None, **environ: str) -> str:
-    """What the server, a new one unless it is given, answers to this guest."""
+    """Send a request of this guest, by default to a new server, and return the status."""
     environ = {'REMOTE_ADDR': ADDRESS, 'HTTP_HOST': config.listen_address, **environ}
     setup_testing_defaults(environ)
-    answered = []
-    list((server or make_app(files.Files(config)))(environ, lambda status, *_: answered.append(status)))
-    return answered[0]
+    statuses = []
+    list((server or make_app(files.Files(config)))(environ, lambda status, *_: statuses.append(status)))
+    return statuses[0]
 
 
 def say_ready(config: Config) -> str:
-    """What the server answers to this guest's word."""
+    """Report this guest ready and return the status."""
     return ask(config, REQUEST_METHOD='POST', PATH_INFO=f'/phone-home/{UUID}/')
 
 
@@ -497,19 +503,19 @@ def look(config: Config, server: Callable[..., Iterable[bytes]] | None = None) -
 
 def test_it_is_noted(config: Config) -> None:
     assert say_ready(config) == '200 OK'
-    said = {'version': 1, 'host_keys': [], 'stage': None, 'error': None}
-    assert json.loads((config.guests / f'{UUID}.ready').read_text()) == said
+    report = {'version': 1, 'host_keys': [], 'stage': None, 'error': None}
+    assert json.loads((config.guests / f'{UUID}.ready').read_text()) == report
 
 
 def test_of_one_that_is_removed_meanwhile_nothing_stays(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     is_there = files._is_there
 
-    def removed_since(config: Config, mac: str, instance: str) -> bool:
+    def check_then_remove(config: Config, mac: str, instance: str) -> bool:
         was_there = is_there(config, mac, instance)
         (config.guests / f'{MAC}.json').unlink(missing_ok=True)
         return was_there
 
-    monkeypatch.setattr(files, '_is_there', removed_since)
+    monkeypatch.setattr(files, '_is_there', check_then_remove)
     assert say_ready(config) == '404 Not Found'
     assert list(config.guests.iterdir()) == []
 
@@ -524,8 +530,8 @@ def test_ecompute_hears_of_a_guest_that_is_refused_until_it_is_answered(
     config: Config, change: Callable[[Config], object], said: str
 ) -> None:
     config.neighbours.write_text(NEIGHBOURS)
-    kept = {path: path.read_text() for path in (config.guests / f'{MAC}.json', config.neighbours)}
-    kept[Path(config.leases.replace('*', 'virbr0'))] = Path(config.leases.replace('*', 'virbr0')).read_text()
+    contents = {path: path.read_text() for path in (config.guests / f'{MAC}.json', config.neighbours)}
+    contents[Path(config.leases.replace('*', 'virbr0'))] = Path(config.leases.replace('*', 'virbr0')).read_text()
     server, data = make_app(files.Files(config)), GuestData(config.guests)
     for _ in range(2):
         assert look(config, server) == '200 OK'
@@ -533,7 +539,7 @@ def test_ecompute_hears_of_a_guest_that_is_refused_until_it_is_answered(
         change(config)
         assert look(config, server).startswith(('404', '500'))
         assert said in data.read_refusals()[MAC]
-        for path, text in kept.items():
+        for path, text in contents.items():
             path.write_text(text)
     assert look(config) == '200 OK'
     assert MAC not in data.read_refusals()
@@ -553,33 +559,33 @@ def test_who_sends_from_many_macs_does_not_fill_the_directory(config: Config, mo
 
 
 def test_a_further_word_costs_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One guest says it again and again: each was written to the disk, while all others waited."""
+    """Each repeated report of a guest used to be written to disk while all other guests waited."""
     say_ready(config)
     before = (config.guests / f'{UUID}.ready').stat()
 
-    def written(_: int) -> None:
+    def refuse_fsync(_: int) -> None:
         raise AssertionError('it is written to the disk')
 
-    monkeypatch.setattr(os, 'fsync', written)
+    monkeypatch.setattr(os, 'fsync', refuse_fsync)
     assert say_ready(config) == '200 OK'
     assert (config.guests / f'{UUID}.ready').stat() == before
-    assert sorted(each.name for each in config.guests.iterdir()) == sorted([f'{UUID}.ready', f'{MAC}.json'])
+    assert sorted(path.name for path in config.guests.iterdir()) == sorted([f'{UUID}.ready', f'{MAC}.json'])
 
 
 def test_the_first_word_stays_although_its_server_was_killed_on_the_way(config: Config) -> None:
-    """After the link and before the unlink: both names are of one file."""
-    told = config.guests / f'{UUID}.ready'
+    """A server killed between link and unlink leaves two names of one file."""
+    report = config.guests / f'{UUID}.ready'
     say_ready(config)
-    told.write_text('{"the first": 1}')
-    os.link(told, told.with_suffix('.said'))
+    report.write_text('{"the first": 1}')
+    os.link(report, report.with_suffix('.said'))
     assert say_ready(config) == '200 OK'
-    assert told.read_text() == '{"the first": 1}'
-    assert not told.with_suffix('.said').exists()
-    # Before the link there is no word yet: what is half written is none.
-    told.rename(told.with_suffix('.said'))
+    assert report.read_text() == '{"the first": 1}'
+    assert not report.with_suffix('.said').exists()
+    # Killed before the link, the server leaves only a partial file, which does not count.
+    report.rename(report.with_suffix('.said'))
     assert say_ready(config) == '200 OK'
-    assert json.loads(told.read_text())['host_keys'] == []
-    assert not told.with_suffix('.said').exists()
+    assert json.loads(report.read_text())['host_keys'] == []
+    assert not report.with_suffix('.said').exists()
 
 
 def test_who_says_it_several_times_at_once_is_told_each_time(config: Config) -> None:
@@ -590,8 +596,8 @@ def test_who_says_it_several_times_at_once_is_told_each_time(config: Config) -> 
 
 
 def test_one_whose_directory_is_full_is_told_so(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def raise_no_space(*_: object) -> None:
         raise OSError(28, 'No space left on device')
 
-    monkeypatch.setattr(files, '_leave_word', full)
+    monkeypatch.setattr(files, '_leave_word', raise_no_space)
     assert say_ready(config).startswith('500 ')

@@ -1,4 +1,4 @@
-"""mdserver.conf: what is taken, and every way it can be wrong."""
+"""mdserver.conf: valid files, and every kind of error."""
 
 from __future__ import annotations
 
@@ -141,18 +141,18 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     ['[mdserver]', '[public-keys]', '[x]', ' [x]', 'port = 1', '  port = 1', 'b = 1', ' b:', '# x', ' #', '', 'x'],
 )).map('\n'.join))
 def test_any_text_is_a_config_or_one_line(text: str) -> None:
-    said = ''
+    message = ''
     try:
         parse(text, Path('m.conf'))
     except ConfError as error:
-        said = str(error)
-    assert '\n' not in said
+        message = str(error)
+    assert '\n' not in message
 
 
 def test_what_cannot_be_read_is_called_as_it_lies(tmp_path: Path) -> None:
-    """Also where somebody has opened it, and what is read is called by its descriptor."""
-    opened = os.open(tmp_path, os.O_PATH)
+    """A directory read as /proc/self/fd/N is reported by its path; its descriptor is closed."""
+    descriptor = os.open(tmp_path, os.O_PATH)
     with pytest.raises(ConfError, match=f'^{tmp_path}: Is a directory: name a file that can be read'):
-        load(Path(f'/proc/self/fd/{opened}'))
+        load(Path(f'/proc/self/fd/{descriptor}'))
     with pytest.raises(OSError, match='Bad file descriptor'):
-        os.fstat(opened)
+        os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""What was probably meant: a known word that is near, or what another tool calls it."""
+"""Suggestions: the nearest known word, or ecomp's command for that of another tool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ecomp.cli.near import ELSEWHERE, IN_FAMILIES, LOSSES, NOUNS
 from ecomp.errors import UsageError
 from ecomp.model.text import did_you_mean, near
 
-# What was probably meant: the nearest known word, or none.
+# The nearest known word, or no suggestion.
 
 
 CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB', 'VGPU', 'instances')
@@ -34,9 +34,9 @@ NAMES = ('hv12', 'hv3', 'web')
         ('', CLASSES, None),
         ('VCPU' + 'x' * 10_000, CLASSES, None),
         ('VCPU', (), None),
-        # Two letters that changed places.
+        # Transposed letters.
         *(('wbe', NAMES, 'web'), ('hv9', NAMES, None), ('hv21', NAMES, 'hv12'), ('hvv', NAMES, None)),
-        # The opposite is never near; a beginning that was misspelt is none.
+        # An opposite is never suggested; a misspelt beginning does not make an opposite.
         *((word, (opposite,), None) for word, opposite in (
             ('undrain', 'drain'), ('unset', 'set'), ('inactive', 'active'), ('--no-wait', '--wait'),
             ('--dequeue', '--queue'), ('--header', '--no-header'), ('undisable', 'disable'),
@@ -49,7 +49,7 @@ def test_the_nearest_word(word: str, known: tuple[str, ...], meant: str | None) 
     assert did_you_mean(word, known) == (f' (did you mean {meant}?)' if meant else '')
 
 
-# The words of other tools, and typing errors: what they hint at, and what they never hint at.
+# Commands of other tools, and typing errors: what they suggest, and what they must never suggest.
 
 
 NEW = "create 'resources=…' [IMAGE_URL]"
@@ -97,7 +97,7 @@ NEIGHBOURS: Mapping[str, Mapping[str, str]] = {
         'host off': 'host disable', 'host on': 'host enable', 'host rm': 'host forget', 'host describe': 'host show',
         'host kill': 'host disable', 'quota rm': NO_LIMIT, 'quota clear': NO_LIMIT, 'flavor rm': 'flavor delete',
         'group ls': 'group list', 'enable': 'host enable', 'disable': 'host disable',
-        'host disenable': 'host disable',  # a negated command may hint at its opposite
+        'host disenable': 'host disable',  # a negated command may suggest its opposite
     },
 }  # fmt: skip
 OPPOSITES = [('start', 'stop'), ('host enable', 'host disable'), ('host enable', 'host drain')]
@@ -110,9 +110,9 @@ def refusal(line: str) -> str:
 
 
 def suggested(line: str) -> str:
-    """The command that the refusal of a line suggests, '' for none."""
-    found = re.search(r'did you mean eschedule ([^?,]*)', refusal(line))
-    return found[1] if found else ''
+    """Return the command that the refusal of a line suggests, or ''."""
+    match = re.search(r'did you mean eschedule ([^?,]*)', refusal(line))
+    return match[1] if match else ''
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_word_of_another_tool_hints_at_the_same_command_here(line: str, meant:
 
 
 def test_every_command_that_is_suggested_exists() -> None:
-    commands = {*ELSEWHERE.values(), *(name for each in IN_FAMILIES.values() for name in each.values())}
+    commands = {*ELSEWHERE.values(), *(name for family in IN_FAMILIES.values() for name in family.values())}
     for command in commands - {'--version', "'resources=…'"}:
         words = command.split()
         assert ' '.join(words[:2]) in COMMANDS or words[0] in COMMANDS, command
@@ -135,13 +135,13 @@ def test_every_command_that_is_suggested_exists() -> None:
 
 @st.composite
 def misspelt(draw: st.DrawFn) -> tuple[str, str, str]:
-    """A command, its line with an edit or two in the last word, and the negation put before that word ('' for none)."""
+    """Generate a command, its line with an edited last word, and the negation before that word."""
     command = draw(st.sampled_from(sorted({*COMMANDS} - {'query'})))
     *before, word = command.split()
     for _ in range(draw(st.integers(0, 2))):
-        at = draw(st.integers(0, len(word)))
+        position = draw(st.integers(0, len(word)))
         letter = draw(st.sampled_from(['', *string.ascii_lowercase]))
-        word = word[:at] + letter + word[at + draw(st.integers(0, 1)) :]
+        word = word[:position] + letter + word[position + draw(st.integers(0, 1)) :]
     negation = draw(st.sampled_from(['', '', 'un', 'dis', 'de', 'no', 'non', 'in']))
     return command, ' '.join([*before, negation + word]), negation
 
@@ -152,7 +152,7 @@ def test_no_typing_error_hints_at_a_loss_or_the_opposite(case: tuple[str, str, s
     words = line.split()
     exact = {*ELSEWHERE, *NOUNS, *IN_FAMILIES.get(words[0], ()), *(name.partition(' ')[0] for name in COMMANDS)}
     if words[-1] in exact or line in COMMANDS or len(words) != len(command.split()):
-        return  # no typing error, or no word left
+        return  # not a typing error, or no word remains
     hint = suggested(line)
     assert hint not in LOSSES
     for pair in OPPOSITES:
