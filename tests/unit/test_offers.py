@@ -1,4 +1,4 @@
-"""Which computes of a process are told of what waits, and when each may take it."""
+"""Offers: which computes are woken for a queued request, and when each may take it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ COMPUTES = [f'c{number}' for number in range(64)]
 
 
 class Scene:
-    """Offers of a process, by a clock of the test's own; `here` are its computes, of all that are alive."""
+    """The offers of one process under a fake clock, with its computes `here` and all `alive`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, here: list[str], alive: list[str]) -> None:
-        self.now, self.told, self.wakes = 100.0, list[str](), list[float]()
+        self.now = 100.0
+        self.told = list[str]()
+        self.wakes = list[float]()
         monkeypatch.setattr(time, 'monotonic', lambda: self.now)
         self.offers = Offers(self.wakes.append)
         for each in here:
@@ -31,14 +33,14 @@ class Scene:
         self.hear()
 
     def computes(self, alive: list[str]) -> None:
-        found = (Entry(keys.compute(each), b'{"queues": true}', 1, 1) for each in alive)
-        self.offers.on_computes({each.key: each for each in found})
+        entries = (Entry(keys.compute(compute), b'{"queues": true}', 1, 1) for compute in alive)
+        self.offers.on_computes({entry.key: entry for entry in entries})
 
     def put(self, instance: str = '720d910e-8174-4dd6-a60b-a6d688df6d7b') -> str:
-        waiting = QueueEntry(instance, SMALL, image='http://i/i', user_id='u', project_id='p', stages={})
-        self.queues[waiting.key] = Entry(waiting.key, to_json(waiting).encode(), 10 + len(self.queues))
+        entry = QueueEntry(instance, SMALL, image='http://i/i', user_id='u', project_id='p', stages={})
+        self.queues[entry.key] = Entry(entry.key, to_json(entry).encode(), 10 + len(self.queues))
         self.hear()
-        return waiting.key
+        return entry.key
 
     def mark(self, key: str, compute: str) -> None:
         self.queues[keys.taker(key)] = Entry(keys.taker(key), mark_to_json(compute).encode(), 50, 1)
@@ -56,7 +58,7 @@ class Scene:
     def open_to(self, key: str) -> set[str]:
         assert self.offers.backlog is not None
         place = self.offers.backlog.places[key]
-        return {each for each in COMPUTES if self.offers.is_open(place, each)}
+        return {compute for compute in COMPUTES if self.offers.is_open(place, compute)}
 
 
 def test_the_first_few_are_told_and_then_twice_as_many_until_it_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +76,10 @@ def test_the_first_few_are_told_and_then_twice_as_many_until_it_is_all(monkeypat
 
 
 def test_another_process_means_the_same_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenes = [Scene(monkeypatch, [each], COMPUTES) for each in COMPUTES]
-    for each in scenes:
-        each.put()
-    assert sum(len(each.told) for each in scenes) == FIRST
+    scenes = [Scene(monkeypatch, [compute], COMPUTES) for compute in COMPUTES]
+    for scene in scenes:
+        scene.put()
+    assert sum(len(scene.told) for scene in scenes) == FIRST
 
 
 def test_what_is_taken_meanwhile_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,15 +90,15 @@ def test_what_is_taken_meanwhile_is_told_to_nobody(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_that_is_given_back_is_offered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A taker died, and its mark with it: nobody knows who else tried long ago."""
+    """The taker died and its taker key expired; which computes tried before is unknown."""
     scene = Scene(monkeypatch, COMPUTES, COMPUTES)
     key = scene.put()
-    few = set(scene.told)
+    first_computes = set(scene.told)
     scene.mark(key, 'another')
     scene.later(30.0)
     del scene.queues[keys.taker(key)]
     scene.hear()
-    assert set(scene.told) == few == scene.open_to(key)
+    assert set(scene.told) == first_computes == scene.open_to(key)
 
 
 def test_one_that_nobody_sees_alive_takes_what_is_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +136,14 @@ def test_two_of_a_process_do_not_go_for_the_same(monkeypatch: pytest.MonkeyPatch
     scene = Scene(monkeypatch, COMPUTES, COMPUTES)
     key = scene.put()
     place = scene.offers.backlog.places[key]  # type: ignore[union-attr]
-    few = scene.open_to(key)
+    open_computes = scene.open_to(key)
     assert scene.offers.begin(place)
     assert not scene.offers.begin(place)
     assert scene.open_to(key) == set()
     scene.offers.end(place, taken=False)
-    assert scene.open_to(key) == few
+    assert scene.open_to(key) == open_computes
     scene.later(0.0)
-    assert set(scene.told) == few, 'it is left to the others, and they are told'
+    assert set(scene.told) == open_computes, 'it is left to the others, and they are told'
     assert scene.offers.begin(place)
     scene.offers.end(place, taken=True)
     assert scene.open_to(key) == set(), 'also until etcd has told of it'

@@ -1,4 +1,4 @@
-"""What may be asked for: requests as they are read, names and uuids."""
+"""Requests, names and uuid prefixes: what is accepted, and why the rest is refused."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from tests.kit.hostile import (
     request,
 )
 
-# What may stand at /hosts/<compute>/<instance>: requests of today and of 2019; all else is refused in words.
+# Values of /hosts/<compute>/<instance>: current requests and those of 2019; others are refused with a reason.
 
 
-ETCD_LIMIT = 1_500_000  # 1.5 MiB, and some for the rest of the transaction
+ETCD_LIMIT = 1_500_000  # etcd's limit is 1.5 MiB, with the rest of the transaction
 KEY = keys.request(COMPUTE, INSTANCE)
 
 
@@ -70,12 +70,12 @@ def test_a_request_of_2019_is_taken_as_it_is() -> None:
         'instance': INSTANCE,
         'image': IMAGE,
     }
-    found = parsed(message)
-    assert isinstance(found, Request)
-    assert not found.is_tombstone
-    assert found.allocations == {COMPUTE: RESOURCES}
-    assert (found.instance, found.image, found.query) == (INSTANCE, IMAGE, None)
-    assert found.user_id == message['user_id']
+    result = parsed(message)
+    assert isinstance(result, Request)
+    assert not result.is_tombstone
+    assert result.allocations == {COMPUTE: RESOURCES}
+    assert (result.instance, result.image, result.query) == (INSTANCE, IMAGE, None)
+    assert result.user_id == message['user_id']
 
 
 def test_a_destroy_of_2019_is_a_tombstone() -> None:
@@ -89,67 +89,67 @@ def test_a_destroy_of_2019_is_a_tombstone() -> None:
         'instance': INSTANCE,
         'image': None,
     }
-    found = parsed(message)
-    assert isinstance(found, Request)
-    assert found.is_tombstone
-    assert found.image is None
+    result = parsed(message)
+    assert isinstance(result, Request)
+    assert result.is_tombstone
+    assert result.image is None
 
 
 def test_a_disk_may_come_from_a_shared_provider() -> None:
     allocations = {COMPUTE: {'resources': {'VCPU': 1, 'MEMORY_MB': 256}}, OTHER: {'resources': {'DISK_GB': 1}}}
-    found = parsed(request(allocations=allocations))
-    assert isinstance(found, Request)
-    assert found.allocations[OTHER] == {'DISK_GB': 1}
+    result = parsed(request(allocations=allocations))
+    assert isinstance(result, Request)
+    assert result.allocations[OTHER] == {'DISK_GB': 1}
 
 
 def test_what_is_asked_of_its_power() -> None:
     assert isinstance(plain := parsed(request()), Request)
     assert plain.power is None
     assert 'power' not in json.loads(to_json(plain))
-    asked = {'action': 'reboot', 'id': OTHER}
-    found = parsed(request(power=asked))
-    assert isinstance(found, Request)
-    assert found.power == Power('reboot', OTHER)
-    assert json.loads(to_json(found))['power'] == asked
-    assert parsed(to_json(found)) == found
+    power = {'action': 'reboot', 'id': OTHER}
+    result = parsed(request(power=power))
+    assert isinstance(result, Request)
+    assert result.power == Power('reboot', OTHER)
+    assert json.loads(to_json(result))['power'] == power
+    assert parsed(to_json(result)) == result
 
 
 @pytest.mark.parametrize('junk', [7, [], {}, {'weigh': 7, 'weight': 1, 'of': 1}, {'weigh': 'x', 'of': '1'}])
 def test_why_it_is_there_is_passed_over_where_it_says_nothing(junk: object) -> None:
-    found = parsed(request(why=junk))
-    assert isinstance(found, Request)
-    assert found.why is None
+    result = parsed(request(why=junk))
+    assert isinstance(result, Request)
+    assert result.why is None
 
 
 def test_groups_resources_and_reasons_are_read_as_they_were_written() -> None:
     group, why = Membership('web', ANTI_AFFINITY, True), Why('spread', 0.75, 3)
-    wanted = Request(INSTANCE, {COMPUTE: RESOURCES}, image=IMAGE, user_id='u', project_id='p', group=group, why=why)
-    assert parsed(to_json(wanted)) == wanted
+    original = Request(INSTANCE, {COMPUTE: RESOURCES}, image=IMAGE, user_id='u', project_id='p', group=group, why=why)
+    assert parsed(to_json(original)) == original
     tombstone = Request(INSTANCE, {}, image=None, user_id='u', project_id='p', group=group, left=RESOURCES)
-    found = parsed(to_json(tombstone))
-    assert isinstance(found, Request)
-    assert (found.is_tombstone, found.resources, found.group) == (True, RESOURCES, group)
+    result = parsed(to_json(tombstone))
+    assert isinstance(result, Request)
+    assert (result.is_tombstone, result.resources, result.group) == (True, RESOURCES, group)
 
 
 @pytest.mark.parametrize(
     ('value', 'reason'), HOSTILE, ids=[f'{n}-{reason[:30]}' for n, (_, reason) in enumerate(HOSTILE)]
 )
 def test_what_cannot_be_understood_is_refused_with_its_reason(value: bytes | str | dict[str, Any], reason: str) -> None:
-    found = parsed(value)
-    assert isinstance(found, Invalid)
-    assert reason in found.reason
-    assert '\n' not in found.reason
-    assert 'canary' not in found.reason
-    assert found.instance == INSTANCE
+    result = parsed(value)
+    assert isinstance(result, Invalid)
+    assert reason in result.reason
+    assert '\n' not in result.reason
+    assert 'canary' not in result.reason
+    assert result.instance == INSTANCE
 
 
 GROUP = {'name': 'g', 'policy': ANTI_AFFINITY, 'strict': True}
 
 
 def shared(value: dict[str, Any]) -> Shares:
-    found = parsed(value)
-    assert isinstance(found, Invalid)
-    return found.shares
+    result = parsed(value)
+    assert isinstance(result, Invalid)
+    return result.shares
 
 
 def test_what_is_refused_says_what_it_was_delivered_with() -> None:
@@ -157,54 +157,54 @@ def test_what_is_refused_says_what_it_was_delivered_with() -> None:
     assert shared(newer) == Shares('web', 'g', 'p', RESOURCES)
     tombstone = {**newer, 'allocations': {}, 'image': None, 'resources': RESOURCES}
     assert shared(tombstone) == Shares('web', 'g', 'p', RESOURCES)
-    # Each as far as it goes.
+    # Valid fields count although others are malformed.
     assert shared({**newer, 'name': 'no name', 'allocations': 7}) == Shares(None, 'g', 'p')
     assert shared({**newer, 'group': {'name': 7}, 'project_id': 7}) == Shares('web', None, '', RESOURCES)
-    # Nobody has counted in a quota what an eschedule of ours would not have written.
+    # No quota was charged for a request that eschedule would not have written.
     assert shared(request(image=7, name='web', group=GROUP, project_id='p')) == Shares('web', 'g')
     assert shares(Invalid(INSTANCE, 'no', Shares('web'))) == Shares('web')
 
 
 def test_what_is_understood_says_it_too() -> None:
-    assert isinstance(found := parsed(request(name='web', group=GROUP, project_id='p')), Request)
-    assert shares(found) == Shares('web', 'g', 'p', RESOURCES)
+    assert isinstance(result := parsed(request(name='web', group=GROUP, project_id='p')), Request)
+    assert shares(result) == Shares('web', 'g', 'p', RESOURCES)
     assert isinstance(plain := parsed(request(project_id='p')), Request)
     assert shares(plain) == Shares(None, None, 'p', RESOURCES)
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_a_key_that_names_no_uuid_is_refused(name: str) -> None:
-    # It would become a file name, a domain's name, a consumer.
-    found = parsed(request(instance=name), keys.request_prefix(COMPUTE) + name)
-    assert isinstance(found, Invalid)
-    assert 'not a uuid' in found.reason
+    # The uuid becomes a file name, a domain name and a consumer.
+    result = parsed(request(instance=name), keys.request_prefix(COMPUTE) + name)
+    assert isinstance(result, Invalid)
+    assert 'not a uuid' in result.reason
 
 
 def test_a_reason_is_short_however_long_the_value() -> None:
-    # It goes into the record and into the log.
-    found = parsed(request(instance='é' * (SIZE_LIMIT // 8)))
-    assert isinstance(found, Invalid)
-    assert len(found.reason) < 1000
+    # The reason is written to the record and to the log.
+    result = parsed(request(instance='é' * (SIZE_LIMIT // 8)))
+    assert isinstance(result, Invalid)
+    assert len(result.reason) < 1000
 
 
 def test_what_is_taken_fits_into_a_record() -> None:
-    # Else etcd refuses the record for ever, and the request is neither carried out nor refused. The text is raw UTF-8
-    # here and \u-escaped in the record: three times as long.
+    # Otherwise etcd refuses the record each time, and the request is neither carried out nor refused. The text is raw
+    # UTF-8 here and \u-escaped in the record, where it is three times as long.
     room = SIZE_LIMIT - len(json.dumps(request(query='')).encode())
     message = json.dumps(request(query='é' * (room // 2)), ensure_ascii=False).encode()
     assert len(message) > SIZE_LIMIT - 10
-    found = parsed(message)
-    if isinstance(found, Request):
-        assert len(record_to_json(new_record(COMPUTE, found, 'now'))) < ETCD_LIMIT
+    result = parsed(message)
+    if isinstance(result, Request):
+        assert len(record_to_json(new_record(COMPUTE, result, 'now'))) < ETCD_LIMIT
 
 
 @pytest.mark.parametrize('text', XML)
 def test_text_that_means_something_elsewhere_stays_text(text: str) -> None:
-    found = parsed(request(user_id=text, project_id=text, query=text, stages={text: text}))
-    assert isinstance(found, Request)
-    assert (found.user_id, found.query, found.stages) == (text, text, {text: text})
-    again = parsed(to_json(found))
-    assert again == found
+    result = parsed(request(user_id=text, project_id=text, query=text, stages={text: text}))
+    assert isinstance(result, Request)
+    assert (result.user_id, result.query, result.stages) == (text, text, {text: text})
+    parsed_again = parsed(to_json(result))
+    assert parsed_again == result
 
 
 @given(st.binary(max_size=300) | JSON.map(json.dumps).map(str.encode))
@@ -215,9 +215,9 @@ def test_no_bytes_raise(value: bytes) -> None:
 
 @given(st.sampled_from([*request(), 'stages', 'query', 'name', 'ssh_keys', 'user_data']), JSON)
 def test_no_field_raises_whatever_it_holds(name: str, value: Any) -> None:
-    found = parsed(request(**{name: value}))
-    if isinstance(found, Request):
-        assert parsed(to_json(found)) == found
+    result = parsed(request(**{name: value}))
+    if isinstance(result, Request):
+        assert parsed(to_json(result)) == result
 
 
 PROVIDERS = st.sampled_from([COMPUTE, OTHER, '', '../x'])
@@ -225,8 +225,8 @@ PROVIDERS = st.sampled_from([COMPUTE, OTHER, '', '../x'])
 
 @given(st.dictionaries(PROVIDERS, st.dictionaries(st.text(max_size=9), JSON, max_size=3)))
 def test_no_allocations_raise(allocations: Any) -> None:
-    found = parsed(request(allocations={provider: {'resources': each} for provider, each in allocations.items()}))
-    assert isinstance(found, Invalid)
+    result = parsed(request(allocations={name: {'resources': amounts} for name, amounts in allocations.items()}))
+    assert isinstance(result, Invalid)
 
 
 @given(st.text(max_size=60), st.binary(max_size=60))
@@ -246,8 +246,8 @@ def test_what_is_written_is_what_is_read(
     resources: dict[str, int], who: str, query: str | None, stages: dict[str, str], name: str | None, data: bytes | None
 ) -> None:
     ssh_keys = ('ssh-rsa A', 'ssh-rsa B mé') if data else None
-    given = {'name': name, 'ssh_keys': ssh_keys, 'user_data': data}
-    asked = Request(
+    fields = {'name': name, 'ssh_keys': ssh_keys, 'user_data': data}
+    original = Request(
         INSTANCE,
         {COMPUTE: {**RESOURCES, **resources}},
         image=IMAGE,
@@ -255,23 +255,23 @@ def test_what_is_written_is_what_is_read(
         project_id=who,
         query=query,
         stages=stages,
-        **given,
+        **fields,
     )
-    assert parsed(to_json(asked)) == asked
+    assert parsed(to_json(original)) == original
     tombstone = Request(INSTANCE, {}, image=None, user_id=who, project_id=who, query=query, stages=stages, name=name)
     assert parsed(to_json(tombstone)) == tombstone
 
 
 def test_as_much_as_may_be_given_is_taken() -> None:
     ssh_keys = ['ssh-rsa ' + 'A' * 992] * (KEYS_LIMIT // 1000)
-    most = request(ssh_keys=ssh_keys, user_data=base64.b64encode(b'\xff' * USER_DATA_LIMIT).decode(), query='q' * 2000)
-    found = parsed(most)
-    assert isinstance(found, Request)
-    assert len(to_json(found)) < SIZE_LIMIT
-    record = new_record(COMPUTE, found, 'now')
+    value = request(ssh_keys=ssh_keys, user_data=base64.b64encode(b'\xff' * USER_DATA_LIMIT).decode(), query='q' * 2000)
+    result = parsed(value)
+    assert isinstance(result, Request)
+    assert len(to_json(result)) < SIZE_LIMIT
+    record = new_record(COMPUTE, result, 'now')
     assert len(record_to_json(record)) < 4000, 'it does not grow by them'
-    assert 'AAAA' not in repr(found)
-    assert 'xff' not in repr(found)
+    assert 'AAAA' not in repr(result)
+    assert 'xff' not in repr(result)
 
 
 def test_what_a_name_key_says() -> None:
@@ -282,15 +282,15 @@ def test_what_a_name_key_says() -> None:
 
 
 def test_2019s_fields_keep_their_names() -> None:
-    asked = parsed(request())
-    assert isinstance(asked, Request)
-    written = json.loads(to_json(asked))
-    of_2019 = ('allocations', 'instance', 'image', 'user_id', 'project_id', 'consumer_generation')
-    assert {name: written[name] for name in of_2019} == {name: request()[name] for name in of_2019}
+    result = parsed(request())
+    assert isinstance(result, Request)
+    written = json.loads(to_json(result))
+    names = ('allocations', 'instance', 'image', 'user_id', 'project_id', 'consumer_generation')
+    assert {name: written[name] for name in names} == {name: request()[name] for name in names}
     assert written['version'] == 1
 
 
-# What an instance may be called, and which words are the beginning of a uuid.
+# Valid names of instances, and the words that are uuid prefixes.
 
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
@@ -379,9 +379,9 @@ def test_the_beginning_of_a_uuid(word: str, prefix: str | None) -> None:
 @given(st.uuids(), st.integers(4, 35), st.booleans())
 def test_every_beginning_is_one(number: uuid.UUID, length: int, dashes: bool) -> None:
     beginning = str(number)[:length]
-    found = uuid_prefix(beginning if dashes else beginning.replace('-', ''))
-    if found is None:
+    prefix = uuid_prefix(beginning if dashes else beginning.replace('-', ''))
+    if prefix is None:
         assert len(beginning.replace('-', '')) < 4
     else:
-        assert str(number).startswith(found)
-        assert found == beginning.rstrip('-')
+        assert str(number).startswith(prefix)
+        assert prefix == beginning.rstrip('-')

@@ -1,4 +1,4 @@
-"""Placement's queries: read as placement reads them, and what is wrong with one."""
+"""Placement queries: parsed as placement parses them, and checked for errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from ecomp.model.query import (
 )
 from ecomp.model.status import DISABLED
 
-# A placement query is read as placement reads it.
+# Queries are parsed as placement parses them.
 
 
-AGGREGATE, OTHER = 'a66e9a7e-0000-4000-8000-000000000001', 'a66e9a7e-0000-4000-8000-000000000002'
+AGGREGATE = 'a66e9a7e-0000-4000-8000-000000000001'
+OTHER = 'a66e9a7e-0000-4000-8000-000000000002'
 VCPU = Amount('VCPU', 1)
 
 
@@ -36,7 +37,7 @@ VCPU = Amount('VCPU', 1)
         ('resources=VCPU:1,DISK_GB:2', (VCPU, Amount('DISK_GB', 2))),
         ('resources=VCPU%3A1%2CDISK_GB:2', (VCPU, Amount('DISK_GB', 2))),
         ('resources=VCPU:1&limit=3', (VCPU,)),
-        # Of what is said twice the last counts.
+        # The last value of a repeated parameter counts.
         ('resources=DISK_GB:2&resources=VCPU:7,VCPU:1', (VCPU,)),
         ('resources=VCPU:1&in_tree=x&in_tree=+y+', (VCPU, Has('in_tree', ('y',)))),
         ('resources=VCPU:1&required=A,%20!B', (VCPU, Has('required', ('A',)), HasNot('required', 'B'))),
@@ -68,7 +69,7 @@ def test_what_is_asked(query: str, asked: tuple[Constraint, ...]) -> None:
             'resources=VCPU:1&member_of1=x',
             'resources=VCPU:1&in_tree1=x',
         )),
-        # Placement would not take these.
+        # Placement refuses these.
         *((query, None) for query in ('', 'required=A', 'resources=', 'resources=VCPU', 'resources=VCPU:x', 'a:b:c')),
     ],
 )
@@ -119,10 +120,10 @@ pieces = st.lists(st.sampled_from(PIECES)).map(''.join)
 @given(pieces | pieces.map('resources=VCPU:1&{}'.format) | pieces.map('resources=VCPU:1&required={}'.format))
 def test_any_text_is_read_or_beyond_it(query: str) -> None:
     try:
-        read = parse(query)
+        parsed = parse(query)
     except Unexplained:
         return
-    assert any(isinstance(each, Amount) for each in read)
+    assert any(isinstance(constraint, Amount) for constraint in parsed)
 
 
 def test_a_query_with_an_end_of_any_kind_is_read() -> None:
@@ -130,7 +131,7 @@ def test_a_query_with_an_end_of_any_kind_is_read() -> None:
         assert parse(f'resources=VCPU:1{end}')[0] == Amount('VCPU', 1)
 
 
-# What is sent: not for those that are disabled
+# The query that is sent excludes disabled computes.
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_a_query_with_an_end_of_any_kind_is_read() -> None:
             f'resources=VCPU:1&root_required=A,%20{DISABLED}',
             f'resources=VCPU:1&root%5Frequired={DISABLED}',
             f'resources1=VCPU:1&required1=!{DISABLED}',
-            # Placement refuses these, in its own words.
+            # Placement refuses these with its own message.
             'resources=VCPU:1&root_required=',
             'resources=VCPU:1&root_required=in:A,B',
             'resources=VCPU:1&root_required=A&root_required=B',
@@ -171,7 +172,7 @@ def test_whatever_is_asked_is_sent_once_more_the_same(text: str) -> None:
     assert enabled_only(enabled_only(text)) == enabled_only(text)
 
 
-# What is wrong with a query is seen before placement is asked, and nothing that placement takes is refused.
+# Errors are found before placement is asked, and no query that placement accepts is refused.
 
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'

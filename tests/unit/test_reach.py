@@ -1,4 +1,4 @@
-"""What is run on a hypervisor, and what ssh is told: whatever etcd or a user says, a word stays one word."""
+"""Commands for hypervisors and ssh options: text from etcd or a user stays one argument."""
 
 from __future__ import annotations
 
@@ -96,18 +96,18 @@ def test_a_single_word_is_a_line_for_the_guests_shell() -> None:
 
 
 def test_ssh_is_told_to_believe_the_file_and_nobody_else() -> None:
-    told = ssh_options(INSTANCE, '/home/100% me/known', ['elab', 'exec', 'hv1', 'a b', '%h'])
-    assert told['StrictHostKeyChecking'] == 'yes'
-    assert (told['HostKeyAlias'], told['GlobalKnownHostsFile']) == (INSTANCE, '/dev/null')
-    assert told['UserKnownHostsFile'] == '"/home/100%% me/known"'
-    assert told['ProxyCommand'] == "elab exec hv1 'a b' %%h"
+    values = ssh_options(INSTANCE, '/home/100% me/known', ['elab', 'exec', 'hv1', 'a b', '%h'])
+    assert values['StrictHostKeyChecking'] == 'yes'
+    assert (values['HostKeyAlias'], values['GlobalKnownHostsFile']) == (INSTANCE, '/dev/null')
+    assert values['UserKnownHostsFile'] == '"/home/100%% me/known"'
+    assert values['ProxyCommand'] == "elab exec hv1 'a b' %%h"
     assert ssh_options(INSTANCE, '/x', None, 'accept-new')['ProxyCommand'] == 'none'
-    options = [word for name, value in told.items() for word in ('-o', f'{name}={value}')]
+    options = [word for name, value in values.items() for word in ('-o', f'{name}={value}')]
     done = subprocess.run(['ssh', '-F', 'none', '-G', *options, '10.0.0.5'], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done
-    believed = dict(line.split(' ', 1) for line in done.stdout.splitlines() if ' ' in line)
-    assert (believed['stricthostkeychecking'], believed['globalknownhostsfile']) == ('true', '/dev/null')
-    assert believed['userknownhostsfile'] == '/home/100% me/known'
+    settings = dict(line.split(' ', 1) for line in done.stdout.splitlines() if ' ' in line)
+    assert (settings['stricthostkeychecking'], settings['globalknownhostsfile']) == ('true', '/dev/null')
+    assert settings['userknownhostsfile'] == '/home/100% me/known'
 
 
 def test_a_console_in_three_files_and_what_comes(tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_a_console_in_three_files_and_what_comes(tmp_path: Path) -> None:
         with open(path + suffix, 'w') as file:
             file.write(text)
 
-    def said(lines: int | None) -> str:
+    def read_tail(lines: int | None) -> str:
         return subprocess.run(tail(path, lines, False), capture_output=True, text=True, timeout=30).stdout
 
-    assert [said(None), said(4), said(1), said(0)] == [
+    assert [read_tail(None), read_tail(4), read_tail(1), read_tail(0)] == [
         'one\ntwo\nthree\nfour\nfive', 'two\nthree\nfour\nfive', 'five', ''
     ]  # fmt: skip
     with subprocess.Popen(tail(path, 1, True), stdout=subprocess.PIPE) as child:
@@ -147,8 +147,8 @@ def test_a_line_of_a_console_without_what_moves_the_cursor(line: str, shown: str
 
 
 def test_f_follows_for_log_alone() -> None:
-    found = parse(['-n', '5', 'log', '-f', 'web1'])
-    assert (found.name, found.words, found.options.follow, found.options.lines) == ('log', ('web1',), True, 5)
+    command = parse(['-n', '5', 'log', '-f', 'web1'])
+    assert (command.name, command.words, command.options.follow, command.options.lines) == ('log', ('web1',), True, 5)
     assert parse(['--config', 'log', 'list', '-f', 'json']).options.format == 'json'
     assert parse(['--project', 'log', 'resources=VCPU:1', '-f', 'json']).options.format == 'json'
     with pytest.raises(UsageError, match='lines'):
@@ -156,9 +156,9 @@ def test_f_follows_for_log_alone() -> None:
 
 
 def test_behind_two_dashes_all_are_words() -> None:
-    found = parse(['ssh', 'root@web1', '-i', 'key', '--', 'ls', '-l', '--', '--wait'])
-    assert (found.name, found.words) == ('ssh', ('root@web1', 'ls', '-l', '--', '--wait'))
-    assert (found.options.identity, found.options.wait) == ('key', None)
+    command = parse(['ssh', 'root@web1', '-i', 'key', '--', 'ls', '-l', '--', '--wait'])
+    assert (command.name, command.words) == ('ssh', ('root@web1', 'ls', '-l', '--', '--wait'))
+    assert (command.options.identity, command.options.wait) == ('key', None)
     for wrong in (['ssh'], ['ssh', '-l x@web1'], ['ssh', 'a b@web1'], ['console', 'web1', 'web2'], ['log']):
         with pytest.raises(UsageError):
             parse(wrong)

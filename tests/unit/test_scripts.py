@@ -1,4 +1,4 @@
-"""docker.sh and quickstart.sh, as far as they can be told without Docker and without a lab."""
+"""docker.sh and quickstart.sh, the parts that need neither Docker nor a lab."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ esac
 """
 
 
+# A docker that has all images but placement's. It logs the file modes of its build context, and fails.
 BUILDS = """\
 #!/bin/sh
 case "$*" in
@@ -33,37 +34,37 @@ case "$*" in
     *) exit 1 ;;
 esac
 """
-"""A docker that has all but placement's image, and of what it is to build writes down the modes."""
 
 
 def docker_sh(directory: Path, docker: str = DOCKER, umask: int = -1, **settings: str) -> tuple[int, str, str]:
-    """docker.sh with a docker that has no image and no registry: its code, its stderr, and what docker was asked."""
+    """Run docker.sh with a fake docker, and return its exit code, its stderr and docker's log."""
     (directory / 'docker').write_text(docker)
     (directory / 'docker').chmod(0o755)
     env = {**os.environ, **settings, 'PATH': f'{directory}:{os.environ["PATH"]}'}
-    done = subprocess.run(
+    process = subprocess.run(
         [TOP / 'docker.sh'], cwd=directory, env=env, capture_output=True, text=True, timeout=60, umask=umask
     )
-    return done.returncode, done.stderr, (directory / 'docker.log').read_text()
+    return process.returncode, process.stderr, (directory / 'docker.log').read_text()
 
 
 @pytest.mark.parametrize('address', ['foo', 'localhost', '10.0.0', '10.0.0.1:80', '::1', '[::1', ' '])
 def test_an_address_that_is_none_is_refused_before_anything_is_pulled(tmp_path: Path, address: str) -> None:
-    code, said, asked = docker_sh(tmp_path, BIND_ADDRESS=address)
-    assert (code, said.count('\n')) == (2, 1)
-    assert said.startswith(f"docker.sh: BIND_ADDRESS is '{address}', not an address")
-    assert asked == 'version --format {{.Server.Version}}\n'
+    code, stderr, docker_log = docker_sh(tmp_path, BIND_ADDRESS=address)
+    assert (code, stderr.count('\n')) == (2, 1)
+    assert stderr.startswith(f"docker.sh: BIND_ADDRESS is '{address}', not an address")
+    assert docker_log == 'version --format {{.Server.Version}}\n'
 
 
 def test_without_a_registry_it_says_what_else_can_be_done(tmp_path: Path) -> None:
-    code, said, asked = docker_sh(tmp_path)
-    assert (code, said.count('\n')) == (1, 1)
-    assert 'cannot pull quay.io/coreos/etcd' in said
-    assert 'no such host; without a registry: docker load it' in said
-    assert '`elab control`' in said
-    assert 'pull' in asked
+    code, stderr, docker_log = docker_sh(tmp_path)
+    assert (code, stderr.count('\n')) == (1, 1)
+    assert 'cannot pull quay.io/coreos/etcd' in stderr
+    assert 'no such host; without a registry: docker load it' in stderr
+    assert '`elab control`' in stderr
+    assert 'pull' in docker_log
 
 
+# A Docker older than 28 that has all images, and whose bridge is on another machine.
 OLD = """\
 #!/bin/sh
 echo "$*" >>"$0.log"
@@ -72,25 +73,24 @@ case "$1" in
     create | start) exit 1 ;;
 esac
 """
-"""A Docker before 28 that has all images; its bridge is on another machine."""
 
 
 def test_old_docker_starts_nothing_where_no_rule_can_keep_guests_out(tmp_path: Path) -> None:
     ports = {'ETCD_PORT': str(free_port()), 'PLACEMENT_PORT': str(free_port())}
-    code, said, asked = docker_sh(tmp_path, OLD, **ports)
-    assert (code, said.count('\n')) == (1, 1)
-    assert said.startswith('docker.sh: Docker 20.10.24 lets guests and neighbours reach these containers')
-    assert 'Fix: ' in said
-    assert 'create' not in asked.split()
-    _, said, asked = docker_sh(tmp_path, OLD, INSECURE='1', **ports)
-    assert 'cannot make ecomp-etcd' in said
-    assert 'create' in asked.split()
+    code, stderr, docker_log = docker_sh(tmp_path, OLD, **ports)
+    assert (code, stderr.count('\n')) == (1, 1)
+    assert stderr.startswith('docker.sh: Docker 20.10.24 lets guests and neighbours reach these containers')
+    assert 'Fix: ' in stderr
+    assert 'create' not in docker_log.split()
+    _, stderr, docker_log = docker_sh(tmp_path, OLD, INSECURE='1', **ports)
+    assert 'cannot make ecomp-etcd' in stderr
+    assert 'create' in docker_log.split()
 
 
 def test_what_goes_into_the_image_is_read_by_its_user_whatever_the_umask(tmp_path: Path) -> None:
     ports = {'ETCD_PORT': str(free_port()), 'PLACEMENT_PORT': str(free_port())}
-    code, said, modes = docker_sh(tmp_path, BUILDS, 0o077, TMPDIR=str(tmp_path), **ports)
-    assert (code, 'could not be built' in said) == (1, True)
+    code, stderr, modes = docker_sh(tmp_path, BUILDS, 0o077, TMPDIR=str(tmp_path), **ports)
+    assert (code, 'could not be built' in stderr) == (1, True)
     names = ('Dockerfile', 'gunicorn_tls.py', 'pins.txt', 'placement_server.py')
     assert modes.splitlines() == [f'644 {name}' for name in names]
 
@@ -101,8 +101,8 @@ def test_all_that_is_installed_in_the_image_is_known_by_its_hash(tmp_path: Path)
     pins = re.split(r'\n(?=\S)', (tmp_path / 'docker.pins').read_text().strip())
     assert [pin for pin in pins if not re.match(r'[a-z0-9.-]+==\S+ .*--hash=sha256:[0-9a-f]{64}', pin, re.DOTALL)] == []
     script = (TOP / 'docker.sh').read_text()
-    asked = script[script.index("NAMES='") + len("NAMES='") :]
-    names = {'gunicorn', 'psycopg2-binary', *asked[: asked.index("'")].split()}
+    listed = script[script.index("NAMES='") + len("NAMES='") :]
+    names = {'gunicorn', 'psycopg2-binary', *listed[: listed.index("'")].split()}
     assert {pin.partition('==')[0] for pin in pins} == names
     assert '--require-hashes -r /build/pins.txt' in script
 
@@ -110,45 +110,45 @@ def test_all_that_is_installed_in_the_image_is_known_by_its_hash(tmp_path: Path)
 def test_quickstart_proposes_to_destroy_only_what_it_made() -> None:
     script = (TOP / 'quickstart.sh').read_text()
     functions = script[script.index('try_next() {') : script.index('case ${1-} in')]
-    for made, said in (('', False), ('made=5ca1ab1e', True)):
-        done = subprocess.run(['bash', '-euc', f'LAB=/lab QUERY=q instance=mine {made}\n{functions}\ntry_next'],
-                              capture_output=True, text=True, check=True)  # fmt: skip
-        assert ('destroy 5ca1ab1e' in done.stdout) is said
-        assert 'mine' not in done.stdout
-        assert 'elab status' in done.stdout
+    for assignment, is_proposed in (('', False), ('made=5ca1ab1e', True)):
+        result = subprocess.run(['bash', '-euc', f'LAB=/lab QUERY=q instance=mine {assignment}\n{functions}\ntry_next'],
+                                capture_output=True, text=True, check=True)  # fmt: skip
+        assert ('destroy 5ca1ab1e' in result.stdout) is is_proposed
+        assert 'mine' not in result.stdout
+        assert 'elab status' in result.stdout
 
 
 def asked_by_make_venv(directory: Path, script: str, **settings: str) -> str:
-    """What make_venv of a script has pip and venv do, run alone in a directory."""
+    """Run only make_venv() of a script, and return the commands that it would have run."""
     text = (TOP / script).read_text()
     text = text[text.index('make_venv() {') :]
     text = text[: text.index('\n}\n') + 3]
-    around = 'begin() { :; }; finish() { :; }; say() { :; }; check_python() { :; }; quietly() { echo "$@" >>asked; }'
+    stubs = 'begin() { :; }; finish() { :; }; say() { :; }; check_python() { :; }; quietly() { echo "$@" >>asked; }'
     (directory / 'asked').write_text('')
-    words = f'{around}\n{text}\nmake_venv'
-    subprocess.run(['bash', '-euc', words], cwd=directory, env={**os.environ, **settings}, check=True)
+    program = f'{stubs}\n{text}\nmake_venv'
+    subprocess.run(['bash', '-euc', program], cwd=directory, env={**os.environ, **settings}, check=True)
     return (directory / 'asked').read_text()
 
 
 @pytest.mark.parametrize(('script', 'stamp'), [('quickstart.sh', 'installed-quickstart'), ('tests/run', 'installed')])
 def test_a_venv_whose_making_was_ended_is_made_anew(script: str, stamp: str, tmp_path: Path) -> None:
-    """Its Python is there before its pip."""
+    """An interrupted venv has its Python before it has pip."""
     for name in ('setup.py', 'constraints.txt'):
         (tmp_path / name).write_text('')
 
-    def asked() -> str:
+    def run() -> str:
         return asked_by_make_venv(tmp_path, script, PYTHON=sys.executable)
 
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', tmp_path / '.venv'], check=True)
     (packages,) = (tmp_path / '.venv/lib').glob('python*/site-packages')
-    anew = f'{sys.executable} -m venv --clear --upgrade-deps .venv\n'
-    assert anew in asked()
+    recreation = f'{sys.executable} -m venv --clear --upgrade-deps .venv\n'
+    assert recreation in run()
     (packages / 'pip.py').touch()
-    assert anew in asked()
+    assert recreation in run()
     (packages / 'pip-26.0.dist-info').mkdir()
     (packages / 'pip-26.0.dist-info/METADATA').write_text('Name: pip\nVersion: 26.0\n')
     assert (tmp_path / '.venv' / stamp).exists()
-    assert asked() == ''
+    assert run() == ''
 
 
 def test_quickstart_installs_what_ecomp_was_tested_with_and_again_where_that_has_changed(tmp_path: Path) -> None:

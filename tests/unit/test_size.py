@@ -1,4 +1,4 @@
-"""Whether a cluster was large when it was seen last."""
+"""The cluster size that eschedule remembers from its last run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from ecomp.cli.create import LARGE, is_large, remember
 from ecomp.conf import EtcdConfig
 
-ONE, OTHER = EtcdConfig(('one:2379', 'two:2379')), EtcdConfig(('other:2379',))
+ONE = EtcdConfig(('one:2379', 'two:2379'))
+OTHER = EtcdConfig(('other:2379',))
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_was_seen_last_is_remembered_of_each_etcd(home: Path) -> None:
     assert not is_large(ONE)
     remember(ONE, LARGE)
-    assert not home.exists()  # most clusters never put anything there
+    assert not home.exists()  # small clusters, the usual case, write nothing
     remember(ONE, LARGE + 1)
     remember(ONE, LARGE + 1)
     assert is_large(ONE)
@@ -41,10 +42,10 @@ def test_what_cannot_be_remembered_is_no_error(home: Path) -> None:
 
 
 def test_nobody_s_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
+    def raise_no_home() -> Path:
         raise RuntimeError('no home')
 
     monkeypatch.delenv('XDG_CACHE_HOME')
-    monkeypatch.setattr(Path, 'home', homeless)
+    monkeypatch.setattr(Path, 'home', raise_no_home)
     remember(ONE, LARGE + 1)
     assert not is_large(ONE)
