@@ -1,4 +1,4 @@
-"""Where instances are placed: which candidate is tried, who takes which place, how claims are split."""
+"""Placing: which candidate is tried, how attempts share places, how claims are split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ecomp.scheduler.placing.claim import AT_ONCE, BLOCK, Claimer, Terms, blocks
 from ecomp.scheduler.placing.place import LOOKS, MOST, SCARCE, Contention, Placer
 from ecomp.store.client import Entry, Snapshot, in_line, in_requests
 
-# Which candidate is tried: only those whose compute is alive, in no fixed order.
+# Candidates: only those whose compute is alive are tried, in no fixed order.
 
 
 COMPUTES = [f'compute-{n}' for n in range(6)]
@@ -50,16 +50,16 @@ def test_each_try_has_exactly_one_living_compute(
     choice = choose(Offer(found), alive, weigh, rng)
     for compute, allocations, _ in choice.tries:
         assert set(allocations) & alive == {compute}
-    usable = [each for each in found if len(set(each) & alive) == 1]
-    assert sorted(map(str, usable)) == sorted(str(each.allocations) for each in choice.tries)
-    # A candidate with two living computes is passed over: the request goes to one of them, and would hold the other's
-    # for nothing. All others that are passed over are named, once.
-    passed_over = {provider for each in found if each not in usable for provider in each}
+    usable = [candidate for candidate in found if len(set(candidate) & alive) == 1]
+    assert sorted(map(str, usable)) == sorted(str(candidate.allocations) for candidate in choice.tries)
+    # A candidate with two living computes is skipped: the request goes to one of them, and would hold room of the other
+    # without using it. All other skipped providers are named, once.
+    passed_over = {provider for candidate in found if candidate not in usable for provider in candidate}
     assert list(choice.skipped) == sorted(passed_over - alive)
 
 
 def test_the_first_choice_is_spread() -> None:
-    # The first of placement's list put 60 of 60 on one of three equal hosts.
+    # Taking the first of placement's list put 60 of 60 instances on one of three equal hosts.
     rng = random.Random(1)
     offer = Offer([{name: ONE} for name in COMPUTES])
     firsts = Counter(choose(offer, COMPUTES, SPREAD, rng).tries[0].compute for _ in range(600))
@@ -70,7 +70,7 @@ def test_the_first_choice_is_spread() -> None:
 def test_the_same_randomness_chooses_the_same() -> None:
     def tries(seed: int) -> list[str]:
         offer = Offer([{name: ONE} for name in COMPUTES])
-        return [each.compute for each in choose(offer, COMPUTES, SPREAD, random.Random(seed)).tries]
+        return [candidate.compute for candidate in choose(offer, COMPUTES, SPREAD, random.Random(seed)).tries]
 
     assert tries(7) == tries(7)
     assert {tuple(tries(seed)) for seed in range(9)} > {tuple(tries(7))}
@@ -81,13 +81,13 @@ OFFER = Offer([{name: ONE} for name in USED], {name: {'VCPU': Room(10, used)} fo
 
 
 def order(weigh: str, seed: int = 0) -> list[str]:
-    return [each.compute for each in choose(OFFER, USED, weigh, random.Random(seed)).tries]
+    return [candidate.compute for candidate in choose(OFFER, USED, weigh, random.Random(seed)).tries]
 
 
 def test_the_emptiest_or_the_fullest_comes_first() -> None:
     assert order(SPREAD)[0] == order(PACK)[-1] == 'compute-2'
     assert order(SPREAD)[-1] == order(PACK)[0] == 'compute-0'
-    # Equals come in any order.
+    # Equal computes come in any order.
     assert {tuple(order(SPREAD, seed)[1:3]) for seed in range(20)} == {
         ('compute-1', 'compute-3'),
         ('compute-3', 'compute-1'),
@@ -103,7 +103,7 @@ def test_what_is_scarcest_counts() -> None:
     room = {'VCPU': Room(10, 0), 'MEMORY_MB': Room(1000, 500), 'DISK_GB': Room(3, 3)}
     assert share_left({'VCPU': 1, 'MEMORY_MB': 400}, room) == 0.1
     assert share_left({'VCPU': 1}, room) == 0.9
-    # Nothing known of it, all of it reserved, or more asked than there is (a shared provider gives it): no preference.
+    # Unknown class, all of it reserved, or more requested than exists (a shared provider has it): no preference.
     assert share_left({'IPV4_ADDRESS': 1}, room) == share_left({'VCPU': 1}, {'VCPU': Room(0, 0)}) == 0
     assert share_left({'DISK_GB': 1}, room) == 0
 
@@ -113,21 +113,21 @@ sizes = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 
 @given(sizes, st.integers(1, 30), st.sampled_from(WEIGHS), st.randoms(use_true_random=False))
 def test_a_set_takes_what_room_there_is(free: list[int], count: int, weigh: str, rng: random.Random) -> None:
-    rooms = {f'compute-{number}': {'VCPU': Room(10, 10 - each)} for number, each in enumerate(free)}
+    rooms = {f'compute-{number}': {'VCPU': Room(10, 10 - amount)} for number, amount in enumerate(free)}
     offer = Offer([{name: ONE} for name, room in rooms.items() if room['VCPU'].used < 10], rooms)
     tries = choose(offer, rooms, weigh, rng).tries
-    taken = distribute(tries, rooms, count, weigh, rng)
-    assert len(taken) == min(count, sum(free))
-    per = Counter(each.compute for each in taken)
-    then = {name: room['VCPU'].used + per[name] for name, room in rooms.items()}
-    assert max(then.values()) <= 10
-    if weigh == SPREAD and len(taken) < sum(free):
-        # What is left differs by one at most, but for those that had less from the start.
-        used = [then[name] for name in per]
+    placements = distribute(tries, rooms, count, weigh, rng)
+    assert len(placements) == min(count, sum(free))
+    counts = Counter(candidate.compute for candidate in placements)
+    used_after = {name: room['VCPU'].used + counts[name] for name, room in rooms.items()}
+    assert max(used_after.values()) <= 10
+    if weigh == SPREAD and len(placements) < sum(free):
+        # The free room differs by one at most, except on computes that had less from the start.
+        used = [used_after[name] for name in counts]
         assert max(used, default=0) - min(used, default=0) <= 1
     if weigh == PACK:
-        # All that were begun are full but for the last.
-        assert sum(then[name] < 10 for name in per) <= 1
+        # All used computes but the last are full.
+        assert sum(used_after[name] < 10 for name in counts) <= 1
 
 
 def test_a_shared_disk_limits_a_set() -> None:
@@ -137,26 +137,26 @@ def test_a_shared_disk_limits_a_set() -> None:
     assert len(distribute(tries, rooms, 10, SPREAD, random.Random(0))) == 3
 
 
-# Who takes which place when many are at it.
+# Contention: which place each of many concurrent attempts takes.
 
 
 def line(*read: tuple[int, int]) -> tuple[Contention, list[str]]:
-    """A line whose reads are these, the last of them again and again; and what it does, in order."""
-    left, done = list(read), list[str]()
+    """Return a Contention that reads these counts, then repeats the last, and its action log."""
+    counts, actions = list(read), list[str]()
 
-    def reading() -> tuple[int, int]:
-        done.append('read')
-        return left.pop(0) if len(left) > 1 else left[0]
+    def read_counts() -> tuple[int, int]:
+        actions.append('read')
+        return counts.pop(0) if len(counts) > 1 else counts[0]
 
     def ask() -> Offer:
-        done.append('ask')
+        actions.append('ask')
         return Offer([])
 
-    return Contention(reading, ask, random.Random(1)), done
+    return Contention(read_counts, ask, random.Random(1)), actions
 
 
 def looks(where: Contention, spares: Sequence[int]) -> int:
-    """How often it looks, with so much to spare each time."""
+    """Return how often it reads the counts again, given these amounts of spare room."""
     for number, spare in enumerate(spares):
         if not where.should_look(spare):
             return number
@@ -165,33 +165,33 @@ def looks(where: Contention, spares: Sequence[int]) -> int:
 
 
 def test_alone_it_never_looks() -> None:
-    where, done = line((0, 0))
-    assert where.is_alone
-    assert looks(where, [0]) == 0
-    assert done == ['read']
+    contention, actions = line((0, 0))
+    assert contention.is_alone
+    assert looks(contention, [0]) == 0
+    assert actions == ['read']
 
 
 @pytest.mark.parametrize('read', [(1, 0), (0, 1)])
 def test_with_others_it_looks_once_where_room_is_scarce(read: tuple[int, int]) -> None:
-    where, done = line(read)
-    assert looks(where, [SCARCE]) == 0
-    assert looks(where, [SCARCE - 1, 0]) == 1
-    # The order is what it rests on.
-    assert done == ['read', 'read', 'ask']
+    contention, actions = line(read)
+    assert looks(contention, [SCARCE]) == 0
+    assert looks(contention, [SCARCE - 1, 0]) == 1
+    # It must count the attempts before it asks placement again.
+    assert actions == ['read', 'read', 'ask']
 
 
 def test_without_a_place_it_looks_as_long_as_those_ahead_get_on() -> None:
-    where, _ = line((30, 0), *[(30 - number, 0) for number in range(20)], (0, 5))
-    assert looks(where, [-1] * 100) == 21
-    where, _ = line((1, 0))
-    assert looks(where, [-1] * 100) == 1 + LOOKS
+    contention, _ = line((30, 0), *[(30 - number, 0) for number in range(20)], (0, 5))
+    assert looks(contention, [-1] * 100) == 21
+    contention, _ = line((1, 0))
+    assert looks(contention, [-1] * 100) == 1 + LOOKS
 
 
 def test_what_is_left_to_others_has_a_limit() -> None:
-    where, _ = line((10 * MOST, 0))
-    assert where.ahead == MOST
-    where.look()
-    assert where.ahead == MOST
+    contention, _ = line((10 * MOST, 0))
+    assert contention.ahead == MOST
+    contention.look()
+    assert contention.ahead == MOST
 
 
 def test_the_instances_before_and_behind() -> None:
@@ -199,23 +199,24 @@ def test_the_instances_before_and_behind() -> None:
         value = b'?' if instances is None else json.dumps({'version': 1, 'instances': instances}).encode()
         return Entry(keys.attempt(name), value, revision, lease=1 if name != 'by hand' else 0)
 
-    found = [
+    entries = [
         *(entry('one', 5, ['one']), entry('set', 6, ['a', 'b', 'c']), entry('odd', 7, None)),
         *(entry('me', 8, ['me']), entry('late', 9, ['late', 'x'])),
         *(entry('by hand', 4, ['y']), entry('by hand', 10, ['z'])),
     ]
-    assert in_line(Snapshot(10, {f'{each.key} {each.revision}': each for each in found}), 8) == (5, 1)
+    assert in_line(Snapshot(10, {f'{item.key} {item.revision}': item for item in entries}), 8) == (5, 1)
 
 
-# Where one of many at once is placed, who all had the same answer of placement's.
+# Many concurrent attempts that have got the same answer from placement.
 
 
-SIZE, EACH = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}, 4
+SIZE = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
+EACH = 4
 
 
 @dataclass(frozen=True)
 class Willing(Claimer):
-    """All that is claimed is got: there is room enough for what the tests here ask."""
+    """A claimer whose claims all succeed: the tests never ask for more than the room."""
 
     def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
         return set(wanted)
@@ -223,7 +224,7 @@ class Willing(Claimer):
 
 def offer(computes: int) -> Offer:
     names = [str(uuid.UUID(int=number)) for number in range(computes)]
-    rooms = {name: {each: Room(EACH * amount, 0) for each, amount in SIZE.items()} for name in names}
+    rooms = {name: {unit: Room(EACH * amount, 0) for unit, amount in SIZE.items()} for name in names}
     return Offer([{name: SIZE} for name in names], rooms)
 
 
@@ -231,18 +232,21 @@ def placing(
     claimer: type[Claimer], look: Callable[[], Offer], wanted: SetOrder, alive: list[str],
     others: tuple[int, int] = (0, 0), seed: int = 0,
 ) -> Placer:  # fmt: skip
-    """A placer whose claims go by `claimer`; placement is not asked. `others`: how many are ahead and behind."""
+    """Make a placer that claims by `claimer` and never asks placement.
+
+    `others` are the numbers of instances of older and of newer attempts.
+    """
     claims = claimer(None, '', '', lambda: True)  # type: ignore[arg-type]
     return Placer(claims, look, lambda: others, alive, lambda _: True, wanted, random.Random(seed))
 
 
 def placed(found: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, count: int = 1) -> list[str]:
-    """The computes of one request's instances."""
-    wanted = SetOrder(
+    """Place one order and return the computes of its instances."""
+    set_order = SetOrder(
         str(uuid.UUID(int=seed)), query='query', image='image', weigh=weigh, count=count, minimum=count
     )
-    placer = placing(Willing, lambda: found, wanted, list(found.rooms), (ahead, behind), seed)
-    return [each.compute for each in placer.place(found, Terms(None, None), {}).values()]
+    placer = placing(Willing, lambda: found, set_order, list(found.rooms), (ahead, behind), seed)
+    return [candidate.compute for candidate in placer.place(found, Terms(None, None), {}).values()]
 
 
 def most(where: list[str]) -> int:
@@ -250,30 +254,30 @@ def most(where: list[str]) -> int:
 
 
 def test_with_plenty_of_equals_those_who_do_not_know_of_each_other_hardly_meet() -> None:
-    """None of them has the others' claims in its answer, and each knows of some others alone."""
-    found = offer(500)
-    where = [placed(found, seed, SPREAD, ahead=seed % 3, behind=1)[0] for seed in range(40)]
-    assert most(where) <= 3
+    """No attempt sees the others' claims, and each knows of only some of the others."""
+    answer = offer(500)
+    computes = [placed(answer, seed, SPREAD, ahead=seed % 3, behind=1)[0] for seed in range(40)]
+    assert most(computes) <= 3
 
 
 def test_sets_leave_whole_computes_to_those_ahead() -> None:
-    found = offer(500)
-    where = [each for seed in range(8) for each in placed(found, seed, SPREAD, ahead=10 * seed, behind=1, count=10)]
-    assert most(where) == 1
+    answer = offer(500)
+    computes = [c for seed in range(8) for c in placed(answer, seed, SPREAD, ahead=10 * seed, behind=1, count=10)]
+    assert most(computes) == 1
 
 
 def test_where_room_is_scarce_each_leaves_the_first_places_to_those_ahead() -> None:
-    found = offer(SCARCE // EACH // 2)
+    answer = offer(SCARCE // EACH // 2)
     room = SCARCE // 2
-    where = [placed(found, seed, SPREAD, ahead=seed, behind=1)[0] for seed in range(room)]
-    assert Counter(where) == dict.fromkeys(found.rooms, EACH)  # every place once, whoever shuffles how
+    computes = [placed(answer, seed, SPREAD, ahead=seed, behind=1)[0] for seed in range(room)]
+    assert Counter(computes) == dict.fromkeys(answer.rooms, EACH)  # every place once, with any shuffling
 
 
 @pytest.mark.parametrize('weigh', [PACK, FIRST])
 def test_those_who_pack_fill_the_same_computes(weigh: str) -> None:
-    found = offer(200)
-    where = [placed(found, seed, weigh, ahead=seed, behind=1)[0] for seed in range(3 * EACH)]
-    assert Counter(where) == dict.fromkeys(list(found.rooms)[:3], EACH)
+    answer = offer(200)
+    computes = [placed(answer, seed, weigh, ahead=seed, behind=1)[0] for seed in range(3 * EACH)]
+    assert Counter(computes) == dict.fromkeys(list(answer.rooms)[:3], EACH)
 
 
 def test_alone_it_spreads_over_all() -> None:
@@ -281,54 +285,54 @@ def test_alone_it_spreads_over_all() -> None:
 
 
 def test_of_a_compute_with_several_places_one_that_was_taken_leaves_the_others() -> None:
-    """Its GPUs are providers below it, which others are after as well; each is lost but the last."""
+    """The GPUs are child providers of the compute; other attempts win all of them but the last."""
     compute, gpus = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(6)]
-    left = set(gpus)
+    free_gpus = set(gpus)
 
     @dataclass(frozen=True)
     class Late(Claimer):
-        """Others were faster wherever there is another place left."""
+        """Other attempts are faster as long as there is another free GPU."""
 
         def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
             ((instance, candidate),) = wanted.items()
             (gpu,) = candidate.allocations.keys() - {compute}
-            if len(left) == 1:
+            if len(free_gpus) == 1:
                 return {instance}
-            left.discard(gpu)
+            free_gpus.discard(gpu)
             return set()
 
-    def look() -> Offer:
-        return Offer([{compute: SIZE, gpu: {'CUSTOM_GPU': 1}} for gpu in sorted(left)], {})
+    def read_offer() -> Offer:
+        return Offer([{compute: SIZE, gpu: {'CUSTOM_GPU': 1}} for gpu in sorted(free_gpus)], {})
 
-    wanted = SetOrder(str(uuid.uuid4()), query='query', image='image')
-    (placed,) = placing(Late, look, wanted, [compute]).place(look(), Terms(None, None), {}).values()
-    assert placed.allocations.keys() == {compute, *left}
+    set_order = SetOrder(str(uuid.uuid4()), query='query', image='image')
+    (chosen,) = placing(Late, read_offer, set_order, [compute]).place(read_offer(), Terms(None, None), {}).values()
+    assert chosen.allocations.keys() == {compute, *free_gpus}
 
 
 def test_a_place_on_two_computes_is_said_to_be_one() -> None:
-    """As of one that shares its disk by an aggregate with another one."""
-    found = offer(2)
-    one, other = found.rooms
-    shared = Offer([{one: {'DISK_GB': 1}, other: {'VCPU': 1, 'MEMORY_MB': 128}}], found.rooms)
+    """Placement proposes this if a compute shares its disk with another through an aggregate."""
+    answer = offer(2)
+    one, other = answer.rooms
+    shared = Offer([{one: {'DISK_GB': 1}, other: {'VCPU': 1, 'MEMORY_MB': 128}}], answer.rooms)
     with pytest.raises(NoCapacity, match='parts of two computes, .* take the trait MISC_SHARES_VIA_AGGREGATE off'):
         placed(shared, 1, SPREAD, ahead=0)
 
 
 def test_a_claim_that_was_taken_over_never_becomes_movable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A set that starts again, or is claimed again after its group changed, may come back to the same compute."""
+    """A set that restarts, or whose group changed, may claim on the same compute again."""
     monkeypatch.setattr('ecomp.scheduler.placing.claim.claim', lambda *_: None)
-    found = offer(1)
-    (compute,) = found.rooms
-    wanted = SetOrder(str(uuid.uuid4()), query='query', image='image', count=2, minimum=2)
+    answer = offer(1)
+    (compute,) = answer.rooms
+    set_order = SetOrder(str(uuid.uuid4()), query='query', image='image', count=2, minimum=2)
     claimer = Claimer(None, '', '', lambda: True)  # type: ignore[arg-type]  # placement is not asked
-    placer = Placer(claimer, lambda: found, lambda: (0, 0), [compute], lambda _: True, wanted, random.Random(0))
-    running, new = wanted.instances
+    placer = Placer(claimer, lambda: answer, lambda: (0, 0), [compute], lambda _: True, set_order, random.Random(0))
+    running, new = set_order.instances
     placer.take_over({running: Candidate(compute, {compute: SIZE}, None)})
-    placer.place(found, Terms(None, None), {})
+    placer.place(answer, Terms(None, None), {})
     assert claimer.movable == {new}
 
 
-# Which claims nobody stands behind, and when they have been seen for long enough.
+# Orphaned claims, and when they have been seen for long enough.
 
 
 LEASE = 7
@@ -350,13 +354,13 @@ def test_an_orphan_is_held_and_nothing_else(
 @example([(100.0, {'a'}), (100.0 + APART - 0.1, {'a', 'b'}), (100.0 + APART, {'a', 'b'})])
 @example([(0.0, {'a'}), (30.0, set()), (APART + 1, {'a'})])
 def test_what_is_seen_at_each_look_is_due_when_its_time_has_come(looks: list[tuple[float, set[str]]]) -> None:
-    seen: dict[str, float] = {}
-    since: dict[str, float] = {}
-    for now, found in sorted(looks, key=lambda look: look[0]):
-        since = {name: since.get(name, now) for name in found}
-        seen, ready = due(seen, found, now)
-        assert seen == since
-        assert ready == {name for name in found if now - since[name] >= APART}
+    first_seen: dict[str, float] = {}
+    expected: dict[str, float] = {}
+    for now, orphan_names in sorted(looks, key=lambda look: look[0]):
+        expected = {name: expected.get(name, now) for name in orphan_names}
+        first_seen, ready = due(first_seen, orphan_names, now)
+        assert first_seen == expected
+        assert ready == {name for name in orphan_names if now - expected[name] >= APART}
 
 
 def test_whom_living_eschedules_are_at() -> None:
@@ -365,14 +369,14 @@ def test_whom_living_eschedules_are_at() -> None:
 
     of_a_set = json.dumps({'instances': ['a', 'b']}).encode()
     values = [('a', of_a_set), ('c', b'\xff'), ('d', b'[]'), ('e', b'{"instances": 5}'), ('f', b''), ('g', b'null')]
-    entries = dict(entry(*each) for each in values)
+    entries = dict(entry(*item) for item in values)
     assert in_requests(Snapshot(1, entries)) == {*'abcdefg'}
-    # Put by hand, it would never end.
+    # An attempt without a lease, written manually, would never expire.
     entries |= {'/requests/h': Entry('/requests/h', of_a_set, 1), '/requests/a': Entry('/requests/a', of_a_set, 2)}
     assert in_requests(Snapshot(1, entries)) == {*'cdefg'}
 
 
-# How a set's claims are split among calls, and what is said when some of these fail.
+# How the claims of a set are split into calls, and which error is raised if some of the calls fail.
 
 
 SMALL = {'VCPU': 1, 'MEMORY_MB': 64}
@@ -380,21 +384,21 @@ SECONDS = 10.0
 
 
 def wanted(*computes: str, shared: str | None = None) -> dict[str, Candidate]:
-    """An instance on each of these; `shared` provides the disk of all."""
+    """Make a candidate for an instance on each of these; `shared` provides the disk of all."""
     disk = {} if shared is None else {shared: {'DISK_GB': 1}}
-    return {f'{number}': Candidate(each, {each: SMALL, **disk}, None) for number, each in enumerate(computes)}
+    return {f'{number}': Candidate(compute, {compute: SMALL, **disk}, None) for number, compute in enumerate(computes)}
 
 
 @given(st.lists(st.sampled_from('abcdefgh'), min_size=1, max_size=3 * BLOCK))
 def test_blocks_are_all_of_it_and_no_two_have_a_compute(computes: list[str]) -> None:
-    asked = wanted(*computes)
-    parts = blocks(asked)
-    assert {instance: each for part in parts for instance, each in part.items()} == asked
-    assert sum(map(len, parts)) == len(asked)
-    named = [{each.compute for each in part.values()} for part in parts]
-    assert sum(map(len, named)) == len(set(computes))
-    for part, of in zip(parts, named, strict=True):
-        assert len(part) <= BLOCK or len(of) == 1
+    claims = wanted(*computes)
+    parts = blocks(claims)
+    assert {instance: candidate for part in parts for instance, candidate in part.items()} == claims
+    assert sum(map(len, parts)) == len(claims)
+    block_computes = [{candidate.compute for candidate in part.values()} for part in parts]
+    assert sum(map(len, block_computes)) == len(set(computes))
+    for part, block in zip(parts, block_computes, strict=True):
+        assert len(part) <= BLOCK or len(block) == 1
 
 
 @pytest.mark.parametrize(
@@ -410,14 +414,20 @@ def test_who_shares_a_disk_is_claimed_for_in_one_call() -> None:
 
 @dataclass(frozen=True)
 class Failing(Claimer):
-    """Claims that meet errors: `errors` by the compute of the call's first instance. `asked` has those computes."""
+    """A claimer whose calls may fail.
+
+    Attributes:
+        errors: the errors to raise, by the compute of the call's first instance.
+        barrier: where the first concurrent calls wait for each other.
+        called_computes: the compute of each call's first instance.
+    """
 
     errors: Mapping[str, EcompError] = field(default_factory=dict)
     together: threading.Barrier = field(default_factory=lambda: threading.Barrier(AT_ONCE))
     asked: list[str] = field(default_factory=list)
 
     def claim(self, wanted: Mapping[str, Allocations]) -> None:
-        """Not before so many calls have come that none of them waits for another."""
+        """Wait until the concurrent calls have all begun, so that sequential calls would fail."""
         first = next(iter(next(iter(wanted.values()))))
         self.asked.append(first)
         if len(self.asked) <= AT_ONCE:
@@ -443,7 +453,7 @@ def test_two_calls_are_under_way_at_once_and_all_is_claimed() -> None:
 
 @pytest.mark.parametrize('unknown', ['a', 'b'])
 def test_what_is_not_known_counts_more_than_any_other_error(unknown: str) -> None:
-    """Rule 1: nothing is released while it is not known what was written."""
+    """Rule 1: release no claim while the outcome of a write is unknown."""
     errors: dict[str, EcompError] = {'a': Unreachable('gone'), 'b': Unreachable('gone')}
     errors[unknown] = UnknownOutcome('nobody knows')
     with pytest.raises(UnknownOutcome):
@@ -453,7 +463,7 @@ def test_what_is_not_known_counts_more_than_any_other_error(unknown: str) -> Non
 def test_after_an_error_no_further_call_is_begun() -> None:
     claimer = failing(a=Unreachable('gone'), b=Unreachable('gone'))
     with pytest.raises(Unreachable):
-        claimer.claim_what_fits(wanted(*(each for each in 'abcdefghij' for _ in range(BLOCK))))
+        claimer.claim_what_fits(wanted(*(compute for compute in 'abcdefghij' for _ in range(BLOCK))))
     assert len(claimer.asked) < 10
 
 
@@ -463,10 +473,11 @@ def test_a_refusal_of_one_block_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
         failing(b=PlacementRefusal('no such class')).claim_what_fits(TWO)
 
 
-# Allocations: placement's shape, sums, and the sentence that says how two differ.
+# Allocations: placement's format, sums, and the sentence that explains a difference.
 
 
-A, B = 'provider-a', 'provider-b'
+A = 'provider-a'
+B = 'provider-b'
 
 allocations = st.dictionaries(
     st.sampled_from([A, B, 'provider-c']),

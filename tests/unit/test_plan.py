@@ -1,4 +1,4 @@
-"""The table of what is asked for against what is there."""
+"""The planner's decision table: what is requested against what exists."""
 
 from __future__ import annotations
 
@@ -66,11 +66,13 @@ from ecomp.model.record import (
     Record,
 )
 
-# The whole table of what is asked for against what is there: every state, with every guest, for every wish.
+# The whole decision table: every state of the record, with every guest, for every wish.
 
 
-HERE, ELSEWHERE = 'b8756be5-a30d-4311-920c-0ad996367a8e', '0a1b2c3d-0000-4000-8000-000000000001'
-INSTANCE, NEIGHBOUR = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
+HERE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+ELSEWHERE = '0a1b2c3d-0000-4000-8000-000000000001'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+NEIGHBOUR = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 MAC = mac_address(INSTANCE, 0)
 
 ASKED_STATES = Request(
@@ -94,7 +96,7 @@ GUESTS = {
 NOTHING = Sightings(guests={}, addresses={}, patience={}, vanished=(), before_reboot=(), ready=(), now='')
 STATES = (None, SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR)
 
-# {state: what is to be done of a request, whatever guest is there}. ACTIVE and STOPPED look at the guest, below.
+# {state: task for a request, with any guest}. ACTIVE and STOPPED depend on the guest, see get_expected_kind().
 OF_A_REQUEST = {
     None: Kind.BUILD,
     SCHEDULED: Kind.BUILD,
@@ -112,9 +114,9 @@ def record(state: str, compute: str = HERE, address: str | None = '10.0.0.1') ->
 def planned(
     wish: Wish, known: Record | None, guest: Guest | None, addresses: dict[str, Address] | None = None
 ) -> list[Task]:
-    seen = replace(NOTHING, guests={INSTANCE: guest} if guest else {})
-    seen = replace(seen, addresses={INSTANCE: addresses} if addresses else {})
-    return plan({INSTANCE: wish}, {INSTANCE: known} if known else {}, seen)
+    observations = replace(NOTHING, guests={INSTANCE: guest} if guest else {})
+    observations = replace(observations, addresses={INSTANCE: addresses} if addresses else {})
+    return plan({INSTANCE: wish}, {INSTANCE: known} if known else {}, observations)
 
 
 def expected(wish: str, state: str | None, guest: str) -> Kind | None:
@@ -125,7 +127,7 @@ def expected(wish: str, state: str | None, guest: str) -> Kind | None:
     if wish == 'tombstone':
         return Kind.DESTROY
     if state in (ACTIVE, STOPPED):
-        # Neither has a fault in its record yet.
+        # The records of both have no fault yet.
         fine = guest == {ACTIVE: 'runs', STOPPED: 'is off'}[state]
         return None if fine else Kind.POWER
     return OF_A_REQUEST[state]
@@ -154,8 +156,8 @@ def test_only_a_tombstone_destroys(wish: str, state: str | None, guest: str) -> 
 
 def test_instances_are_planned_each_by_itself() -> None:
     neighbour = Request(NEIGHBOUR, ASKED_STATES.allocations, image='http://h/i', user_id='u', project_id='p')
-    seen = replace(NOTHING, guests={INSTANCE: GUESTS['runs']})
-    tasks = plan({INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: record(ACTIVE)}, seen)
+    observations = replace(NOTHING, guests={INSTANCE: GUESTS['runs']})
+    tasks = plan({INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: record(ACTIVE)}, observations)
     assert [(task.instance, task.kind) for task in tasks] == [(INSTANCE, Kind.DESTROY), (NEIGHBOUR, Kind.BUILD)]
 
 
@@ -179,8 +181,8 @@ def test_a_guest_that_is_merely_off_or_runs_has_no_fault() -> None:
     assert fault_of(record(ACTIVE), GUESTS['runs']) is None
 
 
+# Faults that end once their cause is gone.
 ENDING = (PAUSED, f'{UNPLUGGED} (vnet0): network default is off', f'{NO_SPACE}; {REFUSED_METADATA}: no lease')
-"""Faults that end once what they say is not so any more."""
 
 
 @pytest.mark.parametrize('known', [None, GONE_BOTH, GONE_DISK, GONE_DOMAIN, UNDEFINED, NO_SPACE, *ENDING, 'another'])
@@ -188,7 +190,7 @@ def test_a_fault_says_what_is_seen_now(known: str | None) -> None:
     before = replace(record(STOPPED), fault=known)
     assert fault_of(before, None) == GONE_BOTH
     assert fault_of(before, GUESTS['only a disk']) == GONE_DOMAIN
-    # What is mended is no fault any more; what nobody sees in a guest (an adopted one's claim) stays.
+    # A repaired fault is removed; one that cannot be observed in a guest (an adopted one's claim) stays.
     assert fault_of(before, GUESTS['runs']) == (known if known == 'another' else None)
 
 
@@ -214,13 +216,13 @@ def test_a_domain_that_differs_from_its_claim_is_a_fault(
 ) -> None:
     resources = {'VCPU': 2, 'MEMORY_MB': 256, 'DISK_GB': 4, 'CUSTOM_GPU': 1}
     before = replace(record(ACTIVE), resources=resources, fault='its domain differs from its claim: VCPU:9 for 2')
-    found = GUESTS[guest]
-    assert found is not None
+    observed = GUESTS[guest]
+    assert observed is not None
     expected = differs and f'{UNLIKE}: {differs}'
-    assert fault_of(before, replace(found, size={**SIZE, **changed})) == expected
-    # Of an older record, which says of no resources, nothing is known.
-    assert fault_of(replace(before, resources={}), replace(found, size={**SIZE, **changed})) is None
-    paused = replace(found, size={**SIZE, **changed}, trouble=PAUSED)
+    assert fault_of(before, replace(observed, size={**SIZE, **changed})) == expected
+    # An older record contains no resources to compare with.
+    assert fault_of(replace(before, resources={}), replace(observed, size={**SIZE, **changed})) is None
+    paused = replace(observed, size={**SIZE, **changed}, trouble=PAUSED)
     assert fault_of(before, paused) == '; '.join(filter(None, (PAUSED, expected)))
 
 
@@ -235,26 +237,26 @@ def test_what_vanished_ends_and_what_was_merely_missed_does_not() -> None:
     stopped = replace(record(STOPPED), fault=GONE_BOTH)
     wishes, records = {INSTANCE: ASKED_STATES}, {INSTANCE: stopped}
     assert plan(wishes, records, NOTHING) == []
-    seen = replace(NOTHING, vanished=[INSTANCE])
-    assert [task.kind for task in plan(wishes, records, seen)] == [Kind.VANISHED]
+    observations = replace(NOTHING, vanished=[INSTANCE])
+    assert [task.kind for task in plan(wishes, records, observations)] == [Kind.VANISHED]
     for guest in filter(None, GUESTS.values()):
-        tasks = plan(wishes, records, replace(seen, guests={INSTANCE: guest}))
+        tasks = plan(wishes, records, replace(observations, guests={INSTANCE: guest}))
         assert Kind.VANISHED not in [task.kind for task in tasks]
 
 
 def test_what_ran_before_a_reboot_is_started_again_and_nothing_else() -> None:
     for state, guest in product((ACTIVE, STOPPED), GUESTS):
-        there = {INSTANCE: found} if (found := GUESTS[guest]) else {}
+        guests = {INSTANCE: observed} if (observed := GUESTS[guest]) else {}
         for before in ([], [INSTANCE]):
-            seen = replace(NOTHING, guests=there, before_reboot=before)
-            tasks = plan({INSTANCE: ASKED_STATES}, {INSTANCE: record(state)}, seen)
+            observations = replace(NOTHING, guests=guests, before_reboot=before)
+            tasks = plan({INSTANCE: ASKED_STATES}, {INSTANCE: record(state)}, observations)
             resumed = Kind.RESUME in [task.kind for task in tasks]
             ran = bool(before) and state == ACTIVE
             assert resumed == (ran and guest in ('is off', 'is off, killed')), (state, guest)
     off = GUESTS['is off']
     assert off is not None
-    seen = replace(NOTHING, guests={INSTANCE: off}, before_reboot=[INSTANCE])
-    tasks = plan({INSTANCE: TOMBSTONE}, {INSTANCE: record(ACTIVE)}, seen)
+    observations = replace(NOTHING, guests={INSTANCE: off}, before_reboot=[INSTANCE])
+    tasks = plan({INSTANCE: TOMBSTONE}, {INSTANCE: record(ACTIVE)}, observations)
     assert [task.kind for task in tasks] == [Kind.DESTROY]
 
 
@@ -274,7 +276,7 @@ def test_an_address_is_written_down_when_it_is_new(known: str | None, found: dic
     assert news(active, found) is new
     tasks = planned(ASKED_STATES, active, GUESTS['runs'], found)
     assert [task.kind for task in tasks] == ([Kind.ADDRESS] if new else [])
-    # A guest that is off is first written down as off.
+    # A guest that is off is first recorded as off.
     assert planned(ASKED_STATES, active, GUESTS['is off'], found)[0].kind is Kind.POWER
 
 
@@ -283,11 +285,11 @@ def test_cloud_init_is_through_once() -> None:
     runs = replace(NOTHING, guests={INSTANCE: GUESTS['runs']}, ready=[INSTANCE])
     tasks = plan(wishes, {INSTANCE: active}, runs)
     assert [task.kind for task in tasks] == [Kind.READY]
-    told = active.at(ACTIVE, '2026-01-01T00:00:00.000Z', 'ready')
-    assert plan(wishes, {INSTANCE: told}, runs) == []
+    ready_record = active.at(ACTIVE, '2026-01-01T00:00:00.000Z', 'ready')
+    assert plan(wishes, {INSTANCE: ready_record}, runs) == []
     failed = replace(active, cloud_init=GuestFailure('init', 'it broke'))
     assert plan(wishes, {INSTANCE: failed}, runs) == []
-    # Off, it is first written down as off, and stays what it was.
+    # A guest that is off is first recorded as off; its ready report changes nothing.
     off = plan(wishes, {INSTANCE: active}, replace(runs, guests={INSTANCE: GUESTS['is off']}))
     assert [task.kind for task in off] == [Kind.POWER]
 
@@ -307,17 +309,19 @@ def test_macs_are_those_the_guest_is_made_with() -> None:
     assert len({*all_macs(INSTANCE), *all_macs(NEIGHBOUR)}) == 2 * MOST_INTERFACES
 
 
-# Stop, start and reboot: every step of each, from everything a guest and its record may say.
+# Stop, start and reboot: every step, for every state of the guest and of its record.
 
 
-SHOWN, SUBJECT = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-THIS, EARLIER = '0a1b2c3d-0000-4000-8000-000000000001', '0a1b2c3d-0000-4000-8000-000000000002'
+SHOWN = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+SUBJECT = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+THIS = '0a1b2c3d-0000-4000-8000-000000000001'
+EARLIER = '0a1b2c3d-0000-4000-8000-000000000002'
 RUNS = Guest(SUBJECT, SHOWN, defined=True, running=True, disk=True)
 IS_OFF = replace(RUNS, running=False)
 FROZEN = replace(RUNS, trouble=NO_SPACE)
 SAID = (None, EARLIER, f'{EARLIER}:{ASKED}', f'{EARLIER}:{OFF}', THIS, f'{THIS}:{ASKED}', f'{THIS}:{OFF}')
 
-# What is done of a guest that runs, by how far the record says it is: of one that is off it is always the same.
+# Tasks for a running guest by its record's power. A guest that is off gets the same task for each of them.
 RUNNING: dict[str, dict[str | None, Kind]] = {
     STOP: dict.fromkeys(SAID, Kind.SHUTDOWN),
     START: {**dict.fromkeys(SAID, Kind.DONE), f'{EARLIER}:{ASKED}': Kind.SHUTDOWN, f'{THIS}:{ASKED}': Kind.SHUTDOWN},
@@ -345,14 +349,14 @@ def planned_power(
     )
     state = state or (ACTIVE if guest is not None and guest.running else STOPPED)
     record = Record(SUBJECT, SHOWN, state, image='http://h/i', power=said, fault=fault)
-    seen = replace(
+    observations = replace(
         NOTHING,
         guests={SUBJECT: guest} if guest else {},
         patience={SUBJECT: patience} if patience else {},
         before_reboot=[SUBJECT] if before_reboot else [],
         vanished=[SUBJECT] if vanished else [],
     )
-    tasks = plan({SUBJECT: request}, {SUBJECT: record}, seen)
+    tasks = plan({SUBJECT: request}, {SUBJECT: record}, observations)
     assert all(task.reason for task in tasks)
     return [task.kind for task in tasks]
 
@@ -360,18 +364,18 @@ def planned_power(
 @pytest.mark.parametrize(('action', 'said', 'patience'), list(product(ACTIONS, SAID, (None, *Patience))))
 def test_the_table_of_power(action: str, said: str | None, patience: Patience | None) -> None:
     power = Power(action, THIS)
-    done = said == THIS
+    is_done = said == THIS
     planned = planned_power(power, said, IS_OFF, patience)
-    assert planned == ([] if done else [Kind.DONE if action == STOP else Kind.START])
+    assert planned == ([] if is_done else [Kind.DONE if action == STOP else Kind.START])
     expected: Kind | None = RUNNING[action][said]
     if expected is Kind.SHUTDOWN:
         expected = IN_TURN.get(patience)
-    assert planned_power(power, said, RUNS, patience) == ([] if done or expected is None else [expected])
+    assert planned_power(power, said, RUNS, patience) == ([] if is_done or expected is None else [expected])
 
 
 @pytest.mark.parametrize('said', SAID)
 def test_what_was_not_asked_for_is_not_done(said: str | None) -> None:
-    """A guest that powers itself off stays off; what the last action's record says of it changes nothing."""
+    """A guest that powers itself off stays off; a finished action changes nothing."""
     for power in (None, *(Power(action, said) for action in ACTIONS if said)):
         assert planned_power(power, said, RUNS) == []
         assert planned_power(power, said, IS_OFF) == []
@@ -386,14 +390,14 @@ def test_what_is_not_built_is_built_first(state: str) -> None:
 
 
 def test_what_is_waited_for_hinders_nothing_else() -> None:
-    said, stop = f'{THIS}:{ASKED}', Power(STOP, THIS)
-    assert planned_power(stop, said, RUNS, Patience.WAIT) == []
-    assert planned_power(stop, said, FROZEN, Patience.WAIT) == [Kind.POWER]  # its fault is written down
+    recorded_power, stop = f'{THIS}:{ASKED}', Power(STOP, THIS)
+    assert planned_power(stop, recorded_power, RUNS, Patience.WAIT) == []
+    assert planned_power(stop, recorded_power, FROZEN, Patience.WAIT) == [Kind.POWER]  # its fault is recorded
 
 
 def test_what_was_stopped_stays_so_after_a_reboot_of_its_host() -> None:
     assert planned_power(Power(STOP, THIS), THIS, IS_OFF, state=STOPPED, before_reboot=True) == []
-    # Off by the reboot, and not yet by the stop: it is as was asked.
+    # The host's reboot turned it off before the stop did, so the stop is done.
     assert planned_power(Power(STOP, THIS), f'{THIS}:{ASKED}', IS_OFF, state=ACTIVE, before_reboot=True) == [Kind.DONE]
     for action in (START, REBOOT):
         assert planned_power(Power(action, THIS), EARLIER, IS_OFF, state=ACTIVE, before_reboot=True) == [Kind.START]
@@ -402,7 +406,7 @@ def test_what_was_stopped_stays_so_after_a_reboot_of_its_host() -> None:
 
 @pytest.mark.parametrize('action', ACTIONS)
 def test_of_whom_nothing_is_seen_nothing_is_done(action: str) -> None:
-    """It may have been missed: then it is done when it is seen again; else it ends."""
+    """A missed guest gets its action when it is seen again; a vanished one ends."""
     power = Power(action, THIS)
     assert planned_power(power, None, None, fault=GONE_BOTH) == []
     assert planned_power(power, None, None, fault=GONE_BOTH, vanished=True) == [Kind.VANISHED]
@@ -418,11 +422,11 @@ def test_a_start_that_failed_is_a_fault_until_the_guest_runs() -> None:
 
 
 def test_which_and_how_far() -> None:
-    assert [phase(said) for said in (None, THIS, f'{THIS}:{ASKED}', f'{THIS}:{OFF}')] == ['', '', ASKED, OFF]
-    assert [action_id(said) for said in (None, THIS, f'{THIS}:{OFF}')] == ['', THIS, THIS]
+    assert [phase(power) for power in (None, THIS, f'{THIS}:{ASKED}', f'{THIS}:{OFF}')] == ['', '', ASKED, OFF]
+    assert [action_id(power) for power in (None, THIS, f'{THIS}:{OFF}')] == ['', THIS, THIS]
 
 
-# How long a guest may take
+# How long a guest may take to shut down
 
 
 def test_a_guest_is_asked_again_and_then_no_more() -> None:
@@ -436,7 +440,7 @@ def test_a_guest_is_asked_again_and_then_no_more() -> None:
     shutdowns.note_asked(SUBJECT, 110)
     assert shutdowns.patience(115) == {SUBJECT: Patience.WAIT}
     assert sorted(shutdowns.next(after=110)) == [120, 160]
-    # What was due at the last look is no reason to wake up: whoever looked had its chance.
+    # A time that was due at the last check is no reason to wake up again.
     assert shutdowns.next(after=120) == [160]
     assert shutdowns.patience(160) == {SUBJECT: Patience.NO_MORE}
     assert shutdowns.next(after=160) == []

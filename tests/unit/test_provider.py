@@ -1,4 +1,4 @@
-"""What a compute says of itself to placement: its traits and status, and its inventory."""
+"""A compute's report to placement: its traits, status and inventory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ecomp.model.status import BY_OPERATOR, DISABLED, STATUS, changed, ours_then
 from ecomp.model.traits import CPU, check_trait, cpu_traits
 from ecomp.virt import xml
 
-# What a processor's features are called in placement.
+# Features of a processor, and their traits in placement.
 
 
 FEATURES = Path('/usr/share/libvirt/cpu_map/x86_features.xml')
@@ -47,23 +47,23 @@ def test_features_and_their_traits() -> None:
         'HW_CPU_X86_SSE3',
         'HW_CPU_X86_SSE41',
     }
-    # Of both names.
+    # Some features have two traits.
     assert cpu_traits(['vmx']) == {'HW_CPU_X86_VMX', 'HW_CPU_X86_INTEL_VMX'}
     assert cpu_traits(['svm']) == {'HW_CPU_X86_SVM', 'HW_CPU_X86_AMD_SVM'}
 
 
 def test_every_trait_is_one_of_os_traits_and_of_one_feature() -> None:
-    named = [trait for each in CPU.values() for trait in each]
-    assert set(named) <= set(os_traits.get_traits('HW_CPU_X86_'))
-    assert len(named) == len(set(named))
+    traits = [trait for names in CPU.values() for trait in names]
+    assert set(traits) <= set(os_traits.get_traits('HW_CPU_X86_'))
+    assert len(traits) == len(set(traits))
 
 
 @pytest.mark.skipif(not FEATURES.exists(), reason='libvirt is not installed')
 def test_every_feature_is_one_that_libvirt_knows() -> None:
-    known = {each.get('name') for each in ET.parse(FEATURES).getroot().iter('feature')}
-    known |= {each.get('name') for each in ET.parse(FEATURES).getroot().iter('alias')}
+    libvirt_names = {element.get('name') for element in ET.parse(FEATURES).getroot().iter('feature')}
+    libvirt_names |= {element.get('name') for element in ET.parse(FEATURES).getroot().iter('alias')}
     newer = {'amx-bf16', 'amx-int8', 'amx-tile'}
-    assert set(CPU) - known <= newer
+    assert set(CPU) - libvirt_names <= newer
 
 
 def test_what_may_be_configured() -> None:
@@ -107,7 +107,7 @@ def test_who_does_not_wait_for_os_traits(module: str) -> None:
     subprocess.run([sys.executable, '-c', LIGHT.format(module=module)], check=True, timeout=60)
 
 
-# Whose a trait is, and what says that a compute is disabled.
+# Owners of traits, and the traits that disable a compute.
 
 
 NAMES = st.frozensets(st.sampled_from('ABCDEF'))
@@ -121,27 +121,27 @@ def test_the_name_is_that_of_os_traits() -> None:
 def test_what_is_wanted_is_there_and_what_is_others_stays(
     theirs: frozenset[str], before: frozenset[str], now: frozenset[str]
 ) -> None:
-    """Somebody has some there; we come with `before`, and then with `now`; and go with nothing."""
+    """The compute sets `before`, then `now`, then nothing, beside the traits of others."""
     ours = ours_then(theirs, before, frozenset())
     assert not ours & theirs
-    there = changed(theirs, before, ours)
-    assert there == theirs | before
-    later = ours_then(there, now, ours)
-    there = changed(there, now, ours | later)
-    assert there == theirs | now
-    assert changed(there, frozenset(), later) == theirs
+    traits = changed(theirs, before, ours)
+    assert traits == theirs | before
+    later = ours_then(traits, now, ours)
+    traits = changed(traits, now, ours | later)
+    assert traits == theirs | now
+    assert changed(traits, frozenset(), later) == theirs
 
 
 @given(NAMES, NAMES, NAMES)
 def test_killed_before_or_after_the_write_nothing_of_ours_is_forgotten(
     theirs: frozenset[str], before: frozenset[str], now: frozenset[str]
 ) -> None:
-    """What is written down before the write is the old and the new: the next start takes it from there."""
+    """Old and new traits are noted before the write, so the next start knows both."""
     ours = ours_then(theirs, before, frozenset())
     noted = ours | ours_then(theirs | before, now, ours)
-    for there in (theirs | before, theirs | now):
-        assert changed(there, now, noted) == theirs | now
-        assert changed(there, frozenset(), noted) == theirs
+    for traits in (theirs | before, theirs | now):
+        assert changed(traits, now, noted) == theirs | now
+        assert changed(traits, frozenset(), noted) == theirs
 
 
 def test_disabled_and_enabled() -> None:
@@ -157,7 +157,7 @@ def test_a_stop_and_a_start() -> None:
     assert status.opened(status.stopped({'A', *STATUS})) == {'A', *STATUS}, 'an operator disabled it'
 
 
-# What a machine has to give, and what of it is not ours.
+# The inventory of a machine, and the reserved share of it.
 
 
 MACHINE = Machine(
@@ -196,9 +196,9 @@ amounts = st.integers(0, 2**50)
 
 @given(amounts, amounts, amounts)
 def test_placement_takes_whatever_a_machine_says(total: int, used: int, ours: int) -> None:
-    for each in inventory(replace(MACHINE, memory=total, memory_used=used, memory_ours=ours), 1).values():
-        assert each['total'] >= 1
-        assert 0 <= each['reserved'] <= each['total']
+    for entry in inventory(replace(MACHINE, memory=total, memory_used=used, memory_ours=ours), 1).values():
+        assert entry['total'] >= 1
+        assert 0 <= entry['reserved'] <= entry['total']
 
 
 def test_what_a_person_states_is_theirs_to_give() -> None:
@@ -218,12 +218,12 @@ def test_a_closed_inventory_has_no_vcpu_left_and_is_otherwise_the_same() -> None
 
 def test_ratios() -> None:
     totals = {'VCPU': {'total': 4, 'reserved': 0}, 'DISK_GB': {'total': 10, 'reserved': 1}}
-    found = with_ratios(totals, {'VCPU': 16})
-    assert found == {
+    rated = with_ratios(totals, {'VCPU': 16})
+    assert rated == {
         'VCPU': {'total': 4, 'reserved': 0, 'allocation_ratio': 16},
         'DISK_GB': {'total': 10, 'reserved': 1, 'allocation_ratio': 1},
     }
-    assert closed(found)['VCPU'] == {'total': 4, 'reserved': 4, 'allocation_ratio': 16}
+    assert closed(rated)['VCPU'] == {'total': 4, 'reserved': 4, 'allocation_ratio': 16}
     with pytest.raises(UsageError, match='allocation_ratios: there is no VGPU here, only VCPU, DISK_GB'):
         with_ratios(totals, {'VCPU': 16, 'VGPU': 2})
 
