@@ -1,4 +1,4 @@
-"""Requests that wait in queues: as they are written and read, who may take one, and what hints say."""
+"""Queued requests: format, order, who may take one and when, and hints of free room."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ from ecomp.model.record import QUEUED, STATES
 from ecomp.model.status import DISABLED
 from ecomp.store.client import Entry
 
-# What waits in a queue, as it is written and read.
+# Queued requests, as they are written and read.
 
 
-INSTANCE, COMPUTE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'b8756be5-a30d-4311-920c-0ad996367a8e'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 SIZE = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
 SMALL = Flavor('small', SIZE)
 IMAGE = 'http://images.example/i.qcow2'
@@ -74,24 +75,25 @@ WAITING = QueueEntry(
 
 
 def changed(**fields: Any) -> bytes:
+    """Return the value of WAITING with these fields changed."""
     return json.dumps({**json.loads(to_json(WAITING)), **fields}).encode()
 
 
 def refused(value: bytes) -> Invalid:
-    found = parse_waiting(WAITING.key, value)
-    assert isinstance(found, Invalid)
-    return found
+    result = parse_waiting(WAITING.key, value)
+    assert isinstance(result, Invalid)
+    return result
 
 
 def test_what_is_written_is_read() -> None:
     assert parse_waiting(WAITING.key, to_json(WAITING).encode()) == WAITING
-    plain = QueueEntry(INSTANCE, SMALL, image=IMAGE, user_id='u', project_id='p')
-    assert parse_waiting(plain.key, to_json(plain).encode()) == plain
-    grouped = replace(plain, group=Membership('web', ANTI_AFFINITY, True))
+    ungrouped = QueueEntry(INSTANCE, SMALL, image=IMAGE, user_id='u', project_id='p')
+    assert parse_waiting(ungrouped.key, to_json(ungrouped).encode()) == ungrouped
+    grouped = replace(ungrouped, group=Membership('web', ANTI_AFFINITY, True))
     assert parse_waiting(grouped.key, to_json(grouped).encode()) == grouped
     request = grouped.request(COMPUTE, 'now')
     assert (request.group, request.why) == (grouped.group, Why('queue', None, 1))
-    assert set(json.loads(to_json(plain))) == {
+    assert set(json.loads(to_json(ungrouped))) == {
         'version', 'instance', 'flavor', 'query', 'image', 'user_id', 'project_id', 'stages'
     }  # fmt: skip
 
@@ -131,9 +133,9 @@ def test_what_a_taker_makes_of_it_is_a_request() -> None:
     ],
 )
 def test_what_cannot_be_understood_has_a_reason(value: bytes, said: str) -> None:
-    found = parse_waiting(WAITING.key, value)
-    assert isinstance(found, Invalid)
-    assert said in found.reason
+    result = parse_waiting(WAITING.key, value)
+    assert isinstance(result, Invalid)
+    assert said in result.reason
     shown = record_of(WAITING.key, value)
     assert (shown.instance, shown.state, shown.compute) == (INSTANCE, QUEUED, '')
     assert said in (shown.fault or '')
@@ -177,7 +179,7 @@ def test_keys_of_the_queues() -> None:
         assert marked_by(rubbish) is None
 
 
-# What waits in the queues, read whole; and which of it a compute takes.
+# The backlog of all queues, and the request that a compute takes.
 
 
 def provider(used: int = 0, traits: tuple[str, ...] = (), **totals: int) -> Provider:
@@ -186,25 +188,28 @@ def provider(used: int = 0, traits: tuple[str, ...] = (), **totals: int) -> Prov
     return Provider(COMPUTE, {name: Inventory(total, used=taken.get(name, 0)) for name, total in whole.items()}, traits)
 
 
-# What waits
+# Backlogs
 
 
 def state(waiting: Iterable[Place], **marks: str) -> dict[str, Entry]:
-    """As etcd has it, youngest first; `marks`: f<revision of what is marked>=the compute."""
+    """Return the entries of these requests, youngest first.
+
+    `marks` maps f<revision of a request> to the compute of its taker key.
+    """
     waiting = list(waiting)
-    found = {}
-    for at, each in reversed(waiting):
-        found[each.key] = Entry(each.key, to_json(each).encode(), at)
-        if f'f{at}' in marks:
-            key = keys.taker(each.key)
-            found[key] = Entry(key, mark_to_json(marks[f'f{at}']).encode(), at + 1000)
-    return found
+    entries = {}
+    for revision, entry in reversed(waiting):
+        entries[entry.key] = Entry(entry.key, to_json(entry).encode(), revision)
+        if f'f{revision}' in marks:
+            key = keys.taker(entry.key)
+            entries[key] = Entry(key, mark_to_json(marks[f'f{revision}']).encode(), revision + 1000)
+    return entries
 
 
 def test_a_backlog_is_in_order_and_says_who_takes_what() -> None:
     one, two, three = waiting = places(SMALL, LARGE, SMALL)
     backlog = backlog_of(state(waiting, f2=COMPUTE), Backlog())
-    assert list(backlog.places.items()) == [(each.waiting.key, each) for each in (one, three)]
+    assert list(backlog.places.items()) == [(place.waiting.key, place) for place in (one, three)]
     assert backlog.flavors == {SMALL.query: SMALL}
     assert backlog.marks == {COMPUTE: {two.waiting.key: (1002, two)}}
     assert backlog.has_more
@@ -219,21 +224,21 @@ def test_a_backlog_has_more_when_somebody_could_take_what_nobody_could_before() 
     assert backlog_of(state(waiting), marked).has_more, 'it was given back'
     assert not backlog_of(state(waiting[1:]), marked).has_more, 'it was taken'
     assert backlog_of(state(places(SMALL, SMALL, LARGE)), whole).has_more
-    # Cancelled and asked for again.
-    anew = [waiting[0], Place(9, waiting[1].waiting)]
-    assert backlog_of(state(anew), whole).has_more
+    # Cancelled and queued again.
+    queued_again = [waiting[0], Place(9, waiting[1].waiting)]
+    assert backlog_of(state(queued_again), whole).has_more
 
 
 def test_a_backlog_reads_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting, read = places(SMALL, LARGE, FAST), list[str]()
+    waiting, parsed_keys = places(SMALL, LARGE, FAST), list[str]()
     parse = queue.parse_waiting
-    monkeypatch.setattr(queue, 'parse_waiting', lambda key, value: [read.append(key), parse(key, value)][1])
+    monkeypatch.setattr(queue, 'parse_waiting', lambda key, value: [parsed_keys.append(key), parse(key, value)][1])
     backlog = backlog_of(state(waiting[:2]), Backlog())
     backlog = backlog_of(state(waiting), backlog)
     backlog = backlog_of(state([waiting[0], Place(9, waiting[1].waiting), waiting[2]]), backlog)
-    again = waiting[1].waiting.key
-    assert sorted(read) == sorted([*(each.waiting.key for each in waiting), again])
-    assert [each.revision for each in backlog.places.values()] == [1, 3, 9]
+    requeued = waiting[1].waiting.key
+    assert sorted(parsed_keys) == sorted([*(place.waiting.key for place in waiting), requeued])
+    assert [place.revision for place in backlog.places.values()] == [1, 3, 9]
 
 
 CHANGE = st.tuples(st.sampled_from(['put', 'other', 'junk', 'delete', 'mark', 'scrawl', 'unmark']), st.integers(0, 5))
@@ -241,68 +246,68 @@ CHANGE = st.tuples(st.sampled_from(['put', 'other', 'junk', 'delete', 'mark', 's
 
 @given(st.lists(st.lists(CHANGE, max_size=4), max_size=12))
 def test_a_backlog_made_from_the_one_before_is_the_same_as_one_made_anew(steps: list[list[tuple[str, int]]]) -> None:
-    there, revision, backlog = dict[str, Entry](), 0, Backlog()
-    some = places(SMALL, LARGE, SMALL, FAST, SMALL, LARGE)
+    entries, revision, backlog = dict[str, Entry](), 0, Backlog()
+    candidates = places(SMALL, LARGE, SMALL, FAST, SMALL, LARGE)
     for changes in steps:
-        for what, number in changes:
+        for change, number in changes:
             revision += 1
-            key, request = some[number].waiting.key, to_json(some[number].waiting)
+            key, request = candidates[number].waiting.key, to_json(candidates[number].waiting)
             values = {'put': request, 'other': request.replace('i.qcow2', 'j.qcow2'), 'junk': '{}'}
             marks = {'mark': mark_to_json(COMPUTE), 'scrawl': '[]'}
-            if what in values:
-                there[key] = Entry(key, values[what].encode(), revision)
-            elif what in marks:
-                there[keys.taker(key)] = Entry(keys.taker(key), marks[what].encode(), revision)
+            if change in values:
+                entries[key] = Entry(key, values[change].encode(), revision)
+            elif change in marks:
+                entries[keys.taker(key)] = Entry(keys.taker(key), marks[change].encode(), revision)
             else:
-                there.pop(key if what == 'delete' else keys.taker(key), None)
-        before, backlog = backlog, backlog_of(dict(there), backlog)
-        anew = backlog_of(dict(there), Backlog())
-        assert list(backlog.places.items()) == list(anew.places.items())
-        assert (backlog.flavors, backlog.marks, backlog.counts) == (anew.flavors, anew.marks, anew.counts)
-        assert backlog.has_more == any(before.places.get(key) is not each for key, each in backlog.places.items())
+                entries.pop(key if change == 'delete' else keys.taker(key), None)
+        before, backlog = backlog, backlog_of(dict(entries), backlog)
+        rebuilt = backlog_of(dict(entries), Backlog())
+        assert list(backlog.places.items()) == list(rebuilt.places.items())
+        assert (backlog.flavors, backlog.marks, backlog.counts) == (rebuilt.flavors, rebuilt.marks, rebuilt.counts)
+        assert backlog.has_more == any(before.places.get(key) is not place for key, place in backlog.places.items())
 
 
 def test_what_an_event_is_not_about_is_not_looked_at() -> None:
-    """Of 10,000 that wait each event would cost every compute as much as reading all of them."""
-    looked: list[str] = []
+    """With 10,000 queued requests, reading all of them for each event would load every compute."""
+    accessed: list[str] = []
 
     class Watched(Entry):
         def __getattribute__(self, name: str) -> Any:
             if name in ('revision', 'value'):
-                looked.append(super().__getattribute__('key'))
+                accessed.append(super().__getattribute__('key'))
             return super().__getattribute__(name)
 
     waiting = places(*[SMALL] * 100)
-    there = {key: Watched(key, entry.value, entry.revision) for key, entry in state(waiting).items()}
-    backlog = backlog_of(dict(there), Backlog())
-    assert len(set(looked)) == 100
-    looked.clear()
+    entries = {key: Watched(key, entry.value, entry.revision) for key, entry in state(waiting).items()}
+    backlog = backlog_of(dict(entries), Backlog())
+    assert len(set(accessed)) == 100
+    accessed.clear()
     mark = keys.taker(waiting[7].waiting.key)
-    there[mark] = Watched(mark, mark_to_json(COMPUTE).encode(), 1000)
-    backlog = backlog_of(dict(there), backlog)
-    assert set(looked) == {mark}
+    entries[mark] = Watched(mark, mark_to_json(COMPUTE).encode(), 1000)
+    backlog = backlog_of(dict(entries), backlog)
+    assert set(accessed) == {mark}
     assert len(backlog.places) == 99
 
 
 def test_what_makes_no_sense_is_in_nobodys_way() -> None:
     (good,) = places(SMALL)
     key = keys.taker(good.waiting.key)
-    found = {
+    entries = {
         '/queues/small/no-uuid': Entry('/queues/small/no-uuid', b'{}', 1),
         f'/queues/small/{INSTANCE}': Entry('', b'no request', 2),
         f'/queues/small/{INSTANCE}/taker': Entry('', mark_to_json(COMPUTE).encode(), 3),
         '/queues/': Entry('', b'', 4),
         **state([good]),
     }
-    backlog = backlog_of(found, Backlog())
+    backlog = backlog_of(entries, Backlog())
     assert list(backlog.places.values()) == [good]
     assert backlog.marks == {COMPUTE: {f'/queues/small/{INSTANCE}': (3, None)}}
     for rubbish in (b'', b'[]', b'{"compute": ["x"]}', b'{"compute": null}'):
-        marked = backlog_of({**found, key: Entry(key, rubbish, 5)}, backlog)
+        marked = backlog_of({**entries, key: Entry(key, rubbish, 5)}, backlog)
         assert (marked.places, set(marked.marks)) == ({}, {COMPUTE}), 'whoever it is: somebody is at it'
 
 
-# Who takes what
+# The request that a compute takes
 
 
 def places(*flavors: Flavor) -> list[Place]:
@@ -316,10 +321,11 @@ def places(*flavors: Flavor) -> list[Place]:
 
 
 def flavors(waiting: Iterable[Place]) -> dict[str, Flavor]:
-    return {each.waiting.flavor.query: each.waiting.flavor for each in waiting}
+    return {place.waiting.flavor.query: place.waiting.flavor for place in waiting}
 
 
-LARGE, FAST = Flavor('large', {**SIZE, 'VCPU': 3}), Flavor('fast', SIZE, ('CUSTOM_FAST',))
+LARGE = Flavor('large', {**SIZE, 'VCPU': 3})
+FAST = Flavor('fast', SIZE, ('CUSTOM_FAST',))
 SLOW = Flavor('slow', SIZE, (), ('CUSTOM_FAST',))
 
 
@@ -340,9 +346,9 @@ SLOW = Flavor('slow', SIZE, (), ('CUSTOM_FAST',))
 def test_the_oldest_that_fits(there: Provider, taken: int | None) -> None:
     waiting = places(FAST, LARGE, SMALL, SLOW)
     takes = subscribed(flavors(waiting), there, {})
-    found = first_of(waiting, takes)
-    assert (found.revision if found else None) == taken
-    assert takes == {each.query: fits(each, there) for each in (FAST, LARGE, SMALL, SLOW)}
+    place = first_of(waiting, takes)
+    assert (place.revision if place else None) == taken
+    assert takes == {flavor.query: fits(flavor, there) for flavor in (FAST, LARGE, SMALL, SLOW)}
     assert subscribed(flavors(waiting[:1]), there, {FAST.query: True, LARGE.query: True}) == {FAST.query: True}
 
 
@@ -351,25 +357,25 @@ def test_what_is_passed_over_and_what_is_not_taken() -> None:
     takes = subscribed(flavors(waiting), provider(), {})
     assert first_of(waiting, takes, [waiting[0].waiting.instance]) == waiting[1]
     assert first_of(waiting, takes | {SMALL.query: False}) == waiting[2]
-    assert first_of(waiting, takes, [each.waiting.instance for each in waiting]) is None
+    assert first_of(waiting, takes, [place.waiting.instance for place in waiting]) is None
     assert first_of([], {}) is None
 
 
 def test_who_loses_races_looks_further_back() -> None:
     waiting, rng = places(SMALL, LARGE, *[SMALL] * 200), random.Random(2026)
     takes = subscribed(flavors(waiting), provider(), {}) | {LARGE.query: False}
-    among, seen = 1, []
+    window, windows = 1, []
     for _ in range(10):
-        picked = [next_of(waiting, takes, (), among, rng) for _ in range(2000)]
-        found = {each.revision for each in picked if each}
-        assert found == {1, *range(3, among + 2)}  # all of the first that fit, and no other
-        seen.append(among)
-        among = widened(among, False)
-    assert seen == [1, 2, 4, 8, 16, 32, 64, 64, 64, 64]
+        picked = [next_of(waiting, takes, (), window, rng) for _ in range(2000)]
+        revisions = {place.revision for place in picked if place}
+        assert revisions == {1, *range(3, window + 2)}  # all of the first ones that fit, and no others
+        windows.append(window)
+        window = widened(window, False)
+    assert windows == [1, 2, 4, 8, 16, 32, 64, 64, 64, 64]
     for _ in range(6):
-        assert among > 1
-        among = widened(among, True)
-    assert widened(among, True) == among == 1
+        assert window > 1
+        window = widened(window, True)
+    assert widened(window, True) == window == 1
 
 
 def first_of(waiting: list[Place], takes: dict[str, bool], passed_over: Sequence[str] = ()) -> Place | None:
@@ -378,24 +384,24 @@ def first_of(waiting: list[Place], takes: dict[str, bool], passed_over: Sequence
 
 @given(st.lists(st.integers(1, 5), max_size=12))
 def test_what_is_taken_one_after_the_other_fits_together(amounts: list[int]) -> None:
-    left, waiting, taken = provider(), places(*(Flavor(f'f{each}', {**SIZE, 'VCPU': each}) for each in amounts)), []
-    while (found := first_of(waiting, subscribed(flavors(waiting), left, {}))) is not None:
-        taken.append(found)
-        waiting.remove(found)
-        before, left = left, left.less([found.waiting.flavor.resources])
-        assert not any(fits(each.waiting.flavor, left) and not fits(each.waiting.flavor, before) for each in waiting)
-    assert sum(each.waiting.flavor.resources['VCPU'] for each in taken) <= 4
-    assert len(taken) <= 4
-    assert not any(fits(each.waiting.flavor, left) for each in waiting)
+    room, waiting, taken_places = provider(), places(*(Flavor(f'f{n}', {**SIZE, 'VCPU': n}) for n in amounts)), []
+    while (chosen := first_of(waiting, subscribed(flavors(waiting), room, {}))) is not None:
+        taken_places.append(chosen)
+        waiting.remove(chosen)
+        before, room = room, room.less([chosen.waiting.flavor.resources])
+        assert not any(fits(place.waiting.flavor, room) and not fits(place.waiting.flavor, before) for place in waiting)
+    assert sum(place.waiting.flavor.resources['VCPU'] for place in taken_places) <= 4
+    assert len(taken_places) <= 4
+    assert not any(fits(place.waiting.flavor, room) for place in waiting)
 
 
 def test_patience_grows_with_the_load() -> None:
     rng = random.Random(1)
-    waits = [patience(provider(used=each), None, 1, rng) for each in range(5)]
+    waits = [patience(provider(used=used), None, 1, rng) for used in range(5)]
     assert waits == sorted(waits)
     assert 0 <= waits[0] <= JITTER
     assert LONGEST <= waits[4] <= LONGEST + JITTER
-    # The scarcest class counts, what no guest needs does not, and too much is no more than full.
+    # The scarcest class counts, a class that no guest needs does not, and more than full counts as full.
     assert patience(provider(used=3, MEMORY_MB=384), None, 1, rng) >= LONGEST
     assert patience(provider(used=9), None, 1, rng) <= LONGEST + JITTER
     spare = provider(CUSTOM_X=0)
@@ -404,13 +410,13 @@ def test_patience_grows_with_the_load() -> None:
 
 @pytest.mark.parametrize('computes', [1, 10, 30, 100, 300, 1000])
 def test_of_many_equal_ones_a_few_go_for_it_at_once_and_the_first_waits_no_longer(computes: int) -> None:
-    rng, met, waited = random.Random(2026), [], []
+    rng, concurrent, shortest = random.Random(2026), [], []
     for _ in range(100):
         waits = sorted(patience(provider(), None, computes, rng) for _ in range(computes))
-        met.append(sum(each <= waits[0] + 0.01 for each in waits))  # before they hear of it
-        waited.append(waits[0])
-    assert sum(met) / len(met) <= 8
-    assert sum(waited) / len(waited) <= 0.015
+        concurrent.append(sum(wait <= waits[0] + 0.01 for wait in waits))  # before they learn that it is taken
+        shortest.append(waits[0])
+    assert sum(concurrent) / len(concurrent) <= 8
+    assert sum(shortest) / len(shortest) <= 0.015
 
 
 def test_among_many_the_idlest_still_goes_first() -> None:
@@ -429,26 +435,26 @@ def test_whom_a_soft_group_prefers_goes_first() -> None:
         assert patience(provider(), Group('web', policy, False), 1, rng) <= JITTER
 
 
-# Who may take a waiting request at once, and who after a moment.
+# Computes that may take a queued request immediately, and those that may later.
 
 
 ONE = {'VCPU': 1, 'MEMORY_MB': 64}
 
 
 def computes(number: int) -> list[str]:
-    return [f'c{each}' for each in range(number)]
+    return [f'c{index}' for index in range(number)]
 
 
 def state_text(**said: object) -> dict[str, Entry]:
-    """What is below /computes/."""
-    values = {keys.compute(name): json.dumps(each).encode() for name, each in said.items()}
+    """Return the entries below /computes/ with these values."""
+    values = {keys.compute(name): json.dumps(text).encode() for name, text in said.items()}
     return {key: Entry(key, value, 7, 1) for key, value in values.items()}
 
 
 def alive(*names: str, **room: object) -> Takers:
-    """These take from queues; `room` is what some of them hint."""
-    hinted = {name: {'queues': True, 'room': each} for name, each in room.items()}
-    return takers_of(state_text(**{name: {'queues': True} for name in names}, **hinted), Takers())
+    """Return Takers of these computes, some with hints of their room."""
+    with_hints = {name: {'queues': True, 'room': hint} for name, hint in room.items()}
+    return takers_of(state_text(**{name: {'queues': True} for name in names}, **with_hints), Takers())
 
 
 def first(instance: str, takers: Takers) -> set[str]:
@@ -457,27 +463,27 @@ def first(instance: str, takers: Takers) -> set[str]:
 
 def test_each_request_is_another_few_s_and_none_is_everybody_s() -> None:
     takers = alive(*computes(100))
-    chosen = Counter(compute for each in range(1000) for compute in first(f'instance {each}', takers))
+    chosen = Counter(compute for number in range(1000) for compute in first(f'instance {number}', takers))
     assert chosen.keys() == set(computes(100))
-    # 40 on average: some four standard deviations.
+    # The mean is 40; the limits are about four standard deviations away.
     assert 15 < min(chosen.values()) <= max(chosen.values()) < 66
-    assert len({frozenset(first(f'instance {each}', takers)) for each in range(100)}) > 95
+    assert len({frozenset(first(f'instance {number}', takers)) for number in range(100)}) > 95
 
 
 @given(st.integers(5, 60), st.integers(0, 59), st.uuids())
 def test_one_that_dies_moves_no_other(number: int, dead: int, instance: object) -> None:
-    """So those who see it alive, and those who do not, mean the same few but for it."""
-    there = computes(number)
-    before = order(str(instance), ONE, alive(*there))
-    gone = there[dead % number]
-    after = order(str(instance), ONE, alive(*(each for each in there if each != gone)))
-    assert list(after) == [each for each in before if each != gone]
+    """Processes that see it alive and processes that do not agree on all other computes."""
+    living = computes(number)
+    before = order(str(instance), ONE, alive(*living))
+    dead_compute = living[dead % number]
+    after = order(str(instance), ONE, alive(*(compute for compute in living if compute != dead_compute)))
+    assert list(after) == [compute for compute in before if compute != dead_compute]
 
 
 def test_who_has_no_room_is_asked_last_and_who_says_nothing_has_some() -> None:
     full, some = {'VCPU': [4, 10], 'MEMORY_MB': [512, 100]}, {'VCPU': [4, 25], 'MEMORY_MB': [512, 13]}
     takers = alive('unknown', full=full, some=some, none={'VCPU': [4, 100]}, odd='all of it')
-    assert [takers.has_room(each, ONE) for each in ('unknown', 'full', 'some', 'none', 'odd')] == [
+    assert [takers.has_room(name, ONE) for name in ('unknown', 'full', 'some', 'none', 'odd')] == [
         *(True, False, True, False, True),
     ]
     for instance in computes(20):
@@ -485,31 +491,31 @@ def test_who_has_no_room_is_asked_last_and_who_says_nothing_has_some() -> None:
 
 
 def test_only_the_living_that_take_from_queues_count() -> None:
-    there = state_text(a={'queues': True}, b={'queues': False}, c={}, d=7)
-    there['/computes/e'] = Entry('/computes/e', b'not JSON', 7, 1)
-    there['/computes/f'] = Entry('/computes/f', b'{"queues": true}', 7)  # on no lease: nobody's life
-    takers = takers_of(there, Takers())
+    entries = state_text(a={'queues': True}, b={'queues': False}, c={}, d=7)
+    entries['/computes/e'] = Entry('/computes/e', b'not JSON', 7, 1)
+    entries['/computes/f'] = Entry('/computes/f', b'{"queues": true}', 7)  # without a lease it is not alive
+    takers = takers_of(entries, Takers())
     assert takers.points.keys() == {'a'}
-    # One comes, one says something else, one goes.
-    there |= state_text(b={'queues': True}, g={'queues': True, 'room': {'VCPU': [1, 0]}})
-    del there['/computes/a']
-    takers = takers_of(there, takers)
+    # One compute is added, one changes its value, one is removed.
+    entries |= state_text(b={'queues': True}, g={'queues': True, 'room': {'VCPU': [1, 0]}})
+    del entries['/computes/a']
+    takers = takers_of(entries, takers)
     assert (takers.points.keys(), dict(takers.left)) == ({'b', 'g'}, {'g': {'VCPU': Left(1, 0)}})
-    assert takers == takers_of(there, Takers())
+    assert takers == takers_of(entries, Takers())
 
 
 def test_what_did_not_change_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = state_text(**{name: {'queues': True} for name in computes(50)})
-    takers = takers_of(there, Takers())
-    read: list[object] = []
-    monkeypatch.setattr(queue, 'load_if_object', lambda value: read.append(value) or json.loads(value))
-    more = takers_of({**there, **state_text(c7={'queues': False}, new={'queues': True})}, takers)
-    assert len(read) == 2
-    assert more.points.keys() == {*computes(50), 'new'} - {'c7'}
+    entries = state_text(**{name: {'queues': True} for name in computes(50)})
+    takers = takers_of(entries, Takers())
+    parsed: list[object] = []
+    monkeypatch.setattr(queue, 'load_if_object', lambda value: parsed.append(value) or json.loads(value))
+    updated = takers_of({**entries, **state_text(c7={'queues': False}, new={'queues': True})}, takers)
+    assert len(parsed) == 2
+    assert updated.points.keys() == {*computes(50), 'new'} - {'c7'}
 
 
 def test_circles_grow_until_they_are_all() -> None:
-    opened = [opens_after(each) for each in (0, FIRST - 1, FIRST, 2 * FIRST, 4 * FIRST)]
+    opened = [opens_after(position) for position in (0, FIRST - 1, FIRST, 2 * FIRST, 4 * FIRST)]
     assert opened == [0, 0, WIDER, 2 * WIDER, 3 * WIDER]
     assert opens_after(999) <= 2.0
     assert opens_after(9_999) <= 3.0
@@ -532,7 +538,7 @@ def test_so_many_have_room_and_who_says_nothing_counts() -> None:
     assert takers_of(state_text(a={'queues': True}), takers).with_room(ONE) == 1, 'of others it is another number'
 
 
-# What a compute says of the room it has left, and what is made of that.
+# A compute's hint of its free room, and its use.
 
 
 INVENTORY = {
@@ -544,8 +550,8 @@ INVENTORY = {
 
 def test_what_is_left_is_what_was_not_given() -> None:
     assert room_hint(INVENTORY, []) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 100], 'VCPU': [6, 100]}
-    given = [{'VCPU': 1, 'MEMORY_MB': 1}, {'VCPU': 2, 'MEMORY_MB': 7998}]
-    assert room_hint(INVENTORY, given) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 1], 'VCPU': [6, 50]}
+    allocated = [{'VCPU': 1, 'MEMORY_MB': 1}, {'VCPU': 2, 'MEMORY_MB': 7998}]
+    assert room_hint(INVENTORY, allocated) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 1], 'VCPU': [6, 50]}
     assert room_hint(INVENTORY, [{'VCPU': 9, 'VGPU': 1}])['VCPU'] == [6, -50]
 
 
@@ -562,8 +568,8 @@ def test_where_more_is_given_than_there_is_that_is_said_however_little_it_is(nam
 def test_what_is_free_is_never_said_not_to_be(used: int) -> None:
     hint = parse_room_hint(room_hint(INVENTORY, [{'VCPU': used}]))
     assert hint is not None
-    for asked in range(1, 7):
-        assert fits_there(hint, {'VCPU': asked}) == (used + asked <= 6)
+    for vcpus in range(1, 7):
+        assert fits_there(hint, {'VCPU': vcpus}) == (used + vcpus <= 6)
     for amount in range(1, 8000, 7):
         hint = parse_room_hint(room_hint(INVENTORY, [{'MEMORY_MB': 8000 - amount}]))
         assert hint is not None
@@ -587,10 +593,10 @@ def test_the_class_with_least_counts() -> None:
 ])  # fmt: skip
 def test_rubbish_is_no_hint(rubbish: object) -> None:
     assert parse_room_hint(rubbish) is None
-    told = living_in(json.dumps({'hostname': 'hv1', 'token': 'x', 'room': rubbish}).encode())
-    assert (told.hostname, told.room) == ('hv1', None)
+    living = living_in(json.dumps({'hostname': 'hv1', 'token': 'x', 'room': rubbish}).encode())
+    assert (living.hostname, living.room) == ('hv1', None)
 
 
 def test_a_living_compute_s_value_has_it() -> None:
-    told = living_in(json.dumps({'hostname': 'hv1', 'room': room_hint(INVENTORY, [])}).encode())
-    assert told.room == {'VCPU': Left(6, 100), 'MEMORY_MB': Left(8000, 100), 'DISK_GB': Left(0, 0)}
+    living = living_in(json.dumps({'hostname': 'hv1', 'room': room_hint(INVENTORY, [])}).encode())
+    assert living.room == {'VCPU': Left(6, 100), 'MEMORY_MB': Left(8000, 100), 'DISK_GB': Left(0, 0)}
