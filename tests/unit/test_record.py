@@ -1,4 +1,4 @@
-"""Records, boots and digests: written, read back whole, and refused where they are none."""
+"""Records, boots and digests: written, read back whole, and refused if malformed."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ from ecomp.model.record import (
 from ecomp.scheduler.changing.wait import is_before_boot, is_pending
 from tests.kit.hostile import JSON
 
-# Records: written and read back whole, refused when they are of a newer version or none.
+# Records: written and read back whole, refused if malformed or of a newer version.
 
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-NOW, LATER = '2026-01-31T12:00:00.000Z', '2026-01-31T12:00:01.000Z'
+NOW = '2026-01-31T12:00:00.000Z'
+LATER = '2026-01-31T12:00:01.000Z'
 RECORD = Record(INSTANCE, COMPUTE, SCHEDULED, image='http://h/i')
 
 texts = st.text(max_size=20)
@@ -93,7 +94,8 @@ def stored(**changed: Any) -> bytes:
     return json.dumps({**FIELDS, **changed}).encode()
 
 
-INTERFACE, FAILURE = Interface('default', 'm0', '10.0.0.1'), Failure('image', 'broken', 'nothing is left')
+INTERFACE = Interface('default', 'm0', '10.0.0.1')
+FAILURE = Failure('image', 'broken', 'nothing is left')
 OLDER = {'network': 'default', 'mac': 'm0', 'address': '10.0.0.1'}
 
 
@@ -113,7 +115,7 @@ OLDER = {'network': 'default', 'mac': 'm0', 'address': '10.0.0.1'}
     ],
 )
 def test_what_an_older_or_newer_ecomp_wrote_is_read(value: dict[str, Any], record: Record) -> None:
-    """A field that is not there has its default; one that nobody knows is passed over."""
+    """A missing field has its default; an unknown field is ignored."""
     assert from_json(json.dumps(value).encode()) == record
 
 
@@ -214,13 +216,15 @@ def test_progress_that_is_not_understood_is_none(value: Any) -> None:
     assert from_json(stored(progress=value)) == RECORD
 
 
-# The boots of a guest: begun, reached, ended, five of them kept; and read with care.
+# Boots of a guest: their stages, the limit of five, and strict parsing.
 
 
-BOOTED, ITS_HOST = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'b8756be5-a30d-4311-920c-0ad996367a8e'
+BOOTED = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+ITS_HOST = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 MAC = '52:54:00:00:00:01'
 NEW = Record(BOOTED, ITS_HOST, 'building', image='http://h/i', stages={'requested': '2026-01-31T12:00:00.000Z'})
-REBOOT, STOP = Power('reboot', ITS_HOST), Power('stop', BOOTED)
+REBOOT = Power('reboot', ITS_HOST)
+STOP = Power('stop', BOOTED)
 
 
 def at(minute: int) -> str:
@@ -237,7 +241,7 @@ def test_a_guest_that_is_seen_on_and_off_has_a_boot_for_each_time() -> None:
     assert (OFF.state, OFF.boots[-1].stages['stopped']) == (STOPPED, at(4))
     assert SECOND.state == ACTIVE
     assert SECOND.boots == (OFF.boots[0], Boot(2, 'reboot', {'started': at(5)}))
-    # Seen once more, or off once more, it is the same boot; and the first time counts.
+    # A second sighting, on or off, is the same boot and keeps the first time.
     assert SECOND.on(BY_HAND, at(6)) == SECOND
     assert OFF.off(at(9)).boots == OFF.boots
     assert FIRST.has('ready', at(9)) == FIRST
@@ -253,7 +257,7 @@ def test_five_are_kept() -> None:
     record = FIRST
     for number in range(2, KEPT + 4):
         record = record.off(at(number)).on(AFTER_HOST, at(number))
-    assert [each.number for each in record.boots] == list(range(4, KEPT + 4))
+    assert [boot.number for boot in record.boots] == list(range(4, KEPT + 4))
     assert numbered(record.boots, 3) is None
     assert numbered(record.boots, 4) == record.boots[0]
     assert numbered(record.boots, None) == record.boots[-1] == record.boot
@@ -265,9 +269,9 @@ def test_what_an_older_ecompute_wrote_has_its_first_boot_in_its_stages() -> None
     assert 'boots' not in json.loads(to_json(older))
     assert older.known_boots == FIRST.boots
     assert older.off(at(4)).on('reboot', at(5)).boots == SECOND.boots
-    # It says of one that is off that it is off, and not since when.
+    # The older record of a guest that is off does not contain when it stopped.
     again = replace(older, state=STOPPED).on('start', at(5))
-    assert [each.number for each in again.boots] == [1, 2]
+    assert [boot.number for boot in again.boots] == [1, 2]
     assert again.boots[0].stages['stopped'] == at(5)
     assert NEW.known_boots == ()
 
@@ -278,35 +282,35 @@ def test_a_new_boot_is_ready_and_addressed_anew() -> None:
     assert (pending(first), unready(first)) == (False, False)
     assert (pending(second), unready(second)) == (True, True)
     assert off_until(second.boots) == at(4)
-    known = {'10.0.0.1 of before': (at(3), False), '10.0.0.1 since': (at(5), True), 'unknown': ('', True)}
-    for since, new in known.values():
+    leases = {'10.0.0.1 of before': (at(3), False), '10.0.0.1 since': (at(5), True), 'unknown': ('', True)}
+    for since, new in leases.values():
         assert news(second, {MAC: Address('10.0.0.1', 'lease', since)}) is new
     assert news(second, {MAC: Address('10.0.0.2', 'lease', at(3))})
     assert not news(first, {MAC: Address('10.0.0.1', 'lease', at(5))})
     assert not news(second, {})
-    # Put back since it was off, the clock does not say what came after that.
+    # The clock was set back after the stop, so times do not tell what came later.
     assert news(second, {MAC: Address('10.0.0.1', 'lease', at(2))}, at(3))
     assert not news(second, {MAC: Address('10.0.0.1', 'lease', at(2))}, at(5))
 
 
 def test_who_waits_after_a_reboot_waits_for_the_boot_it_brings() -> None:
-    asked = replace(FIRST, power=REBOOT.at('asked'))
+    requested = replace(FIRST, power=REBOOT.at('asked'))
     done = replace(SECOND, power=REBOOT.id)
     assert is_before_boot('ready', FIRST, FIRST, REBOOT)
-    assert is_before_boot('ready', FIRST, asked, REBOOT)
+    assert is_before_boot('ready', FIRST, requested, REBOOT)
     assert not is_before_boot('ready', FIRST, done, REBOOT)
-    # What does not come with a boot is there; a stop brings none.
+    # The disk stage belongs to no boot, and a stop starts none.
     assert not is_before_boot('disk', FIRST, FIRST, REBOOT)
     assert not is_before_boot('ready', FIRST, FIRST, STOP)
     assert not is_before_boot('ready', FIRST, FIRST, None)
-    # Somebody else's action in its place is carried out instead.
+    # Another user's action has replaced this one and is carried out.
     assert not is_pending(REBOOT, FIRST, replace(SECOND, power=STOP.id))
 
 
 def test_who_waits_for_one_that_is_off_waits_for_its_next_boot() -> None:
     assert is_before_boot('addressed', OFF, OFF, None)
     assert not is_before_boot('addressed', OFF, SECOND, None)
-    # It got there while somebody waited, and is off again.
+    # The stage was reached during the wait, and the guest is off again.
     assert not is_before_boot('ready', FIRST, OFF, None)
     assert not is_before_boot('ready', OFF, SECOND.has('ready', at(6)).off(at(7)), None)
 
@@ -345,7 +349,7 @@ def test_of_many_boots_the_last_are_read_and_of_a_boot_what_is_known() -> None:
     assert parse(None) == ()
 
 
-# What a compute tells an audit survives the pages it is cut into, however much it is.
+# A compute's digest for an audit survives being split into pages, at any size.
 
 
 ANSWERER = 'aaaaaaaa-0000-4000-8000-000000000000'
@@ -359,33 +363,33 @@ digests = st.builds(
 
 
 def pages(digest: Digest) -> list[bytes]:
-    return [each.encode() for each in to_pages(digest)]
+    return [page.encode() for page in to_pages(digest)]
 
 
 @given(digests)
 def test_there_and_back_and_no_page_is_longer_than_a_page_and_one_entry(digest: Digest) -> None:
-    cut = pages(digest)
-    assert from_pages(cut) == digest
-    assert max(map(len, cut)) < PAGE_BYTES + 1000
+    parts = pages(digest)
+    assert from_pages(parts) == digest
+    assert max(map(len, parts)) < PAGE_BYTES + 1000
 
 
 def test_ten_thousand_guests_fit_etcd() -> None:
     digest = Digest(
-        {each: Guest(each, ANSWERER, True, True, True) for each in INSTANCES},
+        {instance: Guest(instance, ANSWERER, True, True, True) for instance in INSTANCES},
         dict.fromkeys(INSTANCES, '/var/lib/ecompute/images/base-0123456789abcdef0123456789abcdef.qcow2'),
-        {mac_address(each, number): each for each in INSTANCES for number in (0, 1)},
-        {mac_address(each, 0): f'{each} 192.168.122.200' for each in INSTANCES},
+        {mac_address(instance, number): instance for instance in INSTANCES for number in (0, 1)},
+        {mac_address(instance, 0): f'{instance} 192.168.122.200' for instance in INSTANCES},
     )
-    cut = pages(digest)
-    assert from_pages(cut) == digest
-    assert max(map(len, cut)) <= 512 * 1024
-    assert len(cut) <= 20
+    parts = pages(digest)
+    assert from_pages(parts) == digest
+    assert max(map(len, parts)) <= 512 * 1024
+    assert len(parts) <= 20
 
 
 def test_what_is_no_whole_digest() -> None:
-    cut = pages(Digest({each: Guest(each, ANSWERER, True, True, True) for each in INSTANCES}))
-    assert len(cut) > 2
-    for wrong in ([], cut[:-1], cut[1:], [*cut, cut[-1]], [b'', *cut[1:]], [b'{}'], [b'{"version": 2}']):
+    parts = pages(Digest({instance: Guest(instance, ANSWERER, True, True, True) for instance in INSTANCES}))
+    assert len(parts) > 2
+    for wrong in ([], parts[:-1], parts[1:], [*parts, parts[-1]], [b'', *parts[1:]], [b'{}'], [b'{"version": 2}']):
         with pytest.raises(ValueError, match='.'):
             from_pages(wrong)
     for value in ([1], [{}], [{'instance': []}], {'a': 1}):

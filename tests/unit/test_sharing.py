@@ -1,4 +1,4 @@
-"""What instances share: groups, quotas and flavors."""
+"""State shared by instances: groups, quotas and flavors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ from ecomp.model.quota import Quota, charge, parse_limits, refusal, times
 from ecomp.model.quota import from_json as read_quota
 from ecomp.model.quota import to_json as write_quota
 
-# Groups: what their policies allow, prefer and exclude, and how they are written down.
+# Groups: what their policies allow, prefer and exclude, and their format.
 
 
 HOSTS = [str(uuid.uuid5(uuid.NAMESPACE_DNS, f'host-{number}')) for number in range(5)]
 MEMBERS = [str(uuid.uuid5(uuid.NAMESPACE_DNS, f'member-{number}')) for number in range(8)]
-APART, TOGETHER = Group('web', ANTI_AFFINITY), Group('db', AFFINITY)
+APART = Group('web', ANTI_AFFINITY)
+TOGETHER = Group('db', AFFINITY)
 
-policies, hosts = st.sampled_from(POLICIES), st.sampled_from(HOSTS)
+policies = st.sampled_from(POLICIES)
+hosts = st.sampled_from(HOSTS)
 groups = st.builds(
     Group, st.just('web'), policies, st.booleans(), st.dictionaries(st.sampled_from(MEMBERS), hosts | st.just(''))
 )
@@ -60,33 +62,33 @@ def test_what_a_group_is_its_first_member_says() -> None:
 
 
 def test_strict_groups_exclude() -> None:
-    there = {MEMBERS[0]: HOSTS[0], MEMBERS[1]: ''}
-    apart, together = APART.with_members(there), TOGETHER.with_members(there)
+    members = {MEMBERS[0]: HOSTS[0], MEMBERS[1]: ''}
+    apart, together = APART.with_members(members), TOGETHER.with_members(members)
     assert apart.excludes(HOSTS[0]) == 'group web has a member there (strict anti-affinity)'
     assert apart.excludes(HOSTS[1]) is None
     assert together.excludes(HOSTS[0]) is None
     assert together.excludes(HOSTS[1]) == f'group db is on {HOSTS[0]} (strict affinity)'
     for empty in (APART, TOGETHER, APART.with_members({MEMBERS[1]: ''})):
-        assert [empty.excludes(each) for each in HOSTS] == [None] * 5
-    for soft in (Group('web', ANTI_AFFINITY, False, there), Group('db', AFFINITY, False, there)):
-        assert [soft.excludes(each) for each in HOSTS] == [None] * 5
-    # Whoever waits in a queue is nowhere yet.
+        assert [empty.excludes(host) for host in HOSTS] == [None] * 5
+    for soft in (Group('web', ANTI_AFFINITY, False, members), Group('db', AFFINITY, False, members)):
+        assert [soft.excludes(host) for host in HOSTS] == [None] * 5
+    # A queued member is on no compute yet.
     assert apart.excludes('') is None
     assert together.excludes('') is None
 
 
 @given(groups, st.dictionaries(st.sampled_from(MEMBERS), hosts))
 def test_what_is_allowed_breaks_nothing_that_was_whole(group: Group, places: dict[str, str]) -> None:
-    kept = allowed(group, places)
-    assert [each for each in places if each in kept] == kept
+    admitted = allowed(group, places)
+    assert [member for member in places if member in admitted] == admitted
     others = group.without(*places)
-    now = others.with_members({each: places[each] for each in kept})
+    now = others.with_members({member: places[member] for member in admitted})
     if not others.broken():
         assert now.broken() == []
-    # And whoever is not allowed would have broken it.
-    for each in places.keys() - set(kept):
+    # Each member that is not allowed would have broken the group.
+    for member in places.keys() - set(admitted):
         assert now.strict
-        assert now.with_members({each: places[each]}).broken()
+        assert now.with_members({member: places[member]}).broken()
 
 
 @given(groups)
@@ -129,16 +131,17 @@ def test_names(name: str) -> None:
         check_group_name(name)
 
 
-# A set of them
+# Sets in groups
 
 
 def roomy(*each: int) -> Offer:
-    """Computes with room for so many of one VCPU."""
+    """Offer computes with room for these numbers of instances of one VCPU."""
     rooms = {host: {'VCPU': Room(number, 0)} for host, number in zip(HOSTS, each, strict=False)}
     return Offer([{host: {'VCPU': 1}} for host in rooms], rooms)
 
 
 def solved(offer: Offer, group: Group | None, count: int, weigh: str = SPREAD, seed: int = 1) -> list[Candidate]:
+    """Choose and distribute `count` instances, and return their candidates."""
     rng = random.Random(seed)
     choice = choose(offer, HOSTS, weigh, rng, group)
     return distribute(choice.tries, offer.rooms, count, weigh, rng, group)
@@ -146,9 +149,9 @@ def solved(offer: Offer, group: Group | None, count: int, weigh: str = SPREAD, s
 
 def test_softly_apart_is_even_and_softly_together_is_full() -> None:
     offer = roomy(9, 9, 1)
-    spread = Counter(each.compute for each in solved(offer, Group('web', ANTI_AFFINITY, False), 5))
+    spread = Counter(candidate.compute for candidate in solved(offer, Group('web', ANTI_AFFINITY, False), 5))
     assert spread == {HOSTS[0]: 2, HOSTS[1]: 2, HOSTS[2]: 1}
-    full = Counter(each.compute for each in solved(offer, Group('db', AFFINITY, False), 10))
+    full = Counter(candidate.compute for candidate in solved(offer, Group('db', AFFINITY, False), 10))
     assert sorted(full.values()) == [1, 9]
 
 
@@ -160,7 +163,7 @@ def test_softly_apart_is_even_and_softly_together_is_full() -> None:
     st.dictionaries(st.sampled_from(MEMBERS), hosts),
     st.integers(),
 )
-# One at a time, the first would go to the emptiest by share, and the third would not fit there.
+# Placed one at a time, the first would go to the emptiest by share, where the third would not fit.
 @example([2, 3, 2], AFFINITY, 3, SPREAD, {}, 1)
 @example([2, 3, 2], AFFINITY, 4, SPREAD, {}, 1)
 @example([2, 3, 2], AFFINITY, 3, SPREAD, {MEMBERS[0]: HOSTS[2]}, 1)
@@ -171,22 +174,22 @@ def test_a_strict_set_never_breaks_its_group_and_is_as_large_as_it_can_be(
     rooms: list[int], policy: str, count: int, weigh: str, members: dict[str, str], seed: int
 ) -> None:
     group = Group('web', policy, True, members if policy == ANTI_AFFINITY else dict(list(members.items())[:1]))
-    taken = solved(roomy(*rooms), group, count, weigh, seed)
-    on = Counter(each.compute for each in taken)
+    candidates = solved(roomy(*rooms), group, count, weigh, seed)
+    counts = Counter(candidate.compute for candidate in candidates)
     free = dict(zip(HOSTS, rooms, strict=False))
-    assert all(number <= free[host] for host, number in on.items())
+    assert all(number <= free[host] for host, number in counts.items())
     if policy == ANTI_AFFINITY:
-        assert set(on.values()) <= {1}
-        assert not on.keys() & group.on.keys()
-        assert len(taken) == min(count, sum(1 for host, room in free.items() if room and host not in group.on))
+        assert set(counts.values()) <= {1}
+        assert not counts.keys() & group.on.keys()
+        assert len(candidates) == min(count, sum(1 for host, room in free.items() if room and host not in group.on))
     else:
-        assert len(on) <= 1
-        assert not group.on or on.keys() <= group.on.keys()
+        assert len(counts) <= 1
+        assert not group.on or counts.keys() <= group.on.keys()
         homes = group.on.keys() & free.keys() if group.on else free.keys()
-        assert len(taken) == min(count, max((free[host] for host in homes), default=0))
+        assert len(candidates) == min(count, max((free[host] for host in homes), default=0))
 
 
-# Quotas: what they allow, what they count, and how they are typed and written down.
+# Quotas: what they allow and count, their arguments and their format.
 
 
 SMALL = charge({'VCPU': 2, 'MEMORY_MB': 128})
@@ -198,10 +201,10 @@ def test_what_exceeds_is_named_with_its_numbers() -> None:
     (excess,) = quota.excess(SMALL)
     assert str(excess) == 'VCPU: limit 10, used 9, asked 2'
     assert refusal('web', [excess]).startswith('the quota of project web does not allow it: VCPU: limit 10')
-    # What is not asked for is not refused, also where there is more of it than a limit set later allows.
+    # A class that is not requested is not refused, even if its use exceeds a limit that was set later.
     assert Quota('web', {'DISK_GB': 1}, {'DISK_GB': 9}).excess(SMALL) == []
     assert quota.excess(charge({})) == []
-    assert [str(each) for each in quota.excess(times(charge({}), 2))] == ['instances: limit 5, used 4, asked 2']
+    assert [str(item) for item in quota.excess(times(charge({}), 2))] == ['instances: limit 5, used 4, asked 2']
 
 
 @given(amounts, amounts, amounts, st.integers(1, 20))
@@ -217,10 +220,10 @@ def test_there_is_room_for_just_so_many(
 
 @given(amounts, st.lists(amounts))
 def test_what_comes_and_goes_leaves_nothing(used: dict[str, int], charges: list[dict[str, int]]) -> None:
-    quota = Quota('web', {}, {name: each for name, each in used.items() if each})
+    quota = Quota('web', {}, {name: amount for name, amount in used.items() if amount})
     more = quota.with_used(summed(charges))
-    for each in charges:
-        more = more.without_used(each)
+    for charged in charges:
+        more = more.without_used(charged)
     assert more == quota
 
 
@@ -245,7 +248,7 @@ def test_anything_else_is_no_quota(change: dict[str, object]) -> None:
 
 def test_limits_as_they_are_typed() -> None:
     assert parse_limits(['VCPU=10', 'instances=0', 'DISK_GB=none']) == {'VCPU': 10, 'instances': 0, 'DISK_GB': None}
-    for words, said in (
+    for arguments, message in (
         (['vcpu=1'], r'is no limit \(did you mean VCPU\?\): give '),
         (['instnaces=5'], r'is no limit \(did you mean instances\?\): give '),
         (['VCPU'], 'a whole number from 0'),
@@ -256,11 +259,11 @@ def test_limits_as_they_are_typed() -> None:
         (['VCPU=2147483648'], 'from 0 to 2147483647'),
         (['VCPU=1', 'VCPU=2'], 'VCPU is given twice'),
     ):
-        with pytest.raises(ValueError, match=said):
-            parse_limits(words)
+        with pytest.raises(ValueError, match=message):
+            parse_limits(arguments)
 
 
-# A flavor as it is written, kept, and asked for.
+# Flavors: their format, and their queries.
 
 
 SMALL_FLAVOR = Flavor('m1.small', {'VCPU': 1, 'MEMORY_MB': 512}, ('HW_CPU_X86_AVX2',), ('COMPUTE_STATUS_DISABLED',))
@@ -288,7 +291,7 @@ def test_a_query_on_top() -> None:
     assert on_top(SMALL_FLAVOR, added) == (
         f'resources=VCPU:4,MEMORY_MB:512,DISK_GB:9&{traits}&required=STORAGE_DISK_SSD&member_of=in:a,b'
     )
-    # Placement says what is wrong with an amount; what is no amount at all would be lost among the flavor's.
+    # Placement reports an invalid amount; a class without an amount would be lost among the flavor's resources.
     assert 'VCPU:one' in on_top(SMALL_FLAVOR, 'resources=VCPU:one')
     with pytest.raises(ValueError, match="'VCPU' is not CLASS:AMOUNT"):
         on_top(SMALL_FLAVOR, 'resources=VCPU')
