@@ -184,8 +184,8 @@ def test_keys_of_the_queues() -> None:
 
 def provider(used: int = 0, traits: tuple[str, ...] = (), **totals: int) -> Provider:
     whole = {'VCPU': 4, 'MEMORY_MB': 512, 'DISK_GB': 10, **totals}
-    amounts = {name: amount * used for name, amount in SIZE.items()}
-    return Provider(COMPUTE, {name: Inventory(total, used=amounts.get(name, 0)) for name, total in whole.items()}, traits)
+    usage = {name: amount * used for name, amount in SIZE.items()}
+    return Provider(COMPUTE, {name: Inventory(total, used=usage.get(name, 0)) for name, total in whole.items()}, traits)
 
 
 # Backlogs

@@ -1,4 +1,4 @@
-"""How instances are shown, and the shapes of answers in JSON."""
+"""The display of instances, and the shapes of answers in JSON."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ from ecomp.model.record import (
 )
 from tests.kit.forms import text
 
-# What a user reads of instances: tables, JSON, and what an instance waits for.
+# Output about instances: tables, JSON, and what an instance waits for.
 
 
-COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 NOW = '2026-01-31T12:00:00.000Z'
 RECORD = Record(
     INSTANCE,
@@ -73,10 +74,10 @@ def test_columns_stand_below_each_other(rows: list[list[str]]) -> None:
 def test_a_list_has_a_line_for_each() -> None:
     listed = [replace(ADDRESSED, name='web1'), replace(RECORD, state=SCHEDULED)]
     lines = text(as_list(listed, Computes({}, {COMPUTE: 'hv1'}))).splitlines()
-    assert lines[0].split() == [each.name for each in COLUMNS if not each.wide]
+    assert lines[0].split() == [column.name for column in COLUMNS if not column.wide]
     assert lines[1].split() == [INSTANCE, 'web1', 'active', '10.0.0.1', 'hv1', NOW]
     assert lines[2].split() == [INSTANCE, '-', 'scheduled', '-', 'hv1', NOW]
-    # Where nothing is known of its host, its uuid says where it is.
+    # An unknown host is shown by its compute's uuid.
     assert text(as_list(listed)).splitlines()[1].split()[4] == COMPUTE
     assert json.loads(text(as_list(listed, Computes({}, {COMPUTE: 'hv1'})), 'json'))[0]['host'] == 'hv1'
 
@@ -88,7 +89,7 @@ def test_one_long_name_costs_neither_address_nor_host(length: int) -> None:
     table = rendered(as_list(listed, Computes({}, {COMPUTE: 'hv1'})), Look(width=80)).splitlines()
     assert {'NAME', 'STATE', 'ADDRESS', 'HOST'} <= {*table[0].split()}
     assert f'{"w" * 23}…' in table[1] + table[2]
-    # Without a name its uuid is all that it can be called by.
+    # An instance without a name can only be identified by its uuid.
     unnamed = rendered(as_list([RECORD, *listed]), Look(width=60)).splitlines()
     assert unnamed[0].split()[0] == 'INSTANCE'
 
@@ -113,7 +114,7 @@ def test_the_cause_of_a_failure_comes_first_in_a_list(reason: str, shown: str) -
 
 
 def test_no_instances_are_a_heading_or_an_empty_array() -> None:
-    assert text(as_list([])).split() == [each.name for each in COLUMNS if not each.wide]
+    assert text(as_list([])).split() == [column.name for column in COLUMNS if not column.wide]
     assert json.loads(text(as_list([]), 'json')) == []
 
 
@@ -141,14 +142,14 @@ def test_every_field_is_one_that_any_instance_may_be_asked_for() -> None:
         host_keys=('ssh-ed25519 A',),
     )
     waits = as_detail(replace(RECORD, state='queued'), Computes({COMPUTE: Living('hv1', queues=False)}, {}))
-    fields = {name for each in (as_detail(whole), waits) for name, _ in each.fields if name != 'boot 2'}
+    fields = {name for details in (as_detail(whole), waits) for name, _ in details.fields if name != 'boot 2'}
     assert fields == set(waits.may_have)
     assert waits.may_have == as_detail(RECORD).may_have
 
 
 def test_the_columns_of_details_are_those_of_a_list_and_the_same_for_each_instance() -> None:
-    assert {each.name.lower() for each in as_list([ADDRESSED]).columns} <= {*as_detail(ADDRESSED).may_have}
-    headings = {rendered_details([as_detail(each)], Look('csv'), False).split('\n')[0] for each in (ADDRESSED, FAILED)}
+    assert {column.name.lower() for column in as_list([ADDRESSED]).columns} <= {*as_detail(ADDRESSED).may_have}
+    headings = {rendered_details([as_detail(item)], Look('csv'), False).split('\n')[0] for item in (ADDRESSED, FAILED)}
     [names] = headings
     assert len({*names.split(',')}) == len(names.split(',')), 'each is there once'
 
@@ -209,28 +210,28 @@ def test_what_is_waited_for() -> None:
     assert set(WAITS_FOR) == set(STAGES)
 
 
-# Every answer in JSON is as the reference says: of each command the golden transcripts have some.
+# Every answer in JSON has its documented shape; the golden transcripts have answers of each command.
 
 
+# Commands whose output is for people only.
 WITHOUT = {'help', 'completion', 'ssh', 'ssh-config', 'console', 'log'}
-"""Commands that print for people alone."""
 
+# The golden transcripts contain no events, because their etcd keeps no history.
 EVENT = Event(7, 'instance', 'active', '1a5c0de0-0000-4000-8000-000000000001', 'web1')
-"""events are told a line each, and not in the golden transcripts, whose etcd keeps no history."""
 
 GOLDEN = Path(__file__).parents[1] / 'golden/commands'
 
 
 def answers() -> Iterator[tuple[str, str, Any, int]]:
-    """Of each golden command that asks for JSON or YAML: itself, its name, what it printed (or None), its code."""
+    """Yield line, name, parsed output (or None) and exit code of golden JSON and YAML commands."""
     for path in sorted(GOLDEN.glob('eschedule-*.txt')):
         for block in path.read_text().split('\n$ eschedule ')[1:]:
             line, *lines = block.splitlines()
-            printed = '\n'.join(each[2:] for each in lines if each.startswith('|'))
-            code = next(int(each[2:]) for each in lines if each.startswith('= '))
-            if code != 2 and (asked := parse(shlex.split(line))).options.format in ('json', 'yaml'):
-                load = json.loads if asked.options.format == 'json' else yaml.safe_load
-                yield line, asked.name, load(printed) if printed else None, code
+            printed = '\n'.join(row[2:] for row in lines if row.startswith('|'))
+            code = next(int(row[2:]) for row in lines if row.startswith('= '))
+            if code != 2 and (command := parse(shlex.split(line))).options.format in ('json', 'yaml'):
+                load = json.loads if command.options.format == 'json' else yaml.safe_load
+                yield line, command.name, load(printed) if printed else None, code
 
 
 ANSWERS = [*answers(), ('events -f json', 'events', as_object(EVENT), 0)]
@@ -255,7 +256,7 @@ def test_every_command_that_prints_json_has_a_shape_and_is_tried() -> None:
 def test_a_shape_is_a_schema_that_refuses(name: str) -> None:
     Draft202012Validator.check_schema(SHAPES[name])
     refuses = Draft202012Validator(SHAPES[name])
-    good = next(printed for _, of, printed, code in ANSWERS if of == name and printed and code != 3)
+    good = next(printed for _, command, printed, code in ANSWERS if command == name and printed and code != 3)
     one = good[0] if isinstance(good, list) else good
     for wrong in ({**one, 'more': 1}, {field: value for field, value in one.items() if field != next(iter(one))}, 'x'):
         assert not refuses.is_valid([wrong] if isinstance(good, list) else wrong)

@@ -1,4 +1,4 @@
-"""etcd: which one it is, its messages, its pages, its versions."""
+"""etcd: its messages, its pages, and checks of its identity and version."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from ecomp.store.messages import (
     Write,
     answer,
 )
-from ecomp.store.roles import etcdrpc  # by way of the module that has protobuf load it
+from ecomp.store.roles import etcdrpc  # imported from the module that makes protobuf load it
 
-# What we write is what etcd3's generated code writes, and what it writes we read as it does; junk is refused.
+# Our messages equal those of etcd3's generated code, in both directions; junk is refused.
 
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
@@ -50,7 +50,7 @@ LEASES = st.builds(Grant, NUMBERS) | st.builds(KeepAlive, NUMBERS) | st.builds(R
 
 
 def theirs(request: Any) -> Any:
-    """The same as etcd3's message."""
+    """Return etcd3's message for one of ours."""
     match request:
         case Range(key, end, limit, revision, keys_only, count_only, since):
             return etcdrpc.RangeRequest(
@@ -67,9 +67,9 @@ def theirs(request: Any) -> Any:
             return etcdrpc.Compare(key=key, target=target, result=result, mod_revision=revision)
         case Transaction(compare, success, failure):
             return etcdrpc.TxnRequest(
-                compare=[theirs(each) for each in compare],
-                success=[operation(each) for each in success],
-                failure=[operation(each) for each in failure],
+                compare=[theirs(part) for part in compare],
+                success=[operation(part) for part in success],
+                failure=[operation(part) for part in failure],
             )
         case Grant(seconds):
             return etcdrpc.LeaseGrantRequest(TTL=seconds)
@@ -80,8 +80,8 @@ def theirs(request: Any) -> Any:
         case Status():
             return etcdrpc.StatusRequest()
         case WatchCreate(key, end, revision, previous):
-            asked = etcdrpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision, prev_kv=previous)
-            return etcdrpc.WatchRequest(create_request=asked)
+            creation = etcdrpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision, prev_kv=previous)
+            return etcdrpc.WatchRequest(create_request=creation)
     raise AssertionError(request)
 
 
@@ -100,15 +100,15 @@ def test_what_we_write_is_what_etcd3_writes(request: Any) -> None:
 
 @given(WATCHES)
 def test_what_is_younger_than_etcd3_s_code_is_a_field_more(request: WatchCreate) -> None:
-    """etcd 3.4's WatchCreateRequest.fragment and WatchProgressRequest: rpc.proto there has their numbers."""
-    from google.protobuf.unknown_fields import UnknownFieldSet  # after the module above has had it load
+    """The numbers of these fields are those of rpc.proto in etcd 3.4."""
+    from google.protobuf.unknown_fields import UnknownFieldSet  # the module above has made protobuf load
 
-    found = etcdrpc.WatchRequest.FromString(request._replace(fragment=True).to_bytes()).create_request
-    assert [(each.field_number, each.data) for each in UnknownFieldSet(found)] == [(8, 1)]
-    found.DiscardUnknownFields()
-    assert found == theirs(request).create_request
+    creation = etcdrpc.WatchRequest.FromString(request._replace(fragment=True).to_bytes()).create_request
+    assert [(field.field_number, field.data) for field in UnknownFieldSet(creation)] == [(8, 1)]
+    creation.DiscardUnknownFields()
+    assert creation == theirs(request).create_request
     progress = etcdrpc.WatchRequest.FromString(WatchProgress().to_bytes())
-    assert [(each.field_number, each.data) for each in UnknownFieldSet(progress)] == [(3, b'')]
+    assert [(field.field_number, field.data) for field in UnknownFieldSet(progress)] == [(3, b'')]
 
 
 HEADERS = st.builds(
@@ -142,12 +142,12 @@ WATCHED = st.builds(
 
 
 def same(ours: Any, other: Any) -> None:
-    """What is read by us is as etcd3's code reads it, field for field."""
+    """Check that our message equals etcd3's, field by field."""
     for name, value in vars(ours).items():
         if isinstance(value, list):
             assert len(value) == len(getattr(other, name))
-            for mine, their in zip(value, getattr(other, name), strict=True):
-                same(mine, their)
+            for item, other_item in zip(value, getattr(other, name), strict=True):
+                same(item, other_item)
         elif hasattr(value, '__dict__'):
             same(value, getattr(other, name))
         else:
@@ -161,22 +161,22 @@ def test_what_etcd3_writes_we_read_as_it_does(message: Any) -> None:
 
 @given(WATCHED, st.sampled_from([(b'', False), (b'\x38\0', False), (b'\x38\1', True)]))
 def test_a_watch_s_answer_is_read_as_etcd3_reads_it(message: Any, piece: tuple[bytes, bool]) -> None:
-    """With a field that etcd3's code does not know: whether it is not all of the answer."""
+    """The answer ends with `fragment`, a field that etcd3's code does not know."""
     data, fragment = message.SerializeToString() + piece[0], piece[1]
-    found, other = answer('WatchResponse', data), etcdrpc.WatchResponse.FromString(data)
-    assert found.fragment == fragment
-    del found.fragment
-    same(found, other)
+    ours, other = answer('WatchResponse', data), etcdrpc.WatchResponse.FromString(data)
+    assert ours.fragment == fragment
+    del ours.fragment
+    same(ours, other)
 
 
 @given(st.sampled_from([name for _, name in messages.METHODS.values()]), st.binary(max_size=200))
 def test_junk_is_a_value_error_or_a_message(name: str, junk: bytes) -> None:
-    """And where it is a message to both, they agree on it unless a field of ours is of another kind there."""
+    """Junk may parse as a message, whose revision is then below 2**63."""
     try:
-        found = answer(name, junk)
+        message = answer(name, junk)
     except ValueError:
         return
-    assert found.header.revision < 2**63
+    assert message.header.revision < 2**63
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_what_is_no_message_is_refused(junk: bytes) -> None:
 
 def test_what_is_not_known_is_passed_over() -> None:
     unknown = b'\x78\x05' + b'\x79' + b'8 bytes!' + b'\x7d' + b'four' + b'\x7a\x03abc'
-    found = answer('RangeResponse', unknown + etcdrpc.RangeResponse(count=7).SerializeToString() + unknown)
-    assert (found.count, found.kvs, found.header.revision) == (7, [], 0)
+    message = answer('RangeResponse', unknown + etcdrpc.RangeResponse(count=7).SerializeToString() + unknown)
+    assert (message.count, message.kvs, message.header.revision) == (7, [], 0)
 
 
 TINY = {
@@ -209,7 +209,7 @@ TINY = {
 
 @pytest.mark.parametrize('name', TINY)
 def test_answer_of_more_parts_than_any_real_one_has_is_refused_before_it_fills_memory(name: str) -> None:
-    """8 MiB of empty keys cost 1.1 GiB."""
+    """8 MiB of empty keys used to take 1.1 GiB of memory."""
     message, part = TINY[name]
     tracemalloc.start()
     try:
@@ -223,15 +223,15 @@ def test_answer_of_more_parts_than_any_real_one_has_is_refused_before_it_fills_m
 @pytest.mark.parametrize('name', TINY)
 def test_whoever_reads_an_answer_is_asked_again_and_again_whether_to_go_on(name: str) -> None:
     message, part = TINY[name]
-    asked: list[None] = []
+    calls: list[None] = []
 
-    def go_on() -> None:
-        asked.append(None)
-        if len(asked) == 3:
+    def check() -> None:
+        calls.append(None)
+        if len(calls) == 3:
             raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        answer(message, part * 100_000, go_on)
+        answer(message, part * 100_000, check)
 
 
 def test_answer_of_as_many_keys_as_are_asked_for_at_once_is_read() -> None:
@@ -240,28 +240,29 @@ def test_answer_of_as_many_keys_as_are_asked_for_at_once_is_read() -> None:
     assert len(answer('RangeResponse', data).kvs) == 20_000
 
 
-# A list in pages: how many there are, and that each key is in one of them.
+# Lists in pages: the size of the pages, and that each key is in exactly one.
 
 
 class Etcd:
-    """Answers as etcd does, of this many keys with values of this many bytes; no answer is longer than `longest`."""
+    """A fake etcd with `count` values of `size` bytes; no answer is longer than `longest`."""
 
     def __init__(self, count: int, size: int, longest: int) -> None:
         self.keys = [f'/instances/{number:032x}/{number:032x}'.encode() for number in range(count)]
-        self.size, self.longest = size, longest
+        self.size = size
+        self.longest = longest
         self.asked: list[int] = []
 
     def ask(self, wanted: Range) -> Any:
-        """A page. TooLong."""
+        """Return a page, or raise TooLong."""
         self.asked.append(wanted.limit)
         assert wanted.revision in (0, 7)
         assert (wanted.revision == 7) == (wanted.key > self.keys[0])
-        there = [key for key in self.keys if wanted.key <= key < wanted.end]
+        matches = [key for key in self.keys if wanted.key <= key < wanted.end]
         value = b'' if wanted.keys_only else b'.' * self.size
-        kvs = [SimpleNamespace(key=key, value=value) for key in there[: wanted.limit]]
-        if sum(len(each.key) + len(each.value) for each in kvs) > self.longest:
+        kvs = [SimpleNamespace(key=key, value=value) for key in matches[: wanted.limit]]
+        if sum(len(kv.key) + len(kv.value) for kv in kvs) > self.longest:
             raise TooLong('too long')
-        return SimpleNamespace(header=SimpleNamespace(revision=7), kvs=kvs, more=len(there) > len(kvs))
+        return SimpleNamespace(header=SimpleNamespace(revision=7), kvs=kvs, more=len(matches) > len(kvs))
 
 
 @pytest.mark.parametrize(
@@ -275,15 +276,15 @@ class Etcd:
 )
 def test_each_key_is_in_one_page(count: int, size: int, keys_only: bool, asked: list[int]) -> None:
     etcd = Etcd(count, size, 64 * 1024**2)
-    found = [kv.key for page in pages(etcd.ask, b'/instances/', b'/instances0', keys_only) for kv in page.kvs]
-    assert found == etcd.keys
+    found_keys = [kv.key for page in pages(etcd.ask, b'/instances/', b'/instances0', keys_only) for kv in page.kvs]
+    assert found_keys == etcd.keys
     assert etcd.asked == asked
 
 
 def test_a_page_that_is_too_long_is_asked_for_in_the_smallest_ones() -> None:
     etcd = Etcd(40, 100, 20 * 200)
-    found = [kv.key for page in pages(etcd.ask, b'/instances/', b'/instances0', False) for kv in page.kvs]
-    assert found == etcd.keys
+    found_keys = [kv.key for page in pages(etcd.ask, b'/instances/', b'/instances0', False) for kv in page.kvs]
+    assert found_keys == etcd.keys
     assert etcd.asked == [10, 40, 10, 40], 'all that is left, in vain, and after a small page once more'
     etcd = Etcd(40, 100, 10)
     with pytest.raises(TooLong):
@@ -291,22 +292,23 @@ def test_a_page_that_is_too_long_is_asked_for_in_the_smallest_ones() -> None:
     assert etcd.asked == [10]
 
 
-# Which etcd this is: values in, words out.
+# Checks of etcd's identity, as functions of values.
 
 
-IDENTITY, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+IDENTITY = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+OTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 numbers = st.integers(0, 2**64 - 1)
 headers = st.builds(Header, st.integers(1, 3), st.integers(1, 50), st.integers(1, 9))
 
 
 @given(st.lists(headers, max_size=20), headers)
 def test_nothing_that_has_been_seen_is_seen_to_go_back(before: list[Header], header: Header) -> None:
-    known = KnownCluster(IDENTITY)
-    for each in before:
-        known = known.with_header(each)
-    goes_back = any(header.revision < each.revision or header.term < each.term for each in before)
+    cluster_seen = KnownCluster(IDENTITY)
+    for earlier in before:
+        cluster_seen = cluster_seen.with_header(earlier)
+    goes_back = any(header.revision < earlier.revision or header.term < earlier.term for earlier in before)
     moved = bool(before) and header.cluster != before[-1].cluster
-    assert (cluster.unfamiliar(known, header) is not None) == (goes_back or moved)
+    assert (cluster.unfamiliar(cluster_seen, header) is not None) == (goes_back or moved)
 
 
 def test_who_knows_nothing_takes_any() -> None:
@@ -314,14 +316,14 @@ def test_who_knows_nothing_takes_any() -> None:
 
 
 def test_the_words_say_what_is_and_what_was_expected() -> None:
-    known = KnownCluster(IDENTITY, 0xABC, 345, 7)
-    assert cluster.unfamiliar(known, Header(0xABC, 12, 7)) == 'it is at revision 12, and 345 was seen'
-    assert cluster.unfamiliar(known, Header(0xABC, 400, 2)) == 'it is at raft term 2, and 7 was seen'
-    assert cluster.unfamiliar(known, Header(0xDEF, 400, 7)) == 'its cluster id is def, and abc was known'
-    assert cluster.unlike(known, None) == f'/cluster is not there, and identity {IDENTITY} was known'
+    expected = KnownCluster(IDENTITY, 0xABC, 345, 7)
+    assert cluster.unfamiliar(expected, Header(0xABC, 12, 7)) == 'it is at revision 12, and 345 was seen'
+    assert cluster.unfamiliar(expected, Header(0xABC, 400, 2)) == 'it is at raft term 2, and 7 was seen'
+    assert cluster.unfamiliar(expected, Header(0xDEF, 400, 7)) == 'its cluster id is def, and abc was known'
+    assert cluster.unlike(expected, None) == f'/cluster is not there, and identity {IDENTITY} was known'
     other = cluster.new(OTHER, 'now').encode()
-    assert cluster.unlike(known, other) == f'its identity is {OTHER}, and {IDENTITY} was known'
-    assert cluster.unlike(known, cluster.new(IDENTITY, 'later').encode()) is None
+    assert cluster.unlike(expected, other) == f'its identity is {OTHER}, and {IDENTITY} was known'
+    assert cluster.unlike(expected, cluster.new(IDENTITY, 'later').encode()) is None
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_any_other_file_is_refused(data: dict[str, object]) -> None:
 
 
 class Written(NamedTuple):
-    """A key of etcd's, as far as this is about it."""
+    """A key in etcd, with the fields that accepted_in() reads."""
 
     value: bytes
     revision: int
@@ -362,10 +364,10 @@ def test_the_highest_acceptance_counts_and_none_is_above_its_own_key() -> None:
     assert cluster.accepted_in([Written(b'5', 9), Written(b'8', 9), Written(b'7', 9)]) == 8
     assert cluster.accepted_in([Written(b'9' * 19, 4), Written(b'9' * 5000, 6)]) == 4
     rubbish = b'', b'x', b'-1', b'1.5', '٣'.encode(), b'\xff', b'{}'
-    assert cluster.accepted_in([Written(each, 9) for each in rubbish]) == 0
+    assert cluster.accepted_in([Written(value, 9) for value in rubbish]) == 0
 
 
-# What is said of an etcd by its version.
+# Warnings about versions of etcd.
 
 
 @pytest.mark.parametrize('version', ['3.5.33', '3.5.40', '3.6.14', '3.7.1', '3.8.0', '4.0.0', '', 'HEAD', '3'])
@@ -381,6 +383,6 @@ def test_holes_that_are_known(version: str) -> None:
 
 @pytest.mark.parametrize('version', ['3.4.23', '3.4.99', '3.3.0', '2.3.8'])
 def test_end_of_life(version: str) -> None:
-    said = holes(version)
-    assert said is not None
-    assert said.startswith(f'etcd {version} is end-of-life, and its roles are no boundary: ')
+    warning = holes(version)
+    assert warning is not None
+    assert warning.startswith(f'etcd {version} is end-of-life, and its roles are no boundary: ')

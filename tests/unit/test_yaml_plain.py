@@ -1,4 +1,4 @@
-"""What is read as plain YAML is what PyYAML reads; and the configurations that people have are plain."""
+"""Plain YAML is read like PyYAML reads it, and the usual configurations are plain."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ WELL = st.one_of(
 
 
 def agrees(text: str) -> bool:
-    """Whether it is plain; then PyYAML has the same."""
-    found = plain(text)
-    if found is not None:
-        assert (None if found.kind == 'null' else found) == _parse(text.encode(), 'x.yaml'), text
-    return found is not None
+    """Return whether the text is plain; if it is, check that PyYAML reads the same."""
+    result = plain(text)
+    if result is not None:
+        assert (None if result.kind == 'null' else result) == _parse(text.encode(), 'x.yaml'), text
+    return result is not None
 
 
 NAMES = st.sampled_from(['etcd', 'etcd', 'a_b', 'ca_cert', 'a', 'b', '_1', 'on', 'a-b'])
@@ -67,16 +67,16 @@ FILES = st.one_of(
 
 @pytest.mark.parametrize('examples', [200, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_what_is_plain_is_what_pyyaml_reads(examples: int) -> None:
-    plainly: list[str] = []
+    plain_texts: list[str] = []
 
     @settings(max_examples=examples)
     @given(FILES)
     def read(text: str) -> None:
         if agrees(text):
-            plainly.append(text)
+            plain_texts.append(text)
 
     read()
-    assert len(plainly) > examples / 20, 'too few are plain for this to say anything'
+    assert len(plain_texts) > examples / 20, 'too few are plain for this to say anything'
 
 
 SECURED = {
