@@ -1,4 +1,4 @@
-"""The state directory: its identity, its memory of instances, what is published to an accepted etcd."""
+"""The state directory: its identity, its memory of instances, and what is republished."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ecomp.model.order import Invalid, Power, Request
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Failure, new_record, timestamp
 from ecomp.virt.libvirt_host import ENTER, User, can
 
-# The state directory: one ecompute at a time, and one identity for ever.
+# Identity: one ecompute at a time, and one uuid forever.
 
 
 OTHER = '5ca1ab1e-0000-4000-8000-000000000000'
@@ -41,16 +41,16 @@ sys.stdin.read()
 
 def test_the_uuid_is_made_once(tmp_path: Path) -> None:
     state = Identity(tmp_path / 'a/b')
-    made = state.compute_uuid(None)
+    compute_uuid = state.compute_uuid(None)
     token = state.token()
-    assert (state.compute_uuid(None), state.token()) == (made, token)
+    assert (state.compute_uuid(None), state.token()) == (compute_uuid, token)
     state.keep()
-    assert keys.is_uuid(made)
+    assert keys.is_uuid(compute_uuid)
     assert keys.is_uuid(token)
-    assert made != token
+    assert compute_uuid != token
     state.close()
     again = Identity(tmp_path / 'a/b')
-    assert (again.compute_uuid(None), again.token()) == (made, token)
+    assert (again.compute_uuid(None), again.token()) == (compute_uuid, token)
     again.close()
 
 
@@ -119,7 +119,7 @@ def test_what_a_killed_one_left_half_written_goes(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_one_was_starting_is_waited_for(tmp_path: Path) -> None:
-    """A program that it was starting has its lock, until that program runs."""
+    """A program that the killed process was starting holds its lock until that program runs."""
     Identity(tmp_path).close()
     with (tmp_path / 'lock').open() as lock, (tmp_path / 'lock').open() as other:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -141,16 +141,16 @@ def test_a_directory_that_cannot_be_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('umask', [0o022, 0o027, 0o077])
 def test_qemu_gets_through_and_nobody_reads_whatever_the_umask_is(umask: int, tmp_path: Path) -> None:
-    """Before keep() too: whether QEMU gets there is looked at first."""
+    """QEMU's access is checked first, so it must be there before keep(), too."""
     before = os.umask(umask)
     try:
         state = Identity(tmp_path / 'a/b')
         qemu = User('qemu', 4711, frozenset())
-        assert [can(ENTER, each, qemu) for each in (tmp_path / 'a', tmp_path / 'a/b')] == [True, True]
-        made = state.compute_uuid(None), state.token()
+        assert [can(ENTER, directory, qemu) for directory in (tmp_path / 'a', tmp_path / 'a/b')] == [True, True]
+        identity = state.compute_uuid(None), state.token()
         state.keep()
         state.close()
-        assert [(tmp_path / 'a/b' / name).read_text().strip() for name in ('uuid', 'token')] == [*made]
+        assert [(tmp_path / 'a/b' / name).read_text().strip() for name in ('uuid', 'token')] == [*identity]
         assert (tmp_path / 'a/b').stat().st_mode & 0o777 == 0o711
         modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / 'a/b').iterdir()}
         assert modes == {'lock': 0o600, 'uuid': 0o600, 'token': 0o600}
@@ -179,10 +179,10 @@ def test_a_link_that_waits_in_the_way_is_not_followed(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_durably(tmp_path / 'file', 'before')
 
-    def full(_: int) -> None:
+    def raise_no_space(_: int) -> None:
         raise OSError(errno.ENOSPC, 'No space left on device')
 
-    monkeypatch.setattr('os.fsync', full)
+    monkeypatch.setattr('os.fsync', raise_no_space)
     with pytest.raises(OSError, match='No space left on device') as caught:
         write_durably(tmp_path / 'file', 'after')
     assert caught.value.filename == str(tmp_path / 'file')
@@ -190,11 +190,12 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monk
     assert (tmp_path / 'file').read_text() == 'before'
 
 
-# What the state directory remembers of the instances here, over days, restarts and reboots.
+# Memory of the instances here, across days, restarts and reboots.
 
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
-INSTANCE, ANOTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '5ca1ab1e-0000-4000-8000-000000000000'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+ANOTHER = '5ca1ab1e-0000-4000-8000-000000000000'
 REQUEST = Request(
     INSTANCE, {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}, image='http://h/i', user_id='u', project_id='p'
 )
@@ -203,7 +204,7 @@ DAY = timedelta(days=1)
 
 
 class Machine:
-    """A state directory, a clock and a boot."""
+    """A machine with a state directory, a clock and a boot id."""
 
     def __init__(self, directory: Path) -> None:
         self.state = directory / 'state'
@@ -215,15 +216,15 @@ class Machine:
         self._boot_id.write_text(f'{name}\n')
 
     def memory(self) -> Memory:
-        """As a start reads it."""
+        """Read the memory as a start does."""
         return Memory(self.state, COMPUTE, lambda: timestamp(self.clock), self._boot_id)
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    made = Machine(tmp_path)
-    made.memory().before_reboot()  # the first start
-    return made
+    first_start = Machine(tmp_path)
+    first_start.memory().before_reboot()  # the first start
+    return first_start
 
 
 def test_what_ended_is_remembered_for_a_day(machine: Machine) -> None:
@@ -239,14 +240,14 @@ def test_what_ended_is_remembered_for_a_day(machine: Machine) -> None:
 
 
 def test_a_uuid_that_is_used_again_is_remembered_for_as_long_as_it_lives(machine: Machine) -> None:
-    """It failed, its record was destroyed, and the same command with the same --uuid made it once more."""
+    """The instance failed, its record was destroyed, and the same --uuid was created again."""
     memory = machine.memory()
     memory.remember(REQUEST, RECORD)
     memory.ended(INSTANCE)
     memory.remember(REQUEST, RECORD.at(ACTIVE, 'T3'))
     assert memory.all_ended() == frozenset()
     machine.clock += DAY * 1.1
-    memory.ended(ANOTHER)  # which sweeps what ended more than a day ago
+    memory.ended(ANOTHER)  # this also forgets what ended more than a day ago
     machine.boot('second')
     again = machine.memory()
     assert again.all()[INSTANCE].record.state == ACTIVE
@@ -255,8 +256,8 @@ def test_a_uuid_that_is_used_again_is_remembered_for_as_long_as_it_lives(machine
 
 def test_what_ends_twice_does_not_keep_older_ends_from_being_forgotten(machine: Machine) -> None:
     memory = machine.memory()
-    for each in (INSTANCE, ANOTHER):
-        memory.ended(each)
+    for instance in (INSTANCE, ANOTHER):
+        memory.ended(instance)
     machine.clock += DAY / 2
     memory.ended(INSTANCE)
     machine.clock += DAY * 0.75
@@ -265,16 +266,16 @@ def test_what_ends_twice_does_not_keep_older_ends_from_being_forgotten(machine: 
 
 
 def test_what_cannot_be_forgotten_hinders_no_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file system is read-only, say."""
+    """A read-only file system, for example, refuses to remove a file."""
 
-    def removed(path: Path, missing_ok: bool = False) -> None:
+    def refuse_unlink(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, 'Read-only file system', str(path), missing_ok)
 
     memory = machine.memory()
     memory.ended(INSTANCE)
     machine.clock += DAY * 1.1
     with monkeypatch.context() as patched:
-        patched.setattr(Path, 'unlink', removed)
+        patched.setattr(Path, 'unlink', refuse_unlink)
         memory.ended(ANOTHER)
     assert memory.all_ended() == {ANOTHER}
     machine.memory().ended(COMPUTE)
@@ -299,18 +300,18 @@ def test_what_is_not_dealt_with_after_a_reboot_is_remembered_until_it_is(machine
 def test_what_a_full_disk_kept_from_it_is_written_later(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Said once, however often it is tried; what is written already, or is to end with a failure, is not touched."""
+    """The failure is logged once; entries already written or with a failure stay unchanged."""
 
-    def full(path: Path, _: str) -> None:
+    def raise_no_space(path: Path, _: str) -> None:
         raise OSError(errno.ENOSPC, 'No space left on device', str(path))
 
     memory, lives = machine.memory(), RECORD.at(ACTIVE, 'T3')
     with monkeypatch.context() as patched:
-        patched.setattr('ecomp.agent.host.state.write_durably', full)
+        patched.setattr('ecomp.agent.host.state.write_durably', raise_no_space)
         memory.remember(REQUEST, lives)
         memory.put_right(REQUEST, lives)
         assert machine.memory().all() == {}
-    assert len([each for each in caplog.messages if 'No space left' in each]) == 1
+    assert len([text for text in caplog.messages if 'No space left' in text]) == 1
     memory.put_right(REQUEST, lives)
     assert machine.memory().all()[INSTANCE].record == lives
     memory.put_right(replace(REQUEST, user_id='v'), lives)
@@ -325,50 +326,50 @@ def test_what_an_older_copy_lacks_or_has_as_being_built_is_written(machine: Mach
     machine.memory().remember(REQUEST, RECORD)
     machine.memory().put_right(REQUEST, lives)
     machine.memory().put_right(replace(REQUEST, instance=ANOTHER), replace(lives, instance=ANOTHER))
-    states = {name: each.record.state for name, each in machine.memory().all().items()}
+    states = {name: entry.record.state for name, entry in machine.memory().all().items()}
     assert states == {INSTANCE: ACTIVE, ANOTHER: ACTIVE}
 
 
 def at_its_first_write(patch: pytest.MonkeyPatch, meanwhile: Callable[[], None], seconds: float) -> threading.Thread:
-    """The first file is as slow to write as `meanwhile` takes, in a thread that is returned, `seconds` at most."""
-    beside, began = threading.Thread(target=meanwhile, daemon=True), threading.Lock()
+    """Run `action` in the returned thread during the first write, for `seconds` at most."""
+    thread, began = threading.Thread(target=meanwhile, daemon=True), threading.Lock()
 
-    def slow(path: Path, text: str) -> None:
+    def write_slowly(path: Path, text: str) -> None:
         if began.acquire(blocking=False):
-            beside.start()
-            beside.join(seconds)
+            thread.start()
+            thread.join(seconds)
         write_durably(path, text)
 
-    patch.setattr('ecomp.agent.host.state.write_durably', slow)
-    return beside
+    patch.setattr('ecomp.agent.host.state.write_durably', write_slowly)
+    return thread
 
 
 def test_nobody_waits_for_the_disk_of_another_instance(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds, the planner and audits ask what is here; they hear what was so before that write."""
-    memory, seen, other = machine.memory(), list[object](), replace(RECORD, instance=ANOTHER)
+    """Builds, the planner and audits read the memory as it was before the write in flight."""
+    memory, results, other = machine.memory(), list[object](), replace(RECORD, instance=ANOTHER)
     memory.remember(REQUEST, RECORD)
 
-    def ask() -> None:
+    def use_memory() -> None:
         memory.remember(replace(REQUEST, instance=ANOTHER), other)
-        seen.extend((memory.all(), memory.all_ended()))
+        results.extend((memory.all(), memory.all_ended()))
 
-    at_its_first_write(monkeypatch, ask, seconds=30)
+    at_its_first_write(monkeypatch, use_memory, seconds=30)
     memory.ended(INSTANCE)
     lives = MemoryEntry(REQUEST, RECORD), MemoryEntry(replace(REQUEST, instance=ANOTHER), other)
-    assert seen == [dict(zip((INSTANCE, ANOTHER), lives, strict=True)), frozenset()]
+    assert results == [dict(zip((INSTANCE, ANOTHER), lives, strict=True)), frozenset()]
     assert (memory.all().keys(), memory.all_ended()) == ({ANOTHER}, {INSTANCE})
 
 
 @pytest.mark.parametrize('old', [True, False])
 def test_a_file_holds_what_was_said_last(machine: Machine, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
-    """Also where that came while the one before was being written, and where an older end is forgotten meanwhile."""
+    """The later change may come during the write of the earlier one."""
     memory = machine.memory()
     if old:
         memory.ended(INSTANCE)
         machine.clock += DAY * 1.1
-    beside = at_its_first_write(monkeypatch, lambda: memory.ended(ANOTHER if old else INSTANCE), seconds=0.3)
+    thread = at_its_first_write(monkeypatch, lambda: memory.ended(ANOTHER if old else INSTANCE), seconds=0.3)
     memory.remember(REQUEST, RECORD)
-    beside.join()
+    thread.join()
     assert memory.all().keys() == machine.memory().all().keys() == ({INSTANCE} if old else set())
     assert memory.all_ended() == machine.memory().all_ended() == {ANOTHER if old else INSTANCE}
 
@@ -381,10 +382,11 @@ def test_what_is_not_understood_stays(machine: Machine) -> None:
     assert path.read_text() == '{"version": 99}'
 
 
-# What is published to an etcd that was accepted, and what is not: from what we remember and what it says.
+# Republishing to an accepted etcd, decided from the memory and from what etcd contains.
 
 
-HERE, THERE = 'b8756be5-a30d-4311-920c-0ad996367a8e', '5ca1ab1e-0000-4000-8000-000000000000'
+HERE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+THERE = '5ca1ab1e-0000-4000-8000-000000000000'
 GUEST = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 ASKED = Request(GUEST, {HERE: {'VCPU': 1}}, image='http://h/i', user_id='u', project_id='p')
 TOMBSTONE = replace(ASKED, allocations={}, image=None)
@@ -406,31 +408,32 @@ def test_what_is_here_is_published_and_claimed(state: str) -> None:
 
 @pytest.mark.parametrize('older', [None, SCHEDULED, SCHEDULED.at(BUILDING, 'T2'), WRITTEN.at(STOPPED, 'T2')])
 def test_an_older_record_is_brought_up_to_date(older: object) -> None:
-    said = EtcdView(ASKED, older)  # type: ignore[arg-type]
-    assert running(HERE, remembered(), True, said) == Publish(None, WRITTEN, ASKED)
+    etcd_view = EtcdView(ASKED, older)  # type: ignore[arg-type]
+    assert running(HERE, remembered(), True, etcd_view) == Publish(None, WRITTEN, ASKED)
 
 
-STOP, START = Power('stop', THERE), Power('start', HERE)
+STOP = Power('stop', THERE)
+START = Power('start', HERE)
 
 
 @pytest.mark.parametrize('power', [None, THERE, f'{THERE}:asked'])
 def test_what_was_asked_of_its_power_is_published_as_far_as_it_was(power: str | None) -> None:
-    known = MemoryEntry(replace(ASKED, power=STOP), replace(WRITTEN, power=power))
-    assert running(HERE, known, True, EtcdView()) == Publish(known.request, known.record, known.request)
-    said = EtcdView(known.request, WRITTEN)
-    assert running(HERE, known, True, said) == Publish(None, known.record, known.request)
+    entry = MemoryEntry(replace(ASKED, power=STOP), replace(WRITTEN, power=power))
+    assert running(HERE, entry, True, EtcdView()) == Publish(entry.request, entry.record, entry.request)
+    etcd_view = EtcdView(entry.request, WRITTEN)
+    assert running(HERE, entry, True, etcd_view) == Publish(None, entry.record, entry.request)
 
 
 def test_what_was_asked_of_its_power_before_is_not_done_again() -> None:
-    known = MemoryEntry(replace(ASKED, power=STOP), replace(WRITTEN, power=THERE))
+    entry = MemoryEntry(replace(ASKED, power=STOP), replace(WRITTEN, power=THERE))
     for older in (None, START):
         of_2019 = replace(ASKED, user_id='2019', power=older)
-        step = running(HERE, known, True, EtcdView(of_2019, WRITTEN))
-        assert step == Publish(replace(of_2019, power=STOP), known.record, known.request)
-    # What was never begun here is: nobody can have done it.
+        step = running(HERE, entry, True, EtcdView(of_2019, WRITTEN))
+        assert step == Publish(replace(of_2019, power=STOP), entry.record, entry.request)
+    # An action that never began here is carried out: nobody can have done it before.
     unseen = MemoryEntry(ASKED, WRITTEN)
-    asked = EtcdView(replace(ASKED, power=START), WRITTEN)
-    assert running(HERE, unseen, True, asked) == Publish(None, WRITTEN, ASKED)
+    etcd_view = EtcdView(replace(ASKED, power=START), WRITTEN)
+    assert running(HERE, unseen, True, etcd_view) == Publish(None, WRITTEN, ASKED)
 
 
 def test_what_vanished_is_not_built_anew_but_ends_by_its_record() -> None:
@@ -454,7 +457,7 @@ def test_what_etcd_says_of_a_later_moment_than_the_build_stands(state: str) -> N
 @pytest.mark.parametrize('said', [EtcdView(), EtcdView(ASKED, WRITTEN), EtcdView(ASKED, SCHEDULED)])
 def test_a_destroy_under_way_goes_on(is_here: bool, said: EtcdView) -> None:
     record = remembered(DESTROYING).record
-    # What it counts for until it has ended it says itself, as a destroy of eschedule's does.
+    # The tombstone itself contains the resources that count until the end, as a destroy of eschedule does.
     tombstone = replace(TOMBSTONE, left=ASKED.resources)
     assert running(HERE, remembered(DESTROYING), is_here, said) == Publish(tombstone, record, None)
 

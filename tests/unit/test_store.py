@@ -101,7 +101,7 @@ def test_what_we_write_is_what_etcd3_writes(request: Any) -> None:
 @given(WATCHES)
 def test_what_is_younger_than_etcd3_s_code_is_a_field_more(request: WatchCreate) -> None:
     """The numbers of these fields are those of rpc.proto in etcd 3.4."""
-    from google.protobuf.unknown_fields import UnknownFieldSet  # the module above has made protobuf load
+    from google.protobuf.unknown_fields import UnknownFieldSet  # only after the module above has loaded protobuf
 
     creation = etcdrpc.WatchRequest.FromString(request._replace(fragment=True).to_bytes()).create_request
     assert [(field.field_number, field.data) for field in UnknownFieldSet(creation)] == [(8, 1)]

@@ -1,4 +1,4 @@
-"""What systemd is told, and the units that it is given."""
+"""Notifications to systemd, and the unit files that ecomp prints."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_no_child_speaks_for_it() -> None:
     service = Service.of(environment)
     assert environment == {'A': 'b'}
     service.ready('and nobody hears it')
-    assert service.alive() == pytest.approx(2.5)  # it is a difference of two times
+    assert service.alive() == pytest.approx(2.5)  # it is the difference of two times
 
 
 def test_without_systemd_nothing_is_said() -> None:
@@ -103,23 +103,23 @@ def test_the_program_is_found_from_any_directory(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """Each unit as its --unit prints it, for a program in a directory whose name has to be quoted."""
+    """Each unit as its --unit prints it, for a program whose directory name has to be quoted."""
     monkeypatch.setattr(systemd, 'in_root_s_way', lambda _: None)
-    where = tmp_path / 'a $b %c'
-    where.mkdir()
-    monkeypatch.chdir(where)
-    made = {}
+    directory = tmp_path / 'a $b %c'
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    texts = {}
     for name in ('ecompute', 'elab', 'mdserver'):
-        (where / name).symlink_to('/bin/true')
+        (directory / name).symlink_to('/bin/true')
     options = compute.parser().parse_args(['--unit', '--config', '"c".yaml'])
-    made['ecompute'] = compute.unit(options, systemd.program('./ecompute', sys.executable, 'ecomp.compute'))
-    monkeypatch.setattr(sys, 'argv', [str(where / 'elab')])
+    texts['ecompute'] = compute.unit(options, systemd.program('./ecompute', sys.executable, 'ecomp.compute'))
+    monkeypatch.setattr(sys, 'argv', [str(directory / 'elab')])
     assert elab.main(CONTROL) == 0
-    made['ecomp-control'] = capsys.readouterr().out
-    monkeypatch.setattr(sys, 'argv', [str(where / 'mdserver')])
+    texts['ecomp-control'] = capsys.readouterr().out
+    monkeypatch.setattr(sys, 'argv', [str(directory / 'mdserver')])
     assert server.main(['--unit', 'mdserver.conf']) == 0
-    made['mdserver'] = capsys.readouterr().out
-    return made
+    texts['mdserver'] = capsys.readouterr().out
+    return texts
 
 
 def test_systemd_takes_each_unit(units: dict[str, str], tmp_path: Path) -> None:
@@ -130,13 +130,13 @@ def test_systemd_takes_each_unit(units: dict[str, str], tmp_path: Path) -> None:
         paths[-1].write_text(text)
         assert not re.search(r'@\w+@', text), 'each place of the unit is filled in'
     verify = ['systemd-analyze', 'verify', '--recursive-errors=no', *map(str, paths)]
-    done = subprocess.run(verify, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, '')
-    # It has to be able to say no.
+    process = subprocess.run(verify, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, '')
+    # The check itself must be able to fail.
     paths[0].write_text(units['ecompute'].replace('WatchdogSec=60', 'WatchdogSec=often\nNoSuchThing=yes'))
-    done = subprocess.run(verify, capture_output=True, text=True, check=False)
-    assert 'often' in done.stderr
-    assert 'NoSuchThing' in done.stderr
+    process = subprocess.run(verify, capture_output=True, text=True, check=False)
+    assert 'often' in process.stderr
+    assert 'NoSuchThing' in process.stderr
 
 
 def test_what_each_unit_says(units: dict[str, str], tmp_path: Path) -> None:
@@ -148,19 +148,19 @@ def test_what_each_unit_says(units: dict[str, str], tmp_path: Path) -> None:
         assert parser['Install']['WantedBy'] == 'multi-user.target', name
         assert parser['Service']['SystemCallFilter'] == '@system-service', name
         assert parser['Service']['MemoryDenyWriteExecute'] == 'yes', name
-        # Where /proc is mounted anew, ecompute in a container has the boot id of the machine below.
+        # With a /proc of its own, ecompute in a container would read the boot id of the machine below.
         assert parser['Service'].get('ProtectProc') == (None if name == 'ecompute' else 'invisible'), name
-    where = f'"{tmp_path}/a $$b %%c'
-    program = where.replace('$$', '$')
-    assert f'ExecStart={program}/ecompute" --config {where}/\\"c\\".yaml"\n' in units['ecompute']
-    told = f'--data {where}/d" --etcd-port 2379 --placement-port 8080 --certs {where}/certs"'
-    assert f'ExecStart={program}/elab" control --bind 10.0.0.5 {told}\n' in units['ecomp-control']
-    assert f'ExecStart={program}/mdserver" {where}/mdserver.conf" --bridge virbr0 --user 65520\n' in units['mdserver']
+    quoted = f'"{tmp_path}/a $$b %%c'
+    program = quoted.replace('$$', '$')
+    assert f'ExecStart={program}/ecompute" --config {quoted}/\\"c\\".yaml"\n' in units['ecompute']
+    arguments = f'--data {quoted}/d" --etcd-port 2379 --placement-port 8080 --certs {quoted}/certs"'
+    assert f'ExecStart={program}/elab" control --bind 10.0.0.5 {arguments}\n' in units['ecomp-control']
+    assert f'ExecStart={program}/mdserver" {quoted}/mdserver.conf" --bridge virbr0 --user 65520\n' in units['mdserver']
 
 
 def test_the_service_s_configuration_is_the_same_wherever_it_is_printed() -> None:
-    said = compute.unit(compute.parser().parse_args(['--unit']), ['/opt/ecomp/bin/ecompute'])
-    assert 'ExecStart=/opt/ecomp/bin/ecompute --config /etc/ecomp/compute.yaml\n' in said
+    unit_text = compute.unit(compute.parser().parse_args(['--unit']), ['/opt/ecomp/bin/ecompute'])
+    assert 'ExecStart=/opt/ecomp/bin/ecompute --config /etc/ecomp/compute.yaml\n' in unit_text
 
 
 @pytest.mark.parametrize('words', [['--fake', 'VCPU:1'], ['--count', '2'], ['--accept-new-etcd']])
@@ -174,11 +174,11 @@ def test_a_unit_is_of_a_hypervisor(words: list[str]) -> None:
     [['--bridge', 'virbr7'], ['--guests', '/srv/x'], ['--listen', ''], ['--user', 'x'], ['--verbose']],
 )
 def test_no_option_is_left_out_of_a_metadata_server_s_unit(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         server.main(['--unit', 'mdserver.conf', *words])
-    out, said = capfd.readouterr()
-    assert (ended.value.code, out, said.count('\n')) == (2, '', 1)
-    assert said.startswith('mdserver: --unit goes with CONF alone')
+    out, stderr = capfd.readouterr()
+    assert (exit_info.value.code, out, stderr.count('\n')) == (2, '', 1)
+    assert stderr.startswith('mdserver: --unit goes with CONF alone')
 
 
 @pytest.mark.parametrize('more', [[], ['--unit']])
@@ -189,8 +189,8 @@ def test_an_address_that_no_certificate_takes_is_refused(
     monkeypatch.setattr(systemd, 'in_root_s_way', lambda _: None)
     monkeypatch.chdir(tmp_path)
     assert elab.main(['control', '--bind', address, *more]) == 2
-    why = f'--bind {address}: an address with a % cannot be certified: say another of this machine'
-    assert capsys.readouterr() == ('', f'elab: {why}\n')
+    reason = f'--bind {address}: an address with a % cannot be certified: say another of this machine'
+    assert capsys.readouterr() == ('', f'elab: {reason}\n')
     assert elab.main(['control', '--bind', '0.0.0.0', '--unit']) == 2
     assert capsys.readouterr().out == ''
     assert not [*tmp_path.iterdir()]
@@ -198,17 +198,17 @@ def test_an_address_that_no_certificate_takes_is_refused(
 
 @pytest.fixture
 def ann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that is Ann's; all else is root's."""
+    """A directory that belongs to Ann; all other directories are root's."""
     home = tmp_path / 'home/ann'
     home.mkdir(parents=True)
     os_stat = Path.stat
 
-    def owned(path: Path, **more: bool) -> os.stat_result:
-        found = list(os_stat(path, **more))
-        found[stat.ST_UID] = 1000 if path.is_relative_to(home) else 0
-        return os.stat_result(found)
+    def stat_with_owner(path: Path, **more: bool) -> os.stat_result:
+        fields = list(os_stat(path, **more))
+        fields[stat.ST_UID] = 1000 if path.is_relative_to(home) else 0
+        return os.stat_result(fields)
 
-    monkeypatch.setattr(Path, 'stat', owned)
+    monkeypatch.setattr(Path, 'stat', stat_with_owner)
     return home
 
 
@@ -227,7 +227,7 @@ def test_what_is_in_the_way_of_root_without_rights(ann: Path, tmp_path: Path) ->
 def test_a_unit_that_root_without_rights_could_not_run_is_refused(
     ann: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As typed in a clone in somebody's home: systemd would try it for ever."""
+    """The unit is typed in a clone in a user's home, where systemd would restart it forever."""
     for name in ('clone', '.venv'):
         (ann / name).mkdir()
     for program in (ann / '.venv/elab', tmp_path / 'elab'):
@@ -236,24 +236,24 @@ def test_a_unit_that_root_without_rights_could_not_run_is_refused(
     monkeypatch.chdir(ann / 'clone')
     monkeypatch.setattr(systemd, 'PACKAGE', tmp_path)
     cure = 'install in /opt/ecomp, and say --data /var/lib/ecomp'
-    for program, words, what in (
+    for program, arguments, problem in (
         (f'{ann}/.venv/elab', [], f'{ann}/.venv/elab'),
         (opt, [], '--data elab-control'),
         (opt, ['--data', str(var)], '--certs certs'),
         (opt, ['--data', str(var), '--certs', str(ann / 'x')], f'--certs {ann}/x'),
     ):
         monkeypatch.setattr(sys, 'argv', [program])
-        assert elab.main(['control', '--bind', '10.0.0.5', *words, '--unit']) == 2
-        why = f"{what} is in {ann}, which is another user's or closed to root, and the service has no right there"
-        said = f'elab: --unit: {why}: {cure} --certs /var/lib/ecomp/certs (docs/howto/real-machines.md)\n'
-        assert capsys.readouterr() == ('', said)
+        assert elab.main(['control', '--bind', '10.0.0.5', *arguments, '--unit']) == 2
+        reason = f"{problem} is in {ann}, which is another user's or closed to root, and the service has no right there"
+        expected = f'elab: --unit: {reason}: {cure} --certs /var/lib/ecomp/certs (docs/howto/real-machines.md)\n'
+        assert capsys.readouterr() == ('', expected)
     assert elab.main(['control', '--bind', '10.0.0.5', '--data', str(var), '--certs', str(var), '--unit']) == 0
     assert f'--data {var} ' in capsys.readouterr().out
-    # No one else reaches it, so there are no certificates to be put anywhere.
+    # Without --bind nobody else reaches it, so it has no certificates to place.
     assert elab.main(['control', '--unit']) == 2
     assert f': {cure} (docs' in capsys.readouterr().err
-    for which, name, what in ((systemd, 'PACKAGE', "elab's code in"), (sys, 'executable', 'its Python')):
+    for target, name, problem in ((systemd, 'PACKAGE', "elab's code in"), (sys, 'executable', 'its Python')):
         with monkeypatch.context() as patched:
-            patched.setattr(which, name, str(ann / 'clone'))
+            patched.setattr(target, name, str(ann / 'clone'))
             assert elab.main(['control', '--data', str(var), '--unit']) == 2
-        assert f'{what} {ann}/clone is in {ann}, which' in capsys.readouterr().err
+        assert f'{problem} {ann}/clone is in {ann}, which' in capsys.readouterr().err

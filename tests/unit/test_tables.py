@@ -1,4 +1,4 @@
-"""What a person reads: tables, terminals, and text made safe for them."""
+"""Output for people: tables, terminals, and text made safe for them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ecomp.cli.terminal import Live, Terminal
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model.text import printable, printable_lines, renamed, some
 
-# How rows come out: as tables that fit, as JSON, YAML, CSV and bare values; sorted, chosen, coloured.
+# Rows as tables that fit, JSON, YAML, CSV and bare values; sorted, selected, coloured.
 
 
 ONE, TWO, NEAR = (f'{start}-0000-4000-8000-000000000001' for start in ('1a5c0de0', '2b5c0de0', '2b5c0de0'))
@@ -77,7 +77,7 @@ def test_without_a_terminal_a_table_has_all_of_each_column() -> None:
         (60, 'INSTANCE NAME STATE VCPU REASON'),
         (40, 'INSTANCE NAME STATE VCPU'),
         (34, 'INSTANCE NAME STATE'),
-        (20, 'INST… NAME STATE'),  # what always stays is cut where all else is of no help
+        (20, 'INST… NAME STATE'),  # columns that always stay are cut if nothing else helps
     ],
 )
 def test_on_a_terminal_it_fits(width: int, heading: str) -> None:
@@ -119,7 +119,7 @@ def test_it_is_sorted_as_people_count_and_what_is_not_there_is_last() -> None:
     lines = rendered(LISTING, Look(sort='NAME')).splitlines()[1:]
     assert [line.split()[1] for line in lines] == ['web-2', 'web-10', '-']
     values = json.loads(rendered(LISTING, Look('json', sort='name')))
-    assert [each['name'] for each in values] == ['web-2', 'web-10', None]
+    assert [item['name'] for item in values] == ['web-2', 'web-10', None]
     cells = [10, 2, 2.5, 'B2', 'b10', 'a', None, '', '-1']
     assert sorted(cells, key=natural) == ['', 2, 2.5, 10, '-1', 'a', 'B2', 'b10', None]
 
@@ -136,8 +136,8 @@ def test_json_and_yaml_are_the_values() -> None:
         assert load(rendered(Listing(COLUMNS, ()), Look(form))) == []
         assert load(rendered(Listing(COLUMNS, ROWS, {'all': values}), Look(form))) == {'all': values}
     twice = {'of': NOW}
-    told = document([twice, twice, 1, 'yes', None], 'yaml')
-    assert told == f"- of: '{NOW}'\n- of: '{NOW}'\n- 1\n- 'yes'\n- null"
+    output = document([twice, twice, 1, 'yes', None], 'yaml')
+    assert output == f"- of: '{NOW}'\n- of: '{NOW}'\n- 1\n- 'yes'\n- null"
     assert document('x', 'yaml') == 'x'
 
 
@@ -145,22 +145,22 @@ def test_json_and_yaml_are_the_values() -> None:
     'text', ['1e3', '12e5', '+1E-3', '1.5e3', '-.5', '5.', '0o17', '08', '-012', '0x1F', '1_0', '.inf', '-.INF', '.NaN']
 )
 def test_text_that_is_a_number_to_some_reader_of_yaml_is_quoted(text: str) -> None:
-    """A name or the beginning of a uuid: yq, which reads YAML 1.2, made 1000 of 1e3."""
+    """yq, which reads YAML 1.2, made 1000 of a name or uuid prefix 1e3."""
     assert document([text], 'yaml') == f"- '{text}'"
     assert document({text: 1}, 'yaml') == f"'{text}': 1"
 
 
 @given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
 def test_numbers_stand_unquoted_in_yaml(number: float) -> None:
-    told = document([number], 'yaml')
-    assert told.removeprefix('- ')[:1] in '-0123456789'
-    assert yaml.safe_load(told) == [number]
+    output = document([number], 'yaml')
+    assert output.removeprefix('- ')[:1] in '-0123456789'
+    assert yaml.safe_load(output) == [number]
 
 
 def test_csv_has_all_columns_whole() -> None:
-    told = list(csv.reader(io.StringIO(rendered(LISTING, Look('csv', width=20)))))
-    assert told[0] == [each.name for each in COLUMNS]
-    assert told[1] == [ONE, 'web-10', 'active', '1/4', '', NOW, 'a']
+    records = list(csv.reader(io.StringIO(rendered(LISTING, Look('csv', width=20)))))
+    assert records[0] == [column.name for column in COLUMNS]
+    assert records[1] == [ONE, 'web-10', 'active', '1/4', '', NOW, 'a']
     assert rendered(Listing([Column('A')], [Row(['x,"\ny'])]), Look('csv', header=False)) == '"x,""\\ny"'
 
 
@@ -213,15 +213,15 @@ def test_details_are_a_line_a_field_and_folded_on_a_terminal() -> None:
 def test_what_may_be_asked_of_details_is_the_same_whatever_one_has() -> None:
     kind = {'may_have': ('state', 'group', 'gone', 'boot 1'), 'numbered': ('boot',)}
     one = Details([('state', 'active'), ('name', None), ('boot 2', 'start')], None, **kind)
-    asked = ('group', 'name', 'boot', 'boot 2', 'Boot 30')
-    assert rendered_details([one], Look(columns=asked), False).splitlines() == [
+    columns = ('group', 'name', 'boot', 'boot 2', 'Boot 30')
+    assert rendered_details([one], Look(columns=columns), False).splitlines() == [
         'group    -', 'name     -', 'boot 1   -', 'boot 2   start', 'boot 30  -',
     ]  # fmt: skip
     assert rendered_details([one], Look('value', columns=('group', 'name')), False) == '-\t-'
     assert rendered_details([one], Look('csv', columns=('group', 'boot 2')), False) == 'group,boot 2\n,start'
     assert rendered_details([one], Look('csv'), False) == 'state,group,gone,boot 1\nactive,,,'
     assert rendered_details([one], Look('value'), False) == 'active\t-\t-\t-'
-    # The beginning of a name is that of one that it has, though it may have others that begin so.
+    # A prefix selects an existing field, even if other possible fields begin alike.
     two = one._replace(fields=[*one.fields, ('group', 'web')])
     assert rendered_details([two], Look('value', columns=('g',)), False) == 'web'
     assert rendered_details([one, two], Look('value', columns=('g',)), True) == '-\nweb'
@@ -244,9 +244,9 @@ def test_a_uuid_is_as_short_as_it_can_be_told_from_the_others() -> None:
 @given(st.lists(st.uuids().map(str), unique=True))
 def test_what_is_short_is_unique(uuids: list[str]) -> None:
     short = short_uuids(uuids)
-    for each in uuids:
-        assert len(short[each]) >= 8
-        assert [other for other in uuids if other.startswith(short[each])] == [each]
+    for whole in uuids:
+        assert len(short[whole]) >= 8
+        assert [other for other in uuids if other.startswith(short[whole])] == [whole]
 
 
 def test_a_time_is_told_to_the_minute() -> None:
@@ -257,19 +257,19 @@ def test_a_time_is_told_to_the_minute() -> None:
 def test_text_is_cut_filled_and_folded_to_its_width(text: str, width: int) -> None:
     assert across(cut(text, width)) <= width
     assert across(fill(cut(text, width), width)) == width
-    lines = folded(text, max(width, 2))  # a letter of two places fits into one nowhere
+    lines = folded(text, max(width, 2))  # a letter of two places does not fit into one
     assert max(map(across, lines)) <= max(width, 2)
     assert ''.join(lines).replace(' ', '') == ''.join(text.split(' ')) or not text.isascii()
 
 
 def test_a_long_text_is_folded_by_looking_at_each_character_once_or_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = []
-    monkeypatch.setattr(tables, '_places', lambda each: looked.append(each) or 1)
+    calls = []
+    monkeypatch.setattr(tables, '_places', lambda each: calls.append(each) or 1)
     assert len(folded('é' * 10_000, 4)) == 2_500
-    assert len(looked) <= 20_000
+    assert len(calls) <= 20_000
 
 
-# What a command says, and to whom.
+# Messages of a command.
 
 
 AWAY = Unreachable('etcd at ds1:2379 cannot be reached', 'etcd at ds1:2379')
@@ -289,18 +289,18 @@ def test_and_of_nothing_else() -> None:
 
 
 def test_the_live_line_is_no_wider_than_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be two lines, of which one is written over."""
-    written = StringIO()
-    monkeypatch.setattr('sys.stderr', written)
-    monkeypatch.setattr(written, 'isatty', lambda: True)
+    """A wider line would wrap, and only one of its two lines would be overwritten."""
+    stream = StringIO()
+    monkeypatch.setattr('sys.stderr', stream)
+    monkeypatch.setattr(stream, 'isatty', lambda: True)
     monkeypatch.setenv('COLUMNS', '20')
-    with Live() as tell:
-        tell('waiting for: its image, 34 of 600 MB')
-        tell('waiting for: x, 1 s')
-    assert written.getvalue() == '\r\x1b[Kwaiting for: its i…\r\x1b[Kwaiting for: x, 1 s\r\x1b[K'
+    with Live() as show:
+        show('waiting for: its image, 34 of 600 MB')
+        show('waiting for: x, 1 s')
+    assert stream.getvalue() == '\r\x1b[Kwaiting for: its i…\r\x1b[Kwaiting for: x, 1 s\r\x1b[K'
 
 
-# Text from outside in a person's terminal: one line, and nothing that moves the cursor.
+# Untrusted text in a terminal: one line, without codes that move the cursor.
 
 
 @given(st.text())
@@ -321,18 +321,18 @@ def test_what_is_long_ends() -> None:
 
 def test_a_uuid_is_called_what_it_is_called_and_a_path_stays() -> None:
     one, two = '1a5c0de0-0000-4000-8000-000000000001', '2a5c0de0-0000-4000-8000-000000000002'
-    called = {one: 'web1'}
-    assert renamed(f'{one}: is on {two}, and so is {one}', called) == f'web1: is on {two}, and so is web1'
-    assert renamed(f'etcdctl del /names/{one}', called) == f'etcdctl del /names/{one}'
-    assert renamed(f'{one}0 x{one} {one.upper()}', called) == f'{one}0 x{one} {one.upper()}'
+    names = {one: 'web1'}
+    assert renamed(f'{one}: is on {two}, and so is {one}', names) == f'web1: is on {two}, and so is web1'
+    assert renamed(f'etcdctl del /names/{one}', names) == f'etcdctl del /names/{one}'
+    assert renamed(f'{one}0 x{one} {one.upper()}', names) == f'{one}0 x{one} {one.upper()}'
 
 
 def test_what_is_called_by_a_name_and_its_uuid_is_called_so_once() -> None:
     one, two = '1a5c0de0-0000-4000-8000-000000000001', '2a5c0de0-0000-4000-8000-000000000002'
-    called = {each: f'hv1 ({each})' for each in (one, two)}
+    names = {compute: f'hv1 ({compute})' for compute in (one, two)}
     once = f'web1 is on hv1 ({one}), not on hv1 ({two})'
-    assert renamed(f'web1 is on {one}, not on {two}', called) == renamed(once, called) == once
-    assert renamed(f'(see {one})', called) == f'(see hv1 ({one}))'
+    assert renamed(f'web1 is on {one}, not on {two}', names) == renamed(once, names) == once
+    assert renamed(f'(see {one})', names) == f'(see hv1 ({one}))'
 
 
 def test_of_many_names_the_first_are_said_and_how_many_more_there_are() -> None:
