@@ -222,9 +222,9 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    first_start = Machine(tmp_path)
-    first_start.memory().before_reboot()  # the first start
-    return first_start
+    new_machine = Machine(tmp_path)
+    new_machine.memory().before_reboot()  # the first start
+    return new_machine
 
 
 def test_what_ended_is_remembered_for_a_day(machine: Machine) -> None:

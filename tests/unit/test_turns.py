@@ -1,4 +1,4 @@
-"""What is done when it is due: turns, backoff, what is logged of failures."""
+"""Scheduled jobs, back-off, logging of failures, and what ends a wait."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from ecomp.errors import EcompError, Unreachable
 from ecomp.model.backoff import Backoff
 from tests.kit.servers import until
 
-# What is done when it is due, in few threads: turns, what is put off, what is logged of failures, and what wakes.
+# Scheduled jobs, run by few threads.
 
 
 @pytest.fixture
 def threads() -> Iterator[Threads]:
-    made = Threads(1000, 6)
-    yield made
-    made.close()
+    pools = Threads(1000, 6)
+    yield pools
+    pools.close()
 
 
 class Work:
-    """Counts, and holds whoever does it until it is told to go on."""
+    """A job that counts its runs, and blocks while `goes_on` is not set."""
 
     def __init__(self, again: float = math.inf) -> None:
-        self.begun, self.goes_on, self.times, self.again = threading.Event(), threading.Event(), 0, again
+        self.begun = threading.Event()
+        self.goes_on = threading.Event()
+        self.times = 0
+        self.again = again
         self.goes_on.set()
 
     def __call__(self) -> float:
@@ -104,9 +107,9 @@ def test_one_that_hangs_holds_up_no_other(threads: Threads) -> None:
     hangs, others = Work(), [Work() for _ in range(200)]
     hangs.goes_on.clear()
     Turn(threads, threads.plans, hangs).at()
-    for each in others:
-        Turn(threads, threads.plans, each).at()
-    until(lambda: all(each.times == 1 for each in others), 20, 'all others were done')
+    for other in others:
+        Turn(threads, threads.plans, other).at()
+    until(lambda: all(other.times == 1 for other in others), 20, 'all others were done')
     hangs.goes_on.set()
 
 
@@ -128,9 +131,9 @@ def test_of_a_thousand_that_are_nudged_all_the_time_there_are_few_threads() -> N
 
 def test_no_thread_is_made_before_there_is_work() -> None:
     before = threading.active_count()
-    made = Threads(1000, 6)
+    pools = Threads(1000, 6)
     assert threading.active_count() == before
-    made.close()
+    pools.close()
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(
@@ -154,7 +157,7 @@ def test_a_thread_that_cannot_be_started_is_tried_again(
 
 
 def test_what_is_refused_for_want_of_a_thread_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever handed it in says so, and has it done again: it may be another task by then."""
+    """The caller reports the refusal and submits again, perhaps another task."""
     real, lacks, pool, done = threading.Thread.start, [1], TurnThreads('few', 2), list[str]()
 
     def start(thread: threading.Thread) -> None:
@@ -171,7 +174,7 @@ def test_what_is_refused_for_want_of_a_thread_is_never_done(monkeypatch: pytest.
     pool.submit(held)
     assert held.begun.wait(20)
     lacks.append(1)
-    pool.submit(lambda: done.append('accepted'))  # there is a thread: what comes later waits for that one
+    pool.submit(lambda: done.append('accepted'))  # a later submission waits for the existing thread
     pool.submit(last.set)
     held.goes_on.set()
     assert last.wait(20)
@@ -179,11 +182,11 @@ def test_what_is_refused_for_want_of_a_thread_is_never_done(monkeypatch: pytest.
     pool.close()
 
 
-# Back-off, by a clock of the test's own
+# Back-off, with a fake clock
 
 
 class Clock:
-    """Monotonic seconds, which pass when the test says so."""
+    """A monotonic clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -194,10 +197,10 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(time, 'monotonic', made)
+    fake_clock = Clock()
+    monkeypatch.setattr(time, 'monotonic', fake_clock)
     monkeypatch.setattr('random.uniform', lambda _, high: high)
-    return made
+    return fake_clock
 
 
 def test_what_fails_waits_longer_each_time_and_anew_once_it_worked(clock: Clock) -> None:
@@ -235,8 +238,8 @@ def test_the_next_is_nothing_that_is_left_out(clock: Clock) -> None:
 
 def test_what_nobody_wants_any_more_is_forgotten() -> None:
     delays = Delays()
-    for each in 'abc':
-        delays.put_off(each)
+    for name in 'abc':
+        delays.put_off(name)
     assert delays.forget_all_but({'b', 'c'}) == ['a']
     assert delays.when('b') < math.inf
 
@@ -252,10 +255,10 @@ def test_from_many_threads_nothing_is_lost() -> None:
             assert delays.forget(name)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert delays.next(()) == math.inf
 
 
@@ -266,7 +269,7 @@ def test_what_is_cleared_waits_for_nothing_any_more() -> None:
     assert delays.when('x') == math.inf
 
 
-# A loss is logged once, and so is its return, whoever meets them and however late
+# A loss is logged once, and so is its return, for all activities and at any time
 
 
 LIBVIRT = Unreachable('libvirt is gone while building', 'libvirt')
@@ -274,13 +277,13 @@ LIBVIRT = Unreachable('libvirt is gone while building', 'libvirt')
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged."""
+    """The log, from level INFO."""
     caplog.set_level(logging.INFO)
     return caplog
 
 
 def test_a_backend_is_lost_once_and_back_once_for_all(said: pytest.LogCaptureFixture) -> None:
-    """Whatever else fails for want of it is the same loss; the first that works again speaks for all."""
+    """Every failure for lack of the backend is one loss; the first success ends it for all."""
     complaints = Complaints()
     complaints.complain('one', LIBVIRT)
     complaints.complain('two', Unreachable('libvirt does not answer', 'libvirt'))
@@ -291,7 +294,7 @@ def test_a_backend_is_lost_once_and_back_once_for_all(said: pytest.LogCaptureFix
 
 
 def test_a_file_of_ours_is_another_loss_than_the_backend_it_is_for(said: pytest.LogCaptureFixture) -> None:
-    """Whoever mends placement must not look for ever at a log that calls it unreachable, and keeps the token back."""
+    """The log must not call placement unreachable when it is the token file that is wrong."""
     complaints = Complaints()
     complaints.complain('one', Unreachable('no connection', 'placement'))
     complaints.complain('one', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
@@ -302,7 +305,7 @@ def test_a_file_of_ours_is_another_loss_than_the_backend_it_is_for(said: pytest.
 
 
 def test_what_began_before_the_return_proves_no_new_loss(said: pytest.LogCaptureFixture) -> None:
-    """A worker frozen throughout the outage finds its connection broken; what begins later and fails is a loss."""
+    """A worker frozen during the outage finds its connection broken; only later starts count."""
     complaints, began = Complaints(), time.monotonic()
     complaints.complain('one', LIBVIRT, began)
     assert complaints.settle('one')
@@ -315,7 +318,7 @@ def test_what_began_before_the_return_proves_no_new_loss(said: pytest.LogCapture
 
 
 def test_another_backend_is_another_loss(said: pytest.LogCaptureFixture) -> None:
-    """That libvirt came back says nothing of placement."""
+    """The return of libvirt does not affect placement."""
     complaints, began = Complaints(), time.monotonic()
     complaints.complain('one', LIBVIRT, began)
     complaints.settle('one')
@@ -324,7 +327,7 @@ def test_another_backend_is_another_loss(said: pytest.LogCaptureFixture) -> None
 
 
 def test_what_is_no_backend_is_said_once_for_its_text(said: pytest.LogCaptureFixture) -> None:
-    """The same failure again is not said again; another is."""
+    """The same failure is not logged again; another one is."""
     complaints = Complaints()
     for text in ('no', 'no', 'never'):
         complaints.complain('one', EcompError(text), time.monotonic())
@@ -334,7 +337,7 @@ def test_what_is_no_backend_is_said_once_for_its_text(said: pytest.LogCaptureFix
 
 
 def test_what_is_attempted_says_whether_it_works(said: pytest.LogCaptureFixture) -> None:
-    """What nobody needs any more when it fails is not said: what it speaks with was closed under it."""
+    """A failure that is no longer relevant is not logged: its connection was closed on purpose."""
     complaints, returns = Complaints(), list[str]()
     complaints.on_return = lambda: returns.append(said.messages[-1])
 
@@ -354,7 +357,7 @@ def test_what_is_attempted_says_whether_it_works(said: pytest.LogCaptureFixture)
 
 
 def test_handed_over_to_what_needs_the_same(said: pytest.LogCaptureFixture) -> None:
-    """What is not tried any more leaves its loss to another, which says when the backend is back."""
+    """A finished activity passes its loss to another, which reports the backend's return."""
     complaints = Complaints()
     complaints.complain('one', LIBVIRT)
     complaints.hand_over('one', 'looking')
@@ -363,12 +366,12 @@ def test_handed_over_to_what_needs_the_same(said: pytest.LogCaptureFixture) -> N
     assert said.messages[-1] == 'libvirt is back'
 
 
-# What ends a wait: a wake before, during and after it, from a signal handler, and one that comes too late
+# Waking: before, during and after a wait, from a signal handler, and too late
 
 
 @pytest.fixture
 def handled() -> Iterator[None]:
-    """SIGUSR1 does what the test says; afterwards what it did before."""
+    """Restore the handler of SIGUSR1 after the test."""
     before = signal.getsignal(signal.SIGUSR1)
     yield
     signal.signal(signal.SIGUSR1, before)
@@ -391,14 +394,14 @@ def test_woken_and_cleared() -> None:
 
 @pytest.mark.usefixtures('handled')
 def test_a_signal_at_any_moment_of_its_end_is_none_of_its_business() -> None:
-    """A second SIGTERM, while the first one's end has closed the pipe, and its number is another file's."""
+    """A second SIGTERM may come after the pipe was closed and its numbers were reused."""
     waker = Waker()
     signal.signal(signal.SIGUSR1, lambda *_: waker.wake())
     signal.raise_signal(signal.SIGUSR1)
     assert is_woken(waker)
     waker.close()
     signal.raise_signal(signal.SIGUSR1)
-    reader, writer = os.pipe()  # of the numbers that were the waker's
+    reader, writer = os.pipe()  # with the descriptor numbers that the waker had
     signal.raise_signal(signal.SIGUSR1)
     assert select.select([reader], [], [], 0)[0] == []
     os.close(reader)
@@ -415,7 +418,7 @@ def test_a_handler_may_wake_while_its_own_thread_does() -> None:
     waker.close()
 
 
-# How long to wait before something is tried again.
+# Delays between retries.
 
 
 def test_it_doubles_up_to_its_last_and_begins_anew() -> None:

@@ -1,4 +1,4 @@
-"""libvirt's side without libvirt: rights, addresses, XML, and the fake."""
+"""The libvirt driver without libvirt: rights, addresses, XML, and the fake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ecomp.virt import image, libvirt_host, xml
 from ecomp.virt.fake import FakeHypervisor
 from ecomp.virt.xml import Dhcp, Reservation, Service, choose_address, host_xml, read_dhcp
 
-# Who may enter which directory, and which virtualization can be had.
+# Access rights to directories, and the available virtualization type.
 
 
 QEMU = libvirt_host.User('qemu', 100, frozenset({200, 201}))
@@ -102,7 +102,7 @@ def test_unknown_virt_type() -> None:
         libvirt_host.choose_virt_type('xen', '')
 
 
-# What a libvirt network's definition says of its DHCP, and which address is chosen in it.
+# DHCP in a libvirt network's definition, and the address that is chosen.
 
 
 NETWORK = """<network><name>default</name><forward mode='nat'/>
@@ -118,20 +118,20 @@ macs = st.integers(0, 2**24 - 1).map(lambda number: f'52:54:00:{number.to_bytes(
 
 
 def addresses(*last: int) -> set[IPv4Address]:
-    return {IPv4Address(f'10.0.0.{each}') for each in last}
+    return {IPv4Address(f'10.0.0.{number}') for number in last}
 
 
 def test_a_definition_is_read() -> None:
-    found = read_dhcp(NETWORK)
-    assert [(str(first), str(last)) for first, last in found.ranges] == [
+    dhcp = read_dhcp(NETWORK)
+    assert [(str(first), str(last)) for first, last in dhcp.ranges] == [
         ('10.0.0.0', '10.0.0.3'),
         ('10.0.0.254', '10.0.0.255'),
     ]
-    assert found.own == {*addresses(0, 1, 255), IPv4Address('169.254.169.254')}
-    assert found.of('52:54:00:aa:00:01') == Reservation('52:54:00:aa:00:01', '10.0.0.2', 'a')
-    assert found.of(MAC) is None
-    assert found.served
-    assert [last for last in range(256) if found.may_give(IPv4Address(f'10.0.0.{last}'))] == [2, 3, 254]
+    assert dhcp.own == {*addresses(0, 1, 255), IPv4Address('169.254.169.254')}
+    assert dhcp.of('52:54:00:aa:00:01') == Reservation('52:54:00:aa:00:01', '10.0.0.2', 'a')
+    assert dhcp.of(MAC) is None
+    assert dhcp.served
+    assert [last for last in range(256) if dhcp.may_give(IPv4Address(f'10.0.0.{last}'))] == [2, 3, 254]
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def test_where_libvirt_can_filter(inside: str, is_filterable: bool) -> None:
 
 @given(macs, st.sets(st.sampled_from([2, 3, 254])))
 def test_one_that_is_free_is_chosen_and_always_the_same(mac: str, taken: set[int]) -> None:
-    found = read_dhcp(NETWORK)
-    chosen = choose_address(found, addresses(*taken), mac)
-    assert chosen == choose_address(found, addresses(*taken), mac)
+    dhcp = read_dhcp(NETWORK)
+    chosen = choose_address(dhcp, addresses(*taken), mac)
+    assert chosen == choose_address(dhcp, addresses(*taken), mac)
     if len(taken) == 3:
         assert chosen is None
     else:
         assert chosen in addresses(2, 3, 254) - addresses(*taken)
-        first = choose_address(found, set(), mac)
+        first = choose_address(dhcp, set(), mac)
         assert first in addresses(*taken) or chosen == first
 
 
@@ -196,7 +196,7 @@ def test_a_reservation_is_written_without_what_it_has_not() -> None:
     assert host_xml(Reservation('', '10.0.0.2', 'b')) == '<host ip="10.0.0.2" name="b" />'
 
 
-# What only the fake does: keep its guests in a file.
+# The fake alone: its guests are kept in a file.
 
 
 SPEC = GuestSpec('instance', 'compute', 1, 64, 1, BaseImage('/base', 'qcow2', 1), 'qemu')
@@ -254,7 +254,7 @@ def test_kvm_is_not_pretended() -> None:
 
 
 def test_libvirt_is_not_needed() -> None:
-    """eschedule's laptop and `ecompute --fake` have no libvirt-python; asking for the real one says what to install."""
+    """Neither eschedule nor `ecompute --fake` needs libvirt-python; the real driver asks for it."""
     script = """
 import sys
 sys.modules['libvirt'] = None
@@ -270,7 +270,7 @@ else:
     subprocess.run([sys.executable, '-c', script], check=True, env={'PYTHONPATH': ':'.join(sys.path)})
 
 
-# The XML given to libvirt, whole, against files; and that no value can become markup.
+# The XML for libvirt, compared with golden files; no value can become markup.
 
 
 GOLDEN = Path(__file__).parent / 'golden'
@@ -287,7 +287,8 @@ FULL = GuestSpec(
 DISK = f'{IMAGES}/{FULL.instance}.qcow2'
 LOG = f'/var/lib/ecompute/console/{FULL.instance}.log'
 
-V4, V6 = Service(IPv4Address('10.0.0.2'), 2379), Service(IPv6Address('fd00::2'), 8080)
+V4 = Service(IPv4Address('10.0.0.2'), 2379)
+V6 = Service(IPv6Address('fd00::2'), 8080)
 SECOND = Service(IPv4Address('10.0.0.3'), 2379)
 TWO = (Attachment('network', 'default'), Attachment('bridge', 'br0'))
 CASES = {
@@ -322,18 +323,18 @@ def test_whole(name: str) -> None:
     ['"/><source file="/etc/shadow', "' x='", ']]>', '&x;', '<disk type="file"/>', '-name', 'a b', 'é☃'],
 )
 def test_no_value_becomes_markup(text: str) -> None:
-    plugged = (Attachment('network', text), Attachment('bridge', text))
-    spec = replace(FULL, compute=text, networks=plugged, base=BaseImage(f'/{text}', 'qcow2', 1))
+    attachments = (Attachment('network', text), Attachment('bridge', text))
+    spec = replace(FULL, compute=text, networks=attachments, base=BaseImage(f'/{text}', 'qcow2', 1))
     harmless = replace(FULL, compute='c', networks=TWO, base=BaseImage('/base', 'qcow2', 1))
-    got = ET.fromstring(xml.domain_xml(spec, f'/disk{text}', f'/log{text}'))
+    root = ET.fromstring(xml.domain_xml(spec, f'/disk{text}', f'/log{text}'))
     expected = ET.fromstring(xml.domain_xml(harmless, '/disk', '/log'))
 
-    assert [element.tag for element in got.iter()] == [element.tag for element in expected.iter()]
-    assert got.find('devices/disk/source').attrib == {'file': f'/disk{text}'}
-    assert got.find('devices/disk/backingStore/source').attrib == {'file': f'/{text}'}
-    sources = [source.attrib for source in got.findall('devices/interface/source')]
+    assert [element.tag for element in root.iter()] == [element.tag for element in expected.iter()]
+    assert root.find('devices/disk/source').attrib == {'file': f'/disk{text}'}
+    assert root.find('devices/disk/backingStore/source').attrib == {'file': f'/{text}'}
+    sources = [source.attrib for source in root.findall('devices/interface/source')]
     assert sources == [{'network': text}, {'bridge': text}]
-    assert xml.mark(ET.tostring(got.find('metadata')[0], encoding='unicode')) == xml.Mark(FULL.instance, text)
+    assert xml.mark(ET.tostring(root.find('metadata')[0], encoding='unicode')) == xml.Mark(FULL.instance, text)
 
 
 @pytest.mark.parametrize('text', ['<m/>', '<m uuid="x"/>', '<m compute="x"/>', '<m uuid="" compute="x"/>'])
@@ -342,7 +343,7 @@ def test_half_a_mark_is_none(text: str) -> None:
 
 
 def test_capabilities() -> None:
-    found = xml.capabilities("""
+    capabilities = xml.capabilities("""
         <capabilities>
           <host>
             <secmodel><model>none</model></secmodel>
@@ -353,7 +354,7 @@ def test_capabilities() -> None:
           <guest><os_type>xen</os_type><arch name='x86_64'><domain type='xen'/></arch></guest>
           <guest><os_type>hvm</os_type><arch name='x86_64'><domain type='qemu'/></arch></guest>
         </capabilities>""")
-    assert found == xml.Capabilities(frozenset({'qemu'}), 64055, 109)
+    assert capabilities == xml.Capabilities(frozenset({'qemu'}), 64055, 109)
 
 
 def test_capabilities_without_a_user_is_root() -> None:
@@ -361,16 +362,16 @@ def test_capabilities_without_a_user_is_root() -> None:
 
 
 def test_interfaces() -> None:
-    plugged = xml.interfaces(CASES['domain-bridge-raw.xml'])
-    bridges = [each.name if each.kind == 'bridge' else '' for each in TWO]
-    plugs = [xml.Plug(*each) for each in zip(TWO, bridges, strict=True)]
-    assert list(plugged.items()) == list(zip(replace(FULL, networks=TWO).macs, plugs, strict=True))
+    interfaces = xml.interfaces(CASES['domain-bridge-raw.xml'])
+    bridges = [attachment.name if attachment.kind == 'bridge' else '' for attachment in TWO]
+    plugs = [xml.Plug(*attachment) for attachment in zip(TWO, bridges, strict=True)]
+    assert list(interfaces.items()) == list(zip(replace(FULL, networks=TWO).macs, plugs, strict=True))
     assert xml.interfaces('<domain/>') == {}
 
 
 def test_a_seed_disk_is_read_only_and_no_base() -> None:
     seed = ET.fromstring(CASES['domain-iso.xml']).findall('devices/disk')[1]
-    assert {each.tag: each.attrib for each in seed} == {
+    assert {element.tag: element.attrib for element in seed} == {
         'driver': {'name': 'qemu', 'type': 'raw'},
         'source': {'file': f'/var/lib/ecompute/seeds/{FULL.instance}.iso'},
         'target': {'dev': 'vdb', 'bus': 'virtio'},

@@ -1,4 +1,4 @@
-"""What is taken of an agent's answer: it is the guest's word."""
+"""The guest agent's answer, which the guest controls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ecomp.virt import xml
 from ecomp.virt.domains import Agents, said
 from tests.kit.servers import until
 
-MAC, OTHER = '52:54:00:00:00:01', '52:54:00:00:00:02'
+MAC = '52:54:00:00:00:01'
+OTHER = '52:54:00:00:00:02'
 
 
 def interface(mac: str | None, *addresses: str) -> dict[str, object]:
@@ -45,13 +46,13 @@ def test_who_has_an_agent(target: str, there: bool) -> None:
 
 
 def test_a_thread_that_cannot_be_started_is_started_for_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(_: threading.Thread) -> None:
+    def refuse_start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     agents = Agents('test:///default')
     monkeypatch.setattr(Agents, '_ask', lambda *_: {'eth0': interface(MAC, '10.0.0.5')})
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, 'start', none)
+        patched.setattr(threading.Thread, 'start', refuse_start)
         assert agents.addresses('one', [MAC]) == {}
     until(lambda: agents.addresses('one', [MAC]) == {MAC: '10.0.0.5'}, 20, 'it was asked')
     agents.close()

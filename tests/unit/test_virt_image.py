@@ -1,4 +1,4 @@
-"""Which files are taken for disk images, and how large a disk made of one is. Most are qemu-img's own work."""
+"""Accepted disk images, mostly made by qemu-img, and the size of the disks made from them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ecomp.virt import image
 MIB = 2**20
 BOOT = b'\0' * 510 + b'\x55\xaa'
 PARTITION = struct.pack('<B3BB3BII', 0x80, 0, 2, 0, 0x83, 0, 0, 0, 2048, 2048)
+# The partition of an ISO 9660 image that begins with a partition table.
 HYBRID = struct.pack('<B3BB3BII', 0x80, 0, 2, 0, 0x17, 0, 0, 0, 0, 200)
-"""The partition of an ISO 9660 image with a partition table in front."""
 ISO = b'\x01CD001\x01' + b'\0' * 4096
 needs_qemu_img = pytest.mark.skipif(shutil.which('qemu-img') is None, reason='qemu-img (qemu-utils) is not installed')
 
@@ -41,7 +41,7 @@ def refusal(path: Path) -> str:
 
 @pytest.fixture
 def raw(tmp_path: Path) -> Path:
-    """A raw disk of 4 MiB with something in it."""
+    """A raw disk of 4 MiB that is not empty."""
     path = tmp_path / 'disk.raw'
     path.write_bytes(BOOT + b'\0' * (MIB - 512) + os.urandom(MIB) + b'\0' * (2 * MIB))
     return path
@@ -55,7 +55,7 @@ def qcow2(raw: Path) -> Path:
 
 
 def test_raw(raw: Path) -> None:
-    # A boot sector, then one with a partition table, whose code may begin as a packed file does.
+    # A boot sector, then one with a partition table, then one whose code begins like a packed file.
     for offset, content in ((510, BOOT[510:]), (446, PARTITION), (0, b'\x1f\x8b')):
         with raw.open('r+b') as file:
             file.seek(offset)
@@ -108,7 +108,7 @@ def test_qcow2(options: tuple[str, ...], raw: Path) -> None:
 
 @needs_qemu_img
 def test_qcow2_as_a_guest_writes_it(tmp_path: Path) -> None:
-    """Written in place, not converted in one go."""
+    """The file is written in place, as by a guest, and not in one conversion."""
     path = tmp_path / 'x.qcow2'
     qemu_img('create', '-f', 'qcow2', path, '5G')
     commands = ['-c', 'write 1G 3000', '-c', 'write 4G 1k']
@@ -208,7 +208,7 @@ def test_capacity() -> None:
     assert image.capacity(spec(None, 100 * MIB)) == 100 * MIB
     with pytest.raises(BuildFailed, match=r'disk: the image is 2.2 GiB, DISK_GB is 1: '):
         image.capacity(spec(1, 2_361_393_152))
-    # A fixed VHD is a raw disk and 512 bytes.
+    # A fixed VHD is a raw disk with 512 more bytes.
     with pytest.raises(BuildFailed, match=r'disk: the image is 30.1 GiB, DISK_GB is 30: '):
         image.capacity(spec(30, 30 * GIB + 512))
 
@@ -231,7 +231,7 @@ def test_all_a_disk_lies_on(qcow2: Path) -> None:
     middle.rename(gone)
     assert image.chain(top) == [str(middle)]
     qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', gone, middle)
-    qemu_img('rebase', '-u', '-F', 'qcow2', '-b', middle, gone)  # round in a circle
+    qemu_img('rebase', '-u', '-F', 'qcow2', '-b', middle, gone)  # a cycle
     assert image.chain(top) == [str(middle), str(gone)]
     with pytest.raises(OSError, match='Is a directory'):
         image.chain(qcow2.parent)

@@ -1,4 +1,4 @@
-"""Which of a network's leases counts."""
+"""The choice among the DHCP leases of a libvirt network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ecomp.virt.xml import read_dhcp
 
 RANGE = "<network><ip address='10.0.0.1'><dhcp><range start='10.0.0.2' end='10.0.0.9'/></dhcp></ip></network>"
 NETWORK = read_dhcp(RANGE)
-MAC, OTHER = '52:54:00:00:00:01', '52:54:00:00:00:02'
+MAC = '52:54:00:00:00:01'
+OTHER = '52:54:00:00:00:02'
 
 
 def lease(mac: str | None, address: str, expiry: int, kind: int = 0) -> dict[str, object]:
@@ -29,8 +30,8 @@ def test_the_newest_of_each_mac() -> None:
         lease(OTHER.upper(), '10.0.0.3', 50),
         lease('52:54:00:00:00:99', '10.0.0.4', 999),
     ]
-    found = newest(leases, [MAC, OTHER], NETWORK)
-    assert {mac: (each.address, each.source) for mac, each in found.items()} == {
+    addresses = newest(leases, [MAC, OTHER], NETWORK)
+    assert {mac: (address.address, address.source) for mac, address in addresses.items()} == {
         MAC: ('10.0.0.2', 'lease'),
         OTHER: ('10.0.0.3', 'lease'),
     }
@@ -53,5 +54,5 @@ def test_when_a_lease_was_given(lasts: str, since: str) -> None:
     noon = int(datetime(2026, 1, 31, 12, tzinfo=UTC).timestamp())
     network = read_dhcp(RANGE.replace('/></dhcp>', f'>{lasts}</range></dhcp>'))
     assert newest([lease(MAC, '10.0.0.2', noon)], [MAC], network) == {MAC: Address('10.0.0.2', 'lease', since)}
-    # What is outside every range is a static lease: how long it lasts is not known.
+    # An address outside every range has a static lease of unknown duration.
     assert newest([lease(MAC, '10.0.9.2', noon)], [MAC], network)[MAC].since == ''
