@@ -270,9 +270,9 @@ def test_what_an_older_ecompute_wrote_has_its_first_boot_in_its_stages() -> None
     assert older.known_boots == FIRST.boots
     assert older.off(at(4)).on('reboot', at(5)).boots == SECOND.boots
     # The older record of a guest that is off does not contain when it stopped.
-    again = replace(older, state=STOPPED).on('start', at(5))
-    assert [boot.number for boot in again.boots] == [1, 2]
-    assert again.boots[0].stages['stopped'] == at(5)
+    restarted = replace(older, state=STOPPED).on('start', at(5))
+    assert [boot.number for boot in restarted.boots] == [1, 2]
+    assert restarted.boots[0].stages['stopped'] == at(5)
     assert NEW.known_boots == ()
 
 
@@ -295,10 +295,10 @@ def test_a_new_boot_is_ready_and_addressed_anew() -> None:
 
 def test_who_waits_after_a_reboot_waits_for_the_boot_it_brings() -> None:
     requested = replace(FIRST, power=REBOOT.at('asked'))
-    done = replace(SECOND, power=REBOOT.id)
+    completed = replace(SECOND, power=REBOOT.id)
     assert is_before_boot('ready', FIRST, FIRST, REBOOT)
     assert is_before_boot('ready', FIRST, requested, REBOOT)
-    assert not is_before_boot('ready', FIRST, done, REBOOT)
+    assert not is_before_boot('ready', FIRST, completed, REBOOT)
     # The disk stage belongs to no boot, and a stop starts none.
     assert not is_before_boot('disk', FIRST, FIRST, REBOOT)
     assert not is_before_boot('ready', FIRST, FIRST, STOP)
@@ -319,9 +319,9 @@ def test_a_failure_of_cloud_init_is_of_its_boot() -> None:
     failed = replace(FIRST, cloud_init=GuestFailure('init', 'no'))
     assert not unready(failed)
     assert failed.on(BY_HAND, at(4)).cloud_init == failed.cloud_init
-    again = failed.off(at(4)).on('reboot', at(5))
-    assert again.cloud_init is None
-    assert unready(again)
+    restarted = failed.off(at(4)).on('reboot', at(5))
+    assert restarted.cloud_init is None
+    assert unready(restarted)
 
 
 def test_a_console_is_no_more_once_it_has_ended() -> None:

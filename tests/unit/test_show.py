@@ -62,7 +62,7 @@ FAILED = replace(RECORD, state=ERROR, error=Failure('image', 'the server answers
 
 @given(st.lists(st.lists(st.text(alphabet='ab c', max_size=5), min_size=3, max_size=3), min_size=1, max_size=5))
 def test_columns_stand_below_each_other(rows: list[list[str]]) -> None:
-    shown = rendered(Listing([Column(each) for each in 'xyz'], list(map(Row, rows))), Look(header=False))
+    shown = rendered(Listing([Column(name) for name in 'xyz'], list(map(Row, rows))), Look(header=False))
     lines = shown.split('\n')
     assert len(lines) == len(rows)
     starts = [sum(max(len(row[i]) for row in rows) + 2 for i in range(column)) for column in range(3)]

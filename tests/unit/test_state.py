@@ -49,9 +49,9 @@ def test_the_uuid_is_made_once(tmp_path: Path) -> None:
     assert keys.is_uuid(token)
     assert compute_uuid != token
     state.close()
-    again = Identity(tmp_path / 'a/b')
-    assert (again.compute_uuid(None), again.token()) == (compute_uuid, token)
-    again.close()
+    restarted = Identity(tmp_path / 'a/b')
+    assert (restarted.compute_uuid(None), restarted.token()) == (compute_uuid, token)
+    restarted.close()
 
 
 def test_a_configured_uuid_is_kept_when_it_is_configured_no_more(tmp_path: Path) -> None:
@@ -59,9 +59,9 @@ def test_a_configured_uuid_is_kept_when_it_is_configured_no_more(tmp_path: Path)
     assert state.compute_uuid(GIVEN) == GIVEN
     state.keep()
     state.close()
-    again = Identity(tmp_path)
-    assert again.compute_uuid(None) == GIVEN
-    again.close()
+    restarted = Identity(tmp_path)
+    assert restarted.compute_uuid(None) == GIVEN
+    restarted.close()
 
 
 def test_a_start_that_is_refused_changes_nothing(tmp_path: Path) -> None:
@@ -249,9 +249,9 @@ def test_a_uuid_that_is_used_again_is_remembered_for_as_long_as_it_lives(machine
     machine.clock += DAY * 1.1
     memory.ended(ANOTHER)  # this also forgets what ended more than a day ago
     machine.boot('second')
-    again = machine.memory()
-    assert again.all()[INSTANCE].record.state == ACTIVE
-    assert again.before_reboot() == {INSTANCE}
+    reloaded = machine.memory()
+    assert reloaded.all()[INSTANCE].record.state == ACTIVE
+    assert reloaded.before_reboot() == {INSTANCE}
 
 
 def test_what_ends_twice_does_not_keep_older_ends_from_being_forgotten(machine: Machine) -> None:
@@ -289,9 +289,9 @@ def test_what_is_not_dealt_with_after_a_reboot_is_remembered_until_it_is(machine
     machine.boot('second')
     assert machine.memory().before_reboot() == machine.memory().before_reboot() == {INSTANCE, ANOTHER}
     machine.memory().dealt_with_all_but({ANOTHER})
-    again = machine.memory()
-    assert again.before_reboot() == {ANOTHER}
-    again.dealt_with_all_but(frozenset())
+    reloaded = machine.memory()
+    assert reloaded.before_reboot() == {ANOTHER}
+    reloaded.dealt_with_all_but(frozenset())
     assert machine.memory().before_reboot() == frozenset()
     (machine.state / 'boot').write_text('')
     assert machine.memory().before_reboot() == {INSTANCE, ANOTHER}, 'nobody knows'

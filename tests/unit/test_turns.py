@@ -29,7 +29,7 @@ def threads() -> Iterator[Threads]:
 
 
 class Work:
-    """A job that counts its runs, and blocks while `goes_on` is not set."""
+    """A job that counts its runs, and blocks while `released` is not set."""
 
     def __init__(self, again: float = math.inf) -> None:
         self.begun = threading.Event()
@@ -206,10 +206,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_what_fails_waits_longer_each_time_and_anew_once_it_worked(clock: Clock) -> None:
     delays, waits = Delays(), []
     for _ in range(8):
-        again = delays.put_off('a')
-        assert again == delays.when('a')
-        waits.append(again - clock.now)
-        clock.now = again
+        due = delays.put_off('a')
+        assert due == delays.when('a')
+        waits.append(due - clock.now)
+        clock.now = due
     assert waits == [0.5, 1, 2, 4, 8, LAST_DELAY, LAST_DELAY, LAST_DELAY]
     assert delays.forget('a')
     assert not delays.forget('a')

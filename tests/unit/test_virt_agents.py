@@ -16,7 +16,7 @@ OTHER = '52:54:00:00:00:02'
 
 
 def interface(mac: str | None, *addresses: str) -> dict[str, object]:
-    return {'hwaddr': mac, 'addrs': [{'addr': each, 'prefix': 24, 'type': 0} for each in addresses] or None}
+    return {'hwaddr': mac, 'addrs': [{'addr': address, 'prefix': 24, 'type': 0} for address in addresses] or None}
 
 
 def test_the_first_address_others_could_reach() -> None:
