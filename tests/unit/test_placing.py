@@ -376,7 +376,7 @@ def test_whom_living_eschedules_are_at() -> None:
     assert in_requests(Snapshot(1, entries)) == {*'cdefg'}
 
 
-# How the claims of a set are split into calls, and which error is raised if some of the calls fail.
+# Splitting a set's claims into calls, and the error that is raised if some of the calls fail.
 
 
 SMALL = {'VCPU': 1, 'MEMORY_MB': 64}

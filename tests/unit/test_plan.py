@@ -426,7 +426,7 @@ def test_which_and_how_far() -> None:
     assert [action_id(power) for power in (None, THIS, f'{THIS}:{OFF}')] == ['', THIS, THIS]
 
 
-# How long a guest may take to shut down
+# Patience with a guest that shuts down
 
 
 def test_a_guest_is_asked_again_and_then_no_more() -> None:

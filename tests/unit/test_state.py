@@ -430,7 +430,7 @@ def test_what_was_asked_of_its_power_before_is_not_done_again() -> None:
         of_2019 = replace(ASKED, user_id='2019', power=older)
         step = running(HERE, entry, True, EtcdView(of_2019, WRITTEN))
         assert step == Publish(replace(of_2019, power=STOP), entry.record, entry.request)
-    # An action that never began here is carried out: nobody can have done it before.
+    # An action that never began here is carried out, since no other process can have done it.
     unseen = MemoryEntry(ASKED, WRITTEN)
     etcd_view = EtcdView(replace(ASKED, power=START), WRITTEN)
     assert running(HERE, unseen, True, etcd_view) == Publish(None, WRITTEN, ASKED)

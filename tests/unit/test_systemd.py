@@ -249,7 +249,7 @@ def test_a_unit_that_root_without_rights_could_not_run_is_refused(
         assert capsys.readouterr() == ('', expected)
     assert elab.main(['control', '--bind', '10.0.0.5', '--data', str(var), '--certs', str(var), '--unit']) == 0
     assert f'--data {var} ' in capsys.readouterr().out
-    # Without --bind nobody else reaches it, so it has no certificates to place.
+    # Without --bind no other host reaches it, so it has no certificates.
     assert elab.main(['control', '--unit']) == 2
     assert f': {cure} (docs' in capsys.readouterr().err
     for target, name, problem in ((systemd, 'PACKAGE', "elab's code in"), (sys, 'executable', 'its Python')):
