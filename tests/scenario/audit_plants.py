@@ -1,4 +1,7 @@
-"""Each defect that an audit names, as it is planted; each function says whom it is about, and bears its code's name."""
+"""The defects that an audit reports: one function plants each.
+
+A function is named after the code of its finding and returns the subject of that finding.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,17 @@ def new() -> str:
 
 
 def write(name: str, key: str, value: object, subject: str) -> Plant:
-    """The plant of this name: a key is written; $nobody and $other are nobody's uuids, the rest is of the scene."""
+    """Make a plant that writes a key.
+
+    Key, value and subject are templates: $one, $instance and $gone are the scene's, $nobody and $other are new uuids.
+    """
 
     def plant(scene: Scene) -> str:
-        known = {'one': scene.one.uuid, 'instance': scene.instance, 'gone': scene.gone}
-        known |= {'nobody': new(), 'other': new()}
+        values = {'one': scene.one.uuid, 'instance': scene.instance, 'gone': scene.gone}
+        values |= {'nobody': new(), 'other': new()}
         text = value if isinstance(value, str) else json.dumps(value)
-        scene.put(Template(key).substitute(known), Template(text).substitute(known))
-        return Template(subject).substitute(known)
+        scene.put(Template(key).substitute(values), Template(text).substitute(values))
+        return Template(subject).substitute(values)
 
     plant.__name__ = name
     return plant
@@ -49,11 +55,14 @@ quota_differs = write('quota_differs', '/quotas/project', QUOTA, 'project')
 
 
 def change(name: str, of_nobody: bool = False, on_two: bool = False, **changed: Any) -> Plant:
-    """The plant of this name: of the instance, or of nobody, a compute has something else than it ought to."""
+    """Make a plant that changes one property of a guest on a compute.
+
+    The guest belongs to the scene's instance, or with `of_nobody` to an unknown uuid.
+    """
 
     def plant(scene: Scene) -> str:
         instance = new() if of_nobody else scene.instance
-        own = {key: scene.one.uuid if each == '$one' else each for key, each in changed.items()}
+        own = {key: scene.one.uuid if value == '$one' else value for key, value in changed.items()}
         scene.guest(scene.two if on_two else scene.one, instance, **own)
         return instance
 
@@ -117,7 +126,7 @@ def allocation_doubled(scene: Scene) -> str:
 def request_doubled(scene: Scene) -> str:
     value = scene.control.etcd.get(f'/hosts/{scene.one.uuid}/{scene.instance}')
     assert value is not None
-    # Of a compute that is not there: a living one drops it.
+    # A living compute would drop this request, so it belongs to an unknown compute.
     scene.put(f'/hosts/{(other := new())}/{scene.instance}', value.decode().replace(scene.one.uuid, other))
     return scene.instance
 
@@ -138,16 +147,16 @@ def request_ended(scene: Scene) -> str:
         'version': 1, 'instance': scene.gone, 'image': 'http://images.invalid/i',
         'allocations': {other: {'resources': SIZE}},
     }  # fmt: skip
-    found = record(scene.control, scene.gone)
-    assert found is not None
+    gone_record = record(scene.control, scene.gone)
+    assert gone_record is not None
     scene.control.etcd.delete(scene.control.etcd.record_key(scene.gone))
-    scene.put(f'/instances/{other}/{scene.gone}', {**found, 'compute': other}, 3600)
+    scene.put(f'/instances/{other}/{scene.gone}', {**gone_record, 'compute': other}, 3600)
     scene.put(f'/hosts/{other}/{scene.gone}', request)
     return scene.gone
 
 
 def waits(scene: Scene, instance: str, flavor: str) -> str:
-    """Let it wait, for a flavor that is there if its name is small."""
+    """Queue a request for the instance; only the flavor small exists."""
     waiting = {
         'version': 1, 'instance': instance, 'flavor': flavor, 'query': SMALL, 'image': 'http://images.invalid/i',
         'user_id': 'u', 'project_id': 'p', 'stages': {},
@@ -172,10 +181,10 @@ def taker_unleased(scene: Scene) -> str:
 
 
 def record_doubled(scene: Scene) -> str:
-    found = record(scene.control, scene.instance)
-    assert found is not None
+    old_record = record(scene.control, scene.instance)
+    assert old_record is not None
     other = scene.two.uuid
-    scene.put(f'/instances/{other}/{scene.instance}', {**found, 'compute': other})
+    scene.put(f'/instances/{other}/{scene.instance}', {**old_record, 'compute': other})
     return scene.instance
 
 
@@ -207,7 +216,7 @@ def name_reserved(scene: Scene) -> str:
 
 def group_broken(scene: Scene) -> str:
     other = new()
-    scene.put(f'/requests/{other}', {'version': 1, 'instances': [other], 'pid': 1}, seconds=600)  # it is no orphan
+    scene.put(f'/requests/{other}', {'version': 1, 'instances': [other], 'pid': 1}, seconds=600)  # no orphan
     scene.join({scene.instance: scene.one.uuid, other: scene.two.uuid})
     return GROUP
 
@@ -247,7 +256,7 @@ def compute_mute(scene: Scene) -> str:
 
 
 def domain_off(scene: Scene) -> str:
-    if any(each['running'] for each in json.loads(guests_file(scene.one).read_text())):
+    if any(guest['running'] for guest in json.loads(guests_file(scene.one).read_text())):
         scene.guest(scene.one, scene.instance, running=False)
     reached(scene.control, scene.instance, 'stopped')
     scene.rewrite(scene.instance, state='active')
@@ -296,13 +305,13 @@ PLANTS: list[Plant] = [
     *(disk_missing, disk_orphaned, seed_orphaned, metadata_refused, part_orphaned),
 ]
 NOTICED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
+# An ecompute repairs these itself once a minute: the test plants them again.
 NOTICED += [domain_differs, metadata_refused]
-"""What an ecompute mends itself, once a minute: then it is planted again."""
+# Codes that tests/faults/test_audit_lab.py plants and repairs.
 ON_A_HYPERVISOR = {
     *('base-missing', 'iso-orphaned', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'),
     *('base-differs', 'dhcp-open'),
 }
-"""What is planted, and mended, in faults/test_audit_lab.py."""
 
 
 def code_of(plant: Plant) -> str:

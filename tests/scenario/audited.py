@@ -1,4 +1,4 @@
-"""What an audit is asked about: two computes, an active instance and one that is gone, and hands to plant with."""
+"""The cluster that the audit tests share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ GROUP = 'web'
 
 @dataclass
 class Scene:
-    """Two computes, an active instance on the first, and one that is gone; and hands to plant with."""
+    """Two computes, an active instance on the first, and one that is gone.
+
+    Its methods plant defects behind the back of ecomp.
+    """
 
     control: Control
     one: Ecompute
@@ -37,15 +40,18 @@ class Scene:
     placement: Placement
 
     def audit(self, again: float = 0.3) -> Report:
-        """One audit, in this process."""
+        """Run one audit in this process."""
         return audit(self.store, self.placement, again)
 
     def found(self) -> list[tuple[str, str]]:
-        """The code and subject of each finding."""
-        return [(each.code, each.subject) for each in self.audit().findings]
+        """Return the code and subject of each finding."""
+        return [(finding.code, finding.subject) for finding in self.audit().findings]
 
     def put(self, key: str, value: object, seconds: int = 0) -> None:
-        """Write a key, JSON unless it is text, on a lease if `seconds` say so."""
+        """Write a key; a value that is not text is written as JSON.
+
+        The key is bound to a lease of `seconds`, or to none for 0.
+        """
         text = value if isinstance(value, str) else json.dumps(value)
         body: dict[str, Any] = {'key': b64(key), 'value': b64(text)}
         if seconds:
@@ -53,20 +59,20 @@ class Scene:
         self.control.etcd.call('kv/put', body)
 
     def hold(self, consumer: str, held: dict[str, dict[str, int]]) -> None:
-        """Make a consumer hold exactly this of each provider."""
-        now = self.control.placement.call('GET', f'/allocations/{consumer}')
+        """Set the allocation of a consumer, for each provider."""
+        current = self.control.placement.call('GET', f'/allocations/{consumer}')
         body = {
-            'allocations': {name: {'resources': each} for name, each in held.items()},
+            'allocations': {name: {'resources': amounts} for name, amounts in held.items()},
             'user_id': 'u',
             'project_id': 'p',
-            'consumer_generation': now.get('consumer_generation'),
+            'consumer_generation': current.get('consumer_generation'),
             'consumer_type': 'INSTANCE',
         }
         self.control.placement.call('PUT', f'/allocations/{consumer}', body)
 
     def hold_on(self, consumer: str, *computes: str, **changed: int) -> None:
-        """Make it hold a small guest's size, changed so, on each of the computes."""
-        self.hold(consumer, {each: {**SIZE, **changed} for each in computes})
+        """Set the allocation of a consumer on each compute to a small size with changes."""
+        self.hold(consumer, {compute: {**SIZE, **changed} for compute in computes})
 
     def inventory(self, compute: str, **totals: int) -> None:
         """Set a compute's inventory."""
@@ -77,8 +83,8 @@ class Scene:
         self.control.placement.call('PUT', f'{path}/inventories', body)
 
     def guest(self, on: Ecompute, instance: str, **changed: Any) -> None:
-        """Change what a compute has of an instance, while its ecompute is down."""
-        guests = {each['instance']: each for each in json.loads(guests_file(on).read_text())}
+        """Change a guest in the file of a fake compute, whose ecompute is restarted."""
+        guests = {guest['instance']: guest for guest in json.loads(guests_file(on).read_text())}
         whole = {'instance': instance, 'compute': on.uuid, 'defined': True, 'running': True, 'disk': True}
         guests[instance] = {**whole, **guests.get(instance, {}), **changed}
         on.stop()
@@ -86,14 +92,14 @@ class Scene:
         on.start()
 
     def rewrite(self, instance: str, seconds: int = 0, **changed: Any) -> None:
-        """Change a record behind its ecompute's back."""
-        found = record(self.control, instance)
-        assert found is not None
-        self.put(self.control.etcd.record_key(instance), {**found, **changed}, seconds)
+        """Change a record in etcd without its ecompute."""
+        old_record = record(self.control, instance)
+        assert old_record is not None
+        self.put(self.control.etcd.record_key(instance), {**old_record, **changed}, seconds)
 
 
     def join(self, members: dict[str, str]) -> None:
-        """Make the instance one of a group, of these members."""
+        """Make the instance a member of a group with these members."""
         rule = {'policy': 'affinity', 'strict': True}
         key = f'/hosts/{self.one.uuid}/{self.instance}'
         request = json.loads(self.control.etcd.get(key) or b'')
@@ -101,20 +107,20 @@ class Scene:
         self.put(f'/groups/{GROUP}', {'version': 1, **rule, 'members': members})
 
     def restore(self, before: Before) -> None:
-        """Everything is as it was, and the audit says so."""
-        mine = {f'/computes/{each.uuid}' for each in (self.one, self.two)}
-        for each in (self.one, self.two):
-            if each.is_running:
-                each.resume()
-        changed = [each for each in (self.one, self.two) if guests_file(each).read_text() != before.guests[each.uuid]]
-        for each in changed:
-            each.stop()
-            guests_file(each).write_text(before.guests[each.uuid])
-        now = everything(self.control)
-        for key in (now.keys() | before.etcd.keys()) - mine:
+        """Restore the state before the test and wait until an audit finds nothing."""
+        presence_keys = {f'/computes/{compute.uuid}' for compute in (self.one, self.two)}
+        for compute in (self.one, self.two):
+            if compute.is_running:
+                compute.resume()
+        rewritten = [compute for compute in (self.one, self.two) if guests_file(compute).read_text() != before.guests[compute.uuid]]
+        for compute in rewritten:
+            compute.stop()
+            guests_file(compute).write_text(before.guests[compute.uuid])
+        current = everything(self.control)
+        for key in (current.keys() | before.etcd.keys()) - presence_keys:
             if key not in before.etcd:
                 self.control.etcd.delete(key)
-            elif now.get(key) != before.etcd[key]:
+            elif current.get(key) != before.etcd[key]:
                 value, lease = before.etcd[key]
                 self.control.etcd.call('kv/put', {'key': b64(key), 'value': b64(value), 'lease': lease})
         for consumer in allocations(self.control).keys() - before.held.keys():
@@ -122,15 +128,15 @@ class Scene:
         for provider in self.control.placement.call('GET', '/resource_providers')['resource_providers']:
             if provider['uuid'] not in (self.one.uuid, self.two.uuid):
                 self.control.placement.call('DELETE', f'/resource_providers/{provider["uuid"]}')
-        for each in (self.one, self.two):
-            if not each.is_running:
-                each.start()
-        for each in (self.one, self.two):
-            if not self.control.placement.inventory(each.uuid):
-                with contextlib.suppress(urllib.error.HTTPError):  # it is there, without an inventory
-                    body = {'uuid': each.uuid, 'name': each.uuid}
+        for compute in (self.one, self.two):
+            if not compute.is_running:
+                compute.start()
+        for compute in (self.one, self.two):
+            if not self.control.placement.inventory(compute.uuid):
+                with contextlib.suppress(urllib.error.HTTPError):  # the provider exists, without an inventory
+                    body = {'uuid': compute.uuid, 'name': compute.uuid}
                     self.control.placement.call('POST', '/resource_providers', body)
-            self.inventory(each.uuid, VCPU=64, DISK_GB=64, MEMORY_MB=65536)
+            self.inventory(compute.uuid, VCPU=64, DISK_GB=64, MEMORY_MB=65536)
         for consumer, held in before.held.items():
             self.hold(consumer, held)
         for path in (*self.one.directory.glob('state/images/*.part'), self.seed()):
@@ -138,12 +144,12 @@ class Scene:
         until(lambda: self.found() == [], SOON, f'all is as it was; {self.found()}')
 
     def seed(self) -> Path:
-        """Where the first compute keeps metadata of MAC."""
+        """Return the path of the first compute's metadata for MAC."""
         return self.one.directory / 'state' / 'metadata' / f'{MAC}.json'
 
 
 class Before(NamedTuple):
-    """What a test found."""
+    """The state before a test."""
 
     etcd: dict[str, Kept]
     held: dict[str, dict[str, dict[str, int]]]
@@ -151,5 +157,5 @@ class Before(NamedTuple):
 
 
 def guests_file(compute: Ecompute) -> Path:
-    """Where a pretended compute keeps its guests."""
+    """Return the path of the file in which a fake compute keeps its guests."""
     return compute.directory / 'state' / 'fake.json'

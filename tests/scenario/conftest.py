@@ -1,4 +1,4 @@
-"""What more than one module of these tests asks for."""
+"""Fixtures that several modules of these tests use."""
 
 from tests.scenario.docker_runs import engine, run
 from tests.scenario.queued import small
