@@ -1,7 +1,8 @@
-"""A cloud image made of Debian's packages: systemd, sshd, cloud-init and netplan, as Debian's own have them.
+"""A cloud image made of Debian's packages.
 
-Neither a loop device nor a mount: mmdebstrap makes the tree, mke2fs takes the root file system from it, and syslinux
-boots from a small FAT partition before it. The root partition is the last one, so that it can grow.
+It has systemd, sshd, cloud-init and netplan as Debian's own images have them.
+It needs neither a loop device nor a mount: mmdebstrap makes the tree, mke2fs makes the root file system from it, and
+syslinux boots from a small FAT partition before it. The root partition is the last one, so that it can grow.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ BOOT_MIB = 64
 ROOT_MIB = 1024
 LABEL = 'cloudroot'
 
-# An initramfs with what this image needs and no more: emulation takes its time to unpack one.
+# A minimal initramfs: emulation takes long to unpack a larger one.
 INITRAMFS = {
     'etc/initramfs-tools/conf.d/small': 'MODULES=list\nCOMPRESS=lz4\n',
     'etc/initramfs-tools/modules': 'virtio_pci\nvirtio_blk\next4\n',
 }
-# Of what Debian's own cloud images say what matters; no locales, which are left out; and one kind of host key, for RSA
-# takes emulation long.
+# The relevant settings of Debian's own cloud images, without locales, which are not installed. There is only one host
+# key, because emulation takes long to generate an RSA key.
 FILES = {
     'etc/fstab': f'LABEL={LABEL} / ext4 rw,discard,errors=remount-ro 0 1\n',
     'etc/hostname': 'localhost\n',
@@ -45,12 +46,12 @@ LABEL debian
   INITRD initrd
   APPEND root=LABEL={LABEL} ro console=ttyS0 tsc=reliable no_timer_check mitigations=off 8250.nr_uarts=1
 """
+# Version of the recipe below: part of the key under which the image is cached.
 VERSION = 1
-"""Of what is made below, for the name it is kept under."""
 
 
 def debian_image() -> Path:
-    """The image, qcow2."""
+    """Return the path of the qcow2 image, which is made if it is not cached."""
     return kept('debian.qcow2', (VERSION, RELEASE, PACKAGES, INITRAMFS, FILES, SYSLINUX_CFG), _make)
 
 

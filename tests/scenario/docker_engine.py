@@ -1,8 +1,8 @@
-"""A Docker Engine of a test's own, and images for it without a registry.
+"""A Docker Engine for the tests, and images for it without a registry.
 
-dockerd runs in namespaces of its own: network, so that its rules, bridges and published ports are not the machine's;
-mounts and processes, so that ending one process ends every container, shim and mount with it. slirp4netns, in user
-space, lets its builds reach PyPI. What is published is reached from commands run with `Engine.inside`.
+dockerd runs in its own network, mount and process namespaces. Its rules, bridges and published ports stay apart from
+the machine's, and ending one process ends every container, shim and mount. slirp4netns, in user space, lets builds
+reach PyPI. Commands run with `Engine.wrap_command` reach the published ports.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from tests.kit.kept import kept
 from tests.kit.servers import until
 
+# Required commands, and the Debian packages that contain them.
 NEEDED = {
     'dockerd': 'docker.io',
     'docker': 'docker.io',
@@ -33,10 +34,9 @@ NEEDED = {
     'mmdebstrap': 'mmdebstrap',
     'slirp4netns': 'slirp4netns',
 }
-"""Commands, and the Debian packages they are in."""
 
-# A /run of its own: dockerd would use the machine's containerd if it found its socket. The metadata address is never
-# to be asked for outside of a lab. Then dockerd takes the shell's place as process 1 of its namespace.
+# dockerd would use the machine's containerd if it found its socket, so it gets its own /run. The metadata address must
+# not be reachable outside of a lab, so it is blackholed. dockerd then replaces the shell as process 1 of its namespace.
 INSIDE = """
 set -eu
 root=$1; shift
@@ -49,13 +49,14 @@ exec dockerd --host "unix://$root/docker.sock" --data-root "$root/data" --exec-r
 """
 
 PACKAGES = ('python3', 'python3-venv', 'ca-certificates', 'etcd-server', 'etcd-client', 'postgresql')
-# Installing PostgreSQL would make a cluster; the entry point below makes the one that is wanted, where it is wanted.
+# Installing PostgreSQL would create a cluster; the entry point below creates it in its own directory instead.
 NO_CLUSTER = (
     'mkdir -p "$1/etc/postgresql-common" && '
     'echo "create_main_cluster = false" >"$1/etc/postgresql-common/createcluster.conf"'
 )
-BASE, POSTGRES = 'ecomp-test/base:1', 'ecomp-test/postgres:1'
-"""The images: BASE has Python and etcd, POSTGRES keeps the official one's contract as far as docker.sh relies on it."""
+# BASE has Python and etcd. POSTGRES keeps those parts of the official image's contract that docker.sh relies on.
+BASE = 'ecomp-test/base:1'
+POSTGRES = 'ecomp-test/postgres:1'
 
 POSTGRES_ENTRY = """#!/bin/sh
 set -eu
@@ -85,7 +86,7 @@ ENTRYPOINT ["entry"]
 
 
 def missing() -> str | None:
-    """What keeps an Engine from being started on this machine, in words; None if nothing does."""
+    """Return the reason why no Engine can be started on this machine, or None."""
     if os.geteuid() != 0:
         return 'namespaces and dockerd need root'
     packages = sorted({package for command, package in NEEDED.items() if shutil.which(command) is None})
@@ -96,70 +97,78 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Engine:
-    """A running dockerd. `pid` is its process 1, seen from the machine; `host` is for DOCKER_HOST."""
+    """A running dockerd.
+
+    Attributes:
+        pid: its process 1, as the machine sees it.
+        host: the value of DOCKER_HOST.
+    """
 
     pid: int
     host: str
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` where published ports are on localhost."""
+        """Return the command line that runs `command` where published ports are on localhost."""
         return ['nsenter', f'--net=/proc/{self.pid}/ns/net', '--', *command]
 
     def docker(self, *arguments: str) -> str:
-        """What `docker arguments…` prints. CalledProcessError if it fails."""
+        """Run docker and return its output; raise CalledProcessError if it fails."""
         command = ['docker', '--host', self.host, *arguments]
         return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
 
     def version(self) -> int:
-        """The major version of Docker."""
+        """Return the major version of Docker."""
         return int(self.docker('version', '--format', '{{.Server.Version}}').partition('.')[0])
 
 
 @contextmanager
 def engine() -> Iterator[Engine]:
-    """An Engine with the images BASE and POSTGRES; nothing of it is left afterwards, however the test ended."""
+    """Yield an Engine with the images BASE and POSTGRES, and remove all of it afterwards."""
     base = base_archive()
     with ExitStack() as undo:
-        # Not pytest's own temporary directory: the path of a socket has 107 characters at most.
+        # pytest's temporary directory would be too long: the path of a socket has at most 107 characters.
         root = Path(tempfile.mkdtemp(prefix='ecomp-docker-'))
         undo.callback(shutil.rmtree, root)
         cgroup = f'/{root.name}'
         undo.callback(_remove_cgroups, cgroup)
         log = undo.enter_context((root / 'log').open('w'))
-        # pdeathsig and kill-child: whatever ends the test, also kill -9, ends everything.
-        tied = ['setpriv', '--pdeathsig', 'KILL', '--']
+        # With pdeathsig and kill-child everything ends with the test, even after kill -9.
+        die_with_parent = ['setpriv', '--pdeathsig', 'KILL', '--']
         namespaces = ['unshare', '--net', '--mount', '--ipc', '--pid', '--fork', '--kill-child', '--']
         shell = ['bash', '-c', INSIDE, 'bash', str(root), cgroup]
-        unshare = subprocess.Popen([*tied, *namespaces, *shell], stdout=log, stderr=log)
+        unshare = subprocess.Popen([*die_with_parent, *namespaces, *shell], stdout=log, stderr=log)
         undo.callback(_end, unshare)
 
-        def first_inside() -> str:
+        def read_first_pid() -> str:
             return Path(f'/proc/{unshare.pid}/task/{unshare.pid}/children').read_text().strip()
 
-        until(first_inside, 60, 'the namespaces')
-        running = Engine(int(first_inside()), f'unix://{root}/docker.sock')
-        undo.callback(_end_dockerd, unshare, running.pid)
-        uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(running.pid), 'tap0']
-        undo.callback(_end, subprocess.Popen([*tied, *uplink], stdout=log, stderr=log))
+        until(read_first_pid, 60, 'the namespaces')
+        started = Engine(int(read_first_pid()), f'unix://{root}/docker.sock')
+        undo.callback(_end_dockerd, unshare, started.pid)
+        uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(started.pid), 'tap0']
+        undo.callback(_end, subprocess.Popen([*die_with_parent, *uplink], stdout=log, stderr=log))
 
-        def answers() -> bool:
+        def is_answering() -> bool:
             assert unshare.poll() is None, f'dockerd ended:\n{(root / "log").read_text()[-2000:]}'
-            command = ['docker', '--host', running.host, 'version']
+            command = ['docker', '--host', started.host, 'version']
             return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
-        until(answers, 60, f'dockerd answers on {running.host}')
-        running.docker('import', str(base), BASE)
+        until(is_answering, 60, f'dockerd answers on {started.host}')
+        started.docker('import', str(base), BASE)
         context = root / 'postgres'
         context.mkdir()
         (context / 'Dockerfile').write_text(POSTGRES_DOCKERFILE)
         (context / 'entry').write_text(POSTGRES_ENTRY)
         (context / 'entry').chmod(0o755)
-        running.docker('build', '--quiet', '--tag', POSTGRES, str(context))
-        yield running
+        started.docker('build', '--quiet', '--tag', POSTGRES, str(context))
+        yield started
 
 
 def base_archive() -> Path:
-    """The base image's file system as a tar, of the machine's own release: half a minute and 450 MB."""
+    """Return a tar of the base image's file system, of the machine's own release.
+
+    Making it takes half a minute and 450 MB.
+    """
     release = platform.freedesktop_os_release()
     components = 'main' if release['ID'] == 'debian' else 'main,universe'
     recipe = [
@@ -175,15 +184,15 @@ def base_archive() -> Path:
     def make(work: Path) -> Path:
         archive = work / 'base.tar'
         command = ['mmdebstrap', '--quiet', *recipe, str(archive)]
-        made = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert made.returncode == 0, f'mmdebstrap cannot make the base image: {made.stderr[-2000:]}'
+        result = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert result.returncode == 0, f'mmdebstrap cannot make the base image: {result.stderr[-2000:]}'
         return archive
 
     return kept('docker-base.tar', recipe, make)
 
 
 def _end_dockerd(unshare: subprocess.Popen[bytes], dockerd: int) -> None:
-    """Let dockerd stop its containers. It is process 1 in there: once it has ended, nothing in there is left."""
+    """Stop dockerd and its containers; as process 1 of its namespace it takes everything along."""
     if unshare.poll() is None:
         os.kill(dockerd, signal.SIGTERM)
         try:
@@ -199,7 +208,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _remove_cgroups(name: str) -> None:
-    """Remove the (empty) cgroups Docker left, in each hierarchy there is."""
+    """Remove the empty cgroups that Docker left in each hierarchy."""
     top = Path('/sys/fs/cgroup')
     for parent in (top / name.lstrip('/'), *top.glob(f'*{name}')):
         for path in sorted([parent, *parent.rglob('*/')], reverse=True) if parent.is_dir() else ():

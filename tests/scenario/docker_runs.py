@@ -1,4 +1,4 @@
-"""docker.sh and other commands, run beside a Docker Engine of the tests' own."""
+"""Fixtures and helpers that run docker.sh beside a Docker Engine of the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.scenario.docker_engine import BASE, POSTGRES, Engine
 
 TOP = Path(__file__).resolve().parents[2]
 SCRIPT = TOP / 'docker.sh'
-# The first test makes the images as well: a minute and a half, on a machine that has nothing else to do.
+# The first test also makes the images: 90 seconds on an idle machine.
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -22,15 +22,15 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def engine() -> Iterator[Engine]:
     if missing := docker_engine.missing():
         pytest.skip(f'no Docker Engine can be started here: {missing}')
-    with docker_engine.engine() as running:
-        yield running
+    with docker_engine.engine() as started:
+        yield started
 
 
 @pytest.fixture
 def run(engine: Engine, tmp_path: Path) -> Iterator[Run]:
-    """Run a command where the containers' ports are, with docker.sh's settings for the local images.
+    """Provide a function that runs a command where the containers' ports are.
 
-    The network is the test's own, so that the ports of the README are free, whatever runs on the machine.
+    docker.sh is set to the local images. The network is the test's own, so the ports of the README are free.
     """
     settings = {'DOCKER_HOST': engine.host, 'ETCD_IMAGE': BASE, 'POSTGRES_IMAGE': POSTGRES, 'PYTHON_IMAGE': BASE}
     if authorities := os.environ.get('PIP_CERT') or os.environ.get('REQUESTS_CA_BUNDLE'):
@@ -38,7 +38,7 @@ def run(engine: Engine, tmp_path: Path) -> Iterator[Run]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith('DOCKER_')}
     paths = {'PYTHONPATH': f'{TOP}:{TOP / "md_server"}'}
 
-    def command(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    def run_command(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             engine.inside([str(word) for word in words]),
             check=False,
@@ -48,8 +48,8 @@ def run(engine: Engine, tmp_path: Path) -> Iterator[Run]:
             env=inherited | paths | settings | more,
         )
 
-    yield command
-    command(SCRIPT, 'down')
+    yield run_command
+    run_command(SCRIPT, 'down')
     if volumes := engine.docker('volume', 'ls', '--quiet'):
         engine.docker('volume', 'rm', *volumes.split())
 
