@@ -1,4 +1,4 @@
-"""What waits in a queue of pretended computes, who takes it, and what they are overheard asking."""
+"""Helpers for tests of queues."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
 @pytest.fixture
 def small(cluster: Control) -> Control:
-    """The cluster, with the flavor small: four of them fill a toy."""
+    """Provide the cluster with the flavor small, four of which fill a toy compute."""
     assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
     return cluster
 
 
 def queue(control: Control, *words: str) -> str:
-    """Put one into the queue of the flavor small, unless `words` say otherwise; its uuid."""
+    """Queue a request, of the flavor small unless `words` name another; return its uuid."""
     done = called(control, '--queue', *(words if '--flavor' in words else ('--flavor', 'small', *words)))
     assert done.code == 0, done
-    found = QUEUED.match(done.stdout)
-    assert found, done
-    return found[1]
+    match = QUEUED.match(done.stdout)
+    assert match, done
+    return match[1]
 
 
 def waiting(control: Control) -> list[str]:
-    """The instances that wait."""
+    """Return the instances that wait in a queue."""
     return [key.rsplit('/', 1)[1] for key in control.etcd.keys('/queues/') if not key.endswith('/taker')]
 
 
 @contextmanager
 def overheard(control: Control) -> Iterator[tuple[str, list[str]]]:
-    """Placement at another URL, and the paths it has been asked for there."""
-    asked: list[str] = []
+    """Yield the URL of a proxy of placement, and the paths that are requested through it."""
+    requested_paths: list[str] = []
     with FaultyPlacement(control.placement.port) as placement:
-        placement.fail('broken', lambda _, path: bool(asked.append(path)))
-        yield placement.url, asked
-        control.at_exit.close()  # before their placement goes
+        placement.fail('broken', lambda _, path: bool(requested_paths.append(path)))
+        yield placement.url, requested_paths
+        control.at_exit.close()  # before the proxy ends
 
 
 def leaves_it(control: Control, asked: list[str], compute: Ecompute, instance: str) -> None:
-    """The compute finds out that it is disabled, lets go of the instance if it was at it, and has not taken it."""
+    """Wait until a disabled compute has read its traits and left the request in the queue."""
     traits = f'/resource_providers/{compute.uuid}/traits'
     until(lambda: traits in asked, 20, 'it has asked what it is')
     until(lambda: control.etcd.get(f'/queues/small/{instance}/taker') is None, 20, 'it is not at it')

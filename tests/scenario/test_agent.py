@@ -1,4 +1,4 @@
-"""A guest whose agent says what address it has on a bridge; one that opens the channel and is silent delays nobody."""
+"""The guest agent: it reports the address on a bridge, and a silent one delays nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.kit.lab import BOOT, Lab
 from tests.kit.servers import until
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:192'
-# Of qemu-guest-agent what libvirt asks for: https://qemu.readthedocs.io/en/latest/interop/qemu-ga-ref.html
+# The part of qemu-guest-agent that libvirt uses: https://qemu.readthedocs.io/en/latest/interop/qemu-ga-ref.html
 AGENT = """\
 #!/bin/sh
 for each in /sys/class/virtio-ports/*; do
@@ -47,7 +47,7 @@ def place(lab: Lab, there: str, name: str, script: str) -> str:
 
 
 def bridged(lab: Lab, instance: str) -> dict[str, str | None]:
-    """What is known of its interface on the bridge."""
+    """Return the record of the guest's interface on the bridge."""
     record = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
     interface: dict[str, str | None] = record['addresses'][1]
     return interface
@@ -55,19 +55,19 @@ def bridged(lab: Lab, instance: str) -> dict[str, str | None]:
 
 @pytest.mark.slow
 def test_an_agent_says_the_address_on_a_bridge(lab: Lab) -> None:
-    with lab.configured('hv1', bridge='br0') as there:
-        silent = place(lab, there, 'silent', SILENT)
+    with lab.configured('hv1', bridge='br0') as in_tree:
+        silent = place(lab, in_tree, 'silent', SILENT)
         until(lambda: 'ecomp-guest: silent agent' in lab.console('hv1', silent), BOOT, 'it opened its channel')
-        talking = place(lab, there, 'talking', AGENT)
-        told = dict(line.split() for line in lab.told('hv1', talking)['address'])
+        talking = place(lab, in_tree, 'talking', AGENT)
+        reported = dict(line.split() for line in lab.told('hv1', talking)['address'])
         until(lambda: bridged(lab, talking)['address'], 60, 'its address is known')
-        known = bridged(lab, talking)
-        assert (known['address'], known['source']) == (told['eth1'], 'agent')
-        assert f'({known["mac"]} on br0, by agent)' in lab.eschedule('show', talking).stdout
+        interface = bridged(lab, talking)
+        assert (interface['address'], interface['source']) == (reported['eth1'], 'agent')
+        assert f'({interface["mac"]} on br0, by agent)' in lab.eschedule('show', talking).stdout
         assert 'ecomp-guest: agent asked' in lab.console('hv1', talking)
         assert bridged(lab, silent)['address'] is None
 
-        # What would ask an agent first does not wait for one.
+        # Stopping, which may ask the agent first, does not wait for a silent one.
         assert lab.eschedule('stop', '--wait', silent).code == 0
         assert lab.virsh('hv1', 'domstate', '--reason', silent).strip() == 'shut off (shutdown)'
         lab.destroy(silent, talking)
