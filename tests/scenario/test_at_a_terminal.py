@@ -1,4 +1,4 @@
-"""What a person sees on a terminal of 80 columns: nothing is wrapped, states have colours, --watch draws anew."""
+"""Commands on a terminal of 80 columns: wrapping, colours and --watch."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ COLOUR = re.compile('\x1b\\[[0-9]*m')
 
 
 class Screen:
-    """An eschedule whose stdout is a terminal of so many columns; `said` is what it has written there so far.
+    """An eschedule whose stdout is a terminal.
 
-    `whole`: its stderr is that terminal, too.
+    Attributes:
+        output: the text that it has written to the terminal so far.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class Screen:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', height, columns, 0, 0))
         command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(control.schedule_yaml), *words]
-        there = {key: value for key, value in environment().items() if key not in ('COLUMNS', 'LINES', 'NO_COLOR')}
-        there = {**there, 'TERM': 'xterm', **more}
+        inherited = {key: value for key, value in environment().items() if key not in ('COLUMNS', 'LINES', 'NO_COLOR')}
+        inherited = {**inherited, 'TERM': 'xterm', **more}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs if whole else subprocess.PIPE, env=there
+            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs if whole else subprocess.PIPE, env=inherited
         )
         os.close(theirs)
         self.said = ''
@@ -54,13 +55,13 @@ class Screen:
         self._reading.start()
 
     def _read(self) -> None:
-        with suppress(OSError):  # EIO: nobody has the other end any more
+        with suppress(OSError):  # EIO: the other end is closed
             while more := os.read(self._ours, 4096):
                 self.said += more.decode()
         os.close(self._ours)
 
     def end(self) -> tuple[int, str]:
-        """Its exit code, and what it said on stderr."""
+        """Wait for the end; return the exit code and stderr."""
         _, err = self.process.communicate(timeout=120)
         self._reading.join()
         return self.process.returncode, (err or b'').decode()
@@ -68,27 +69,27 @@ class Screen:
 
 @contextmanager
 def screen(control: Control, *words: str, height: int = 24) -> Iterator[Screen]:
-    shown = Screen(control, *words, height=height)
+    terminal = Screen(control, *words, height=height)
     try:
-        yield shown
+        yield terminal
     finally:
-        shown.process.kill()
-        shown.end()
+        terminal.process.kill()
+        terminal.end()
 
 
 def lines(control: Control, *words: str, columns: int = 80, **more: str) -> list[str]:
-    """What a command that succeeds writes on a terminal, line by line."""
-    began, shown = time.monotonic(), Screen(control, *words, columns=columns, **more)
-    code, err = shown.end()
-    # As it would be without a terminal: in one line.
-    JOURNAL.ended(words, code, (' '.join(shown.said.split('\r\n')).strip() + '\n', err), began, shown.process.pid)
-    assert code == 0, (words, shown.said, err)
-    return shown.said.replace('\r\n', '\n').removesuffix('\n').split('\n')
+    """Return the lines that a successful command writes on a terminal."""
+    began, terminal = time.monotonic(), Screen(control, *words, columns=columns, **more)
+    code, err = terminal.end()
+    # The journal gets the output as it would be without a terminal: in one line.
+    JOURNAL.ended(words, code, (' '.join(terminal.said.split('\r\n')).strip() + '\n', err), began, terminal.process.pid)
+    assert code == 0, (words, terminal.said, err)
+    return terminal.said.replace('\r\n', '\n').removesuffix('\n').split('\n')
 
 
 @pytest.fixture
 def guests(cluster: Control) -> Iterator[Control]:
-    """Three computes, a set of three in a group, one that failed, and a flavor and a quota."""
+    """Provide a cluster with three computes, three guests in a group, a flavor and a quota."""
     computes = [cluster.ecompute('VCPU:16,DISK_GB:100,MEMORY_MB:64000') for _ in range(3)]
     for words in (
         [SMALL, IMAGE, '--name', 'web', '--count', '3', '--group', 'web', '--policy', 'anti-affinity', '--wait'],
@@ -110,14 +111,13 @@ COMMANDS = (
 
 
 def test_no_line_is_wrapped_at_80_columns(guests: Control) -> None:
-    """B4: whatever is printed fits a standard terminal, and has its uuids short (fake)"""
     for words in COMMANDS:
         for line in lines(guests, *words):
             assert len(COLOUR.sub('', line)) <= 80, (words, line)
             assert words[0] not in ('list', 'hosts', 'plan') or not re.search('[0-9a-f-]{36}', line), (words, line)
-    made = lines(guests, SMALL, '--name', 'new')
-    assert max(map(len, made)) <= 80
-    assert re.fullmatch('NOTIFIED TARGET, [0-9a-f-]{36}, OF INSTANCE [0-9a-f-]{36}', ' '.join(made))
+    notice = lines(guests, SMALL, '--name', 'new')
+    assert max(map(len, notice)) <= 80
+    assert re.fullmatch('NOTIFIED TARGET, [0-9a-f-]{36}, OF INSTANCE [0-9a-f-]{36}', ' '.join(notice))
     assert len(lines(guests, SMALL, '--name', 'wider', columns=120)) == 1
     assert called(guests, 'destroy', '--wait', 'new', 'wider').code == 0
 
@@ -129,14 +129,14 @@ REFUSED = (
 
 
 def test_no_refusal_and_no_help_is_wrapped_at_80_columns(guests: Control) -> None:
-    """B4: what is said beside the data fits too: it is broken at spaces, and nothing of it is lost (fake)"""
+    """The text is broken at spaces and complete."""
     for words in REFUSED:
-        shown = Screen(guests, *words, whole=True)
-        code, _ = shown.end()
+        terminal = Screen(guests, *words, whole=True)
+        code, _ = terminal.end()
         assert code, words
-        assert max(map(len, shown.said.split('\r\n'))) <= 80, (words, shown.said)
-        plain = called(guests, *words)
-        assert sorted(shown.said.split()) == sorted((plain.stdout + plain.stderr).split())
+        assert max(map(len, terminal.said.split('\r\n'))) <= 80, (words, terminal.said)
+        piped = called(guests, *words)
+        assert sorted(terminal.said.split()) == sorted((piped.stdout + piped.stderr).split())
     for words in (['help'], *(['help', name] for name in EVERY), *(['help', first] for first in FAMILY_WORDS)):
         assert max(len(line) for line in lines(guests, *words)) <= 80, words
         assert max(len(line) for line in called(guests, *words).stdout.splitlines()) <= 80, words
@@ -145,70 +145,69 @@ def test_no_refusal_and_no_help_is_wrapped_at_80_columns(guests: Control) -> Non
 @pytest.mark.parametrize('words', [['plan', SMALL], ['hosts']])
 @pytest.mark.usefixtures('compute')
 def test_a_placement_that_does_not_answer_is_named_meanwhile(own_control: Control, words: list[str]) -> None:
-    """B14: half a minute of silence looks like a command that hangs (fake)"""
+    """Without the note, half a minute of silence looks like a command that hangs."""
     own_control.placement.pause()
-    shown = Screen(own_control, *words, whole=True)
+    terminal = Screen(own_control, *words, whole=True)
     try:
-        until(lambda: 'waiting for placement at' in shown.said, 20, 'what it waits for is said')
+        until(lambda: 'waiting for placement at' in terminal.said, 20, 'what it waits for is said')
     finally:
         own_control.placement.resume()
-    code, _ = shown.end()
-    assert code == 0, shown.said
+    code, _ = terminal.end()
+    assert code == 0, terminal.said
 
 
 def test_what_is_waited_for_stands_on_the_terminal(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     _, instance = place(cluster)
-    shown = Screen(cluster, 'wait', instance, '--timeout', '1.5', columns=200, whole=True)
-    shown.end()
-    assert re.search(r'waiting for: its compute to take it, [01] s', shown.said), shown.said
+    terminal = Screen(cluster, 'wait', instance, '--timeout', '1.5', columns=200, whole=True)
+    terminal.end()
+    assert re.search(r'waiting for: its compute to take it, [01] s', terminal.said), terminal.said
     compute.resume()
 
 
 def test_colours_are_for_terminals_and_for_who_wants_them(guests: Control) -> None:
     green = '\x1b[32mactive\x1b[0m'
     assert sum(green in line for line in lines(guests, 'list')) == 3
-    for more in ({'NO_COLOR': '1'}, {'TERM': 'dumb'}):
-        assert '\x1b' not in '\n'.join(lines(guests, 'list', **more)), more
+    for variables in ({'NO_COLOR': '1'}, {'TERM': 'dumb'}):
+        assert '\x1b' not in '\n'.join(lines(guests, 'list', **variables)), variables
     piped = called(guests, 'list').stdout
     assert '\x1b' not in piped
     assert len(re.findall('[0-9a-f-]{36}', piped)) == 6
     assert max(map(len, lines(guests, 'list', COLUMNS='60'))) - len(green) + len('active') <= 60
     wide = COLOUR.sub('', '\n'.join(lines(guests, 'list', '--wide')))
-    assert len(re.findall('[0-9a-f-]{36}', wide)) == 12  # the compute's alone, and the project's, too
+    assert len(re.findall('[0-9a-f-]{36}', wide)) == 12  # the compute's and the project's are shown, too
 
 
 def test_what_is_listed_can_be_chosen(guests: Control) -> None:
-    def names(*words: str) -> list[str]:
+    def list_names(*words: str) -> list[str]:
         return called(guests, 'list', *words, '-f', 'value', '-c', 'name').stdout.split()
 
-    assert names() == names('--name', 'web-*') == names('--group', 'web') == ['web-1', 'web-2', 'web-3']
-    assert names('--state', 'active,error') == names('--state', 'active', '--state', 'error') == names()
-    assert names('--state', 'stopped') == names('--project', 'shop') == names('--name', 'WEB*') == []
-    (on,) = called(guests, 'list', '--name', 'web-2', '-f', 'value', '-c', 'compute').stdout.split()
-    assert names('--host', on) == ['web-2']
+    assert list_names() == list_names('--name', 'web-*') == list_names('--group', 'web') == ['web-1', 'web-2', 'web-3']
+    assert list_names('--state', 'active,error') == list_names('--state', 'active', '--state', 'error') == list_names()
+    assert list_names('--state', 'stopped') == list_names('--project', 'shop') == list_names('--name', 'WEB*') == []
+    (compute,) = called(guests, 'list', '--name', 'web-2', '-f', 'value', '-c', 'compute').stdout.split()
+    assert list_names('--host', compute) == ['web-2']
 
 
 def test_a_list_is_drawn_anew_as_things_change(guests: Control) -> None:
-    """--watch: told by etcd, not asked again and again; Ctrl-C ends it well (fake)"""
-    with screen(guests, 'list', '--watch') as shown:
-        until(lambda: shown.said.count('web-3') >= 1, 30, 'it is drawn')
+    with screen(guests, 'list', '--watch') as terminal:
+        until(lambda: terminal.said.count('web-3') >= 1, 30, 'it is drawn')
         assert called(guests, 'stop', 'web-3', '--wait').code == 0
-        until(lambda: 'stopped' in shown.said.rpartition('\x1b[H\x1b[2J')[2], 30, 'it is drawn anew')
-        shown.process.send_signal(signal.SIGINT)
-        assert shown.end() == (0, '')
+        until(lambda: 'stopped' in terminal.said.rpartition('\x1b[H\x1b[2J')[2], 30, 'it is drawn anew')
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == (0, '')
     with Eschedule(guests, 'list', '--watch', '--name', 'web-3') as piped:
         until(lambda: piped.stdout, 30, 'it is drawn')
         assert called(guests, 'start', 'web-3', '--wait').code == 0
         until(lambda: 'active' in piped.stdout.strip().rpartition('\n\n')[2], 30, 'it is drawn anew, below')
         piped.send(signal.SIGINT)
-        ended = piped.end(30)
-    assert (ended.code, ended.stderr) == (0, '')
-    assert '\x1b' not in ended.stdout
+        result = piped.end(30)
+    assert (result.code, result.stderr) == (0, '')
+    assert '\x1b' not in result.stdout
 
 
 def test_a_watch_that_nobody_reads_any_more_has_ended_well(guests: Control) -> None:
-    """As of `list --watch | head -1`: it is noticed at the next drawing (fake)"""
+    """For example `list --watch | head -1`: the next drawing fails and ends it."""
     watch = ['list', '--watch', '--name', 'web-3']
     command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(guests.schedule_yaml), *watch]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
@@ -222,46 +221,45 @@ def test_a_watch_that_nobody_reads_any_more_has_ended_well(guests: Control) -> N
 
 
 def test_a_screen_is_no_longer_than_the_terminal(guests: Control) -> None:
-    with screen(guests, 'list', '--watch', height=4) as shown:
-        until(lambda: '2 more' in shown.said, 30, 'it is drawn')
-        shown.process.send_signal(signal.SIGINT)
-        assert shown.end() == (0, '')
+    with screen(guests, 'list', '--watch', height=4) as terminal:
+        until(lambda: '2 more' in terminal.said, 30, 'it is drawn')
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == (0, '')
 
 
 def test_what_is_said_of_a_list_stands_below_it_while_it_is_drawn(guests: Control) -> None:
-    """--watch says what `list` says on stderr, also where the table has no room (fake)"""
-    nobody = 'waits in a queue, and no compute takes'
+    """It is shown even if the table does not fit."""
+    no_taker = 'waits in a queue, and no compute takes'
     assert called(guests, '--queue', '--flavor', 'small', '--name', 'waits').code == 0
     key = f'/instances/{uuid.uuid4()}/{uuid.uuid4()}'
     guests.etcd.put(key, '{')
     try:
-        assert all(said in called(guests, 'list').stderr for said in (nobody, key))
+        assert all(message in called(guests, 'list').stderr for message in (no_taker, key))
         with Eschedule(guests, 'list', '--watch') as piped:
-            until(lambda: nobody in piped.stdout and key in piped.stdout, 30, 'it is drawn')
+            until(lambda: no_taker in piped.stdout and key in piped.stdout, 30, 'it is drawn')
             piped.send(signal.SIGINT)
             assert piped.end(30).code == 0
-        with screen(guests, 'list', '--watch', height=10) as shown:
-            until(lambda: nobody in ' '.join(shown.said.split()), 30, 'it is drawn')
-            drawn = shown.said.rpartition('\x1b[H\x1b[2J')[2].removesuffix('\r\n').split('\r\n')
-            assert len(drawn) < 10
-            assert any(each.endswith(' more') for each in drawn)
-            assert all(len(each) <= 80 for each in drawn)
-            shown.process.send_signal(signal.SIGINT)
-            assert shown.end() == (0, '')
+        with screen(guests, 'list', '--watch', height=10) as terminal:
+            until(lambda: no_taker in ' '.join(terminal.said.split()), 30, 'it is drawn')
+            rows = terminal.said.rpartition('\x1b[H\x1b[2J')[2].removesuffix('\r\n').split('\r\n')
+            assert len(rows) < 10
+            assert any(row.endswith(' more') for row in rows)
+            assert all(len(row) <= 80 for row in rows)
+            terminal.process.send_signal(signal.SIGINT)
+            assert terminal.end() == (0, '')
     finally:
         guests.etcd.delete(key)
         assert called(guests, 'destroy', 'waits').code == 0
 
 
 def test_what_is_over_is_cleared(cluster: Control, compute: Ecompute) -> None:
-    """`clear` removes the records of what is gone and in error, those alone, and says how many (fake)"""
     assert called(cluster, SMALL, '--name', 'here', '--wait').code == 0
     assert called(cluster, SMALL, '--name', 'gone', '--wait').code == 0
     assert called(cluster, 'destroy', 'gone', '--wait').code == 0
     compute.pause()
     assert called(cluster, SMALL, '--name', 'broken').code == 0
-    (broken,) = called(cluster, 'list', '--name', 'broken', '-f', 'value', '-c', 'instance').stdout.split()
-    cluster.placement.call('DELETE', f'/allocations/{broken}')
+    (failed,) = called(cluster, 'list', '--name', 'broken', '-f', 'value', '-c', 'instance').stdout.split()
+    cluster.placement.call('DELETE', f'/allocations/{failed}')
     compute.resume()
     assert called(cluster, 'wait', 'broken').code == 1
     (reason,) = called(cluster, 'list', '--state', 'error', '-f', 'value', '-c', 'reason').stdout.splitlines()
@@ -271,5 +269,5 @@ def test_what_is_over_is_cleared(cluster: Control, compute: Ecompute) -> None:
     assert (done.code, done.stdout, done.stderr) == (0, '', 'eschedule: 2 records removed: 1 gone, 1 in error\n')
     assert called(cluster, 'list', '--all', '-f', 'value', '-c', 'name').stdout == 'here\n'
     assert called(cluster, 'clear').stderr == 'eschedule: no records removed: 0 gone, 0 in error\n'
-    assert called(cluster, SMALL, '--name', 'broken', '--wait').code == 0  # its name is free
+    assert called(cluster, SMALL, '--name', 'broken', '--wait').code == 0  # the name is free
     assert called(cluster, 'destroy', 'here', 'broken', '--wait').code == 0

@@ -1,7 +1,7 @@
-"""eschedule audit: each defect planted on a real etcd, a real placement and pretended guests, and found as just that.
+"""eschedule audit: each planted defect is found as itself and nothing else.
 
-What is planted is in audit_plants.py. What only a hypervisor can have (a base volume that is gone, foreign domains) is
-in tests/faults/test_audit_lab.py.
+etcd and placement are real, the guests are fakes. The plants are in audit_plants.py. Defects that need a hypervisor
+(a missing base volume, foreign domains) are in tests/faults/test_audit_lab.py.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ BIG = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """One scene for all these tests: each of them leaves it as it found it."""
+    """Provide one scene for the whole module; each test restores it."""
     pytest.importorskip('placement', reason="openstack-placement is not installed: pip install '.[lab]'")
     with Etcd() as etcd, PlacementServer() as server, contextlib.ExitStack() as at_exit:
         control = Control(etcd, server, tmp_path_factory.mktemp('audit'), at_exit)
         one, two = control.ecompute(BIG), control.ecompute(BIG)
-        here = f'{SMALL}&in_tree={one.uuid}'
-        instance, gone = place(control, here, '--name', NAME)[1], place(control, here)[1]
+        query = f'{SMALL}&in_tree={one.uuid}'
+        instance, gone = place(control, query, '--name', NAME)[1], place(control, query)[1]
         addressed(control, instance)
         reached(control, gone, 'active')
         assert control.eschedule('destroy', '--wait', gone).code == 0
@@ -54,8 +54,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 @pytest.fixture
 def scene(made: Scene) -> Iterator[Scene]:
-    guests = {each.uuid: guests_file(each).read_text() for each in (made.one, made.two)}
-    before = Before(everything(made.control), allocations(made.control), guests)
+    guest_files = {compute.uuid: guests_file(compute).read_text() for compute in (made.one, made.two)}
+    before = Before(everything(made.control), allocations(made.control), guest_files)
     assert made.found() == []
     yield made
     made.restore(before)
@@ -68,27 +68,27 @@ def test_every_code_is_planted_somewhere() -> None:
 @pytest.mark.parametrize('plant', PLANTS, ids=code_of)
 def test_a_planted_defect_is_found_as_itself_and_nothing_else(scene: Scene, plant: Plant) -> None:
     subject = plant(scene)
-    wanted = [(code_of(plant), subject)]
-    seen: list[object] = []
+    expected = [(code_of(plant), subject)]
+    findings: list[object] = []
 
-    def found() -> bool:
-        seen[:] = scene.found()
-        if seen == [] and plant in NOTICED:
+    def is_as_expected() -> bool:
+        findings[:] = scene.found()
+        if findings == [] and plant in NOTICED:
             plant(scene)
-        return seen == wanted
+        return findings == expected
 
-    # An ecompute that was started with the defect writes down first what it sees.
+    # An ecompute that was started with the defect may record it only after a while.
     try:
-        until(found, SOON, f'the audit finds {wanted}')
+        until(is_as_expected, SOON, f'the audit finds {expected}')
     except AssertionError as error:
-        logs = '\n'.join(each.last_words() for each in (scene.one, scene.two))
-        raise AssertionError(f'{error}; it found {seen}\n{logs}') from None
+        logs = '\n'.join(compute.last_words() for compute in (scene.one, scene.two))
+        raise AssertionError(f'{error}; it found {findings}\n{logs}') from None
 
 
 def test_an_instance_is_named_beside_its_uuid(scene: Scene) -> None:
     plants.booted_differs(scene)
-    found = scene.control.eschedule('audit', '-f', 'json').stdout
-    assert [(each['subject'], each['name']) for each in json.loads(found)] == [(scene.instance, NAME)]
+    document = scene.control.eschedule('audit', '-f', 'json').stdout
+    assert [(finding['subject'], finding['name']) for finding in json.loads(document)] == [(scene.instance, NAME)]
     assert f'{scene.instance}  {NAME}  ' in scene.control.eschedule('audit').stdout
 
 
@@ -97,7 +97,7 @@ def test_a_clean_cluster(scene: Scene) -> None:
     assert clean.stdout == ''
     one_line(clean, 0, '2 computes, 1 living instance and 1 allocation were compared: no findings')
     assert scene.control.eschedule('audit', '-f', 'json').stdout == '[]\n'
-    # Nothing is left of what the computes were asked, and what they said.
+    # Neither the audit's requests nor the digests of the computes remain.
     assert [key for key in everything(scene.control) if key.startswith(('/audit', '/digests'))] == []
 
 
@@ -107,7 +107,7 @@ def test_nothing_at_all(cluster: Control) -> None:
 
 
 def test_the_words_and_the_exit_code(scene: Scene) -> None:
-    orphan, wrong = plants.allocation_orphaned(scene), plants.booted_differs(scene)
+    orphan, booted = plants.allocation_orphaned(scene), plants.booted_differs(scene)
     before = everything(scene.control)
 
     table, parsed = scene.control.eschedule('audit'), scene.control.eschedule('audit', '-f', 'json')
@@ -115,29 +115,29 @@ def test_the_words_and_the_exit_code(scene: Scene) -> None:
     assert (table.code, parsed.code) == (8, 8)
     head, *rows = table.stdout.splitlines()
     assert head.split() == ['CODE', 'SUBJECT', 'NAME', 'FINDING']
-    assert {tuple(row.split()[:2]) for row in rows} == {('allocation-orphaned', orphan), ('booted-differs', wrong)}
-    said = table.stderr.splitlines()
-    assert all(line.startswith('eschedule: ') for line in said), table
-    assert 'eschedule: allocation-orphaned: --fix releases it' in said
-    assert any(line.startswith('eschedule: booted-differs: by hand: ') for line in said)
-    assert said[-1].endswith(': 2 findings')
-    found = {each['code']: each for each in json.loads(parsed.stdout)}
-    assert set(found) == {'allocation-orphaned', 'booted-differs'}
-    for each in found.values():
-        assert set(each) == {'code', 'subject', 'name', 'compute', 'host', 'sentence', 'fix', 'how'}
-        assert bool(each['fix']) != bool(each['how'])
-    assert found['allocation-orphaned']['subject'] == orphan
-    assert scene.two.uuid in found['allocation-orphaned']['sentence']
+    assert {tuple(row.split()[:2]) for row in rows} == {('allocation-orphaned', orphan), ('booted-differs', booted)}
+    messages = table.stderr.splitlines()
+    assert all(line.startswith('eschedule: ') for line in messages), table
+    assert 'eschedule: allocation-orphaned: --fix releases it' in messages
+    assert any(line.startswith('eschedule: booted-differs: by hand: ') for line in messages)
+    assert messages[-1].endswith(': 2 findings')
+    findings_by_code = {finding['code']: finding for finding in json.loads(parsed.stdout)}
+    assert set(findings_by_code) == {'allocation-orphaned', 'booted-differs'}
+    for finding in findings_by_code.values():
+        assert set(finding) == {'code', 'subject', 'name', 'compute', 'host', 'sentence', 'fix', 'how'}
+        assert bool(finding['fix']) != bool(finding['how'])
+    assert findings_by_code['allocation-orphaned']['subject'] == orphan
+    assert scene.two.uuid in findings_by_code['allocation-orphaned']['sentence']
     assert everything(scene.control) == before, 'it changes nothing'
     assert orphan in allocations(scene.control)
 
 
 def test_a_silent_compute_is_a_note_and_no_finding(scene: Scene) -> None:
     scene.two.stop()
-    said = scene.control.eschedule('audit')
-    assert (said.code, said.stdout) == (0, '')
-    called = f'{socket.gethostname()} ({scene.two.uuid})'  # it has the other one's name
-    assert f'eschedule: compute {called} is closed: what it has was not compared' in said.stderr.splitlines()
+    result = scene.control.eschedule('audit')
+    assert (result.code, result.stdout) == (0, '')
+    display_name = f'{socket.gethostname()} ({scene.two.uuid})'  # both computes have this host name
+    assert f'eschedule: compute {display_name} is closed: what it has was not compared' in result.stderr.splitlines()
 
 
 def test_a_backend_that_is_away(own_control: Control) -> None:
@@ -151,8 +151,8 @@ def test_what_is_in_work_is_never_a_finding(cluster: Control) -> None:
     computes = [cluster.ecompute(BIG) for _ in range(2)]
     store, placement = Store(EtcdConfig((cluster.etcd.endpoint,))), Placement(cluster.placement.url)
     audits = 0
-    with _working(cluster) as made:
-        while audits < 4 or len(made()) < 20:
+    with _working(cluster) as list_instances:
+        while audits < 4 or len(list_instances()) < 20:
             assert audit(store, placement, 0.5).findings == []
             audits += 1
     audit_clean(cluster)
@@ -165,31 +165,31 @@ def test_what_is_in_work_is_never_a_finding(cluster: Control) -> None:
 
 @contextlib.contextmanager
 def _working(cluster: Control) -> Iterator[Callable[[], list[str]]]:
-    """Instances are made and destroyed, several at a time, while the block runs; those made so far."""
+    """Create and destroy instances concurrently during the block; yield a list of them so far."""
     instances: list[str] = []
-    over = threading.Event()
+    stopping = threading.Event()
 
-    def lives() -> None:
-        while not over.is_set():
+    def create_and_destroy() -> None:
+        while not stopping.is_set():
             instance = notified(cluster.eschedule(SMALL))[1]
             instances.append(instance)
             done = cluster.eschedule('destroy', '--wait', instance)
             assert done.code == 0, done
 
     with ThreadPoolExecutor(4) as threads:
-        working = [threads.submit(lives) for _ in range(4)]
+        futures = [threads.submit(create_and_destroy) for _ in range(4)]
 
-        def made() -> list[str]:
-            for each in working:
-                assert not each.done(), each.result()
+        def list_instances() -> list[str]:
+            for future in futures:
+                assert not future.done(), future.result()
             return instances
 
         try:
-            yield made
+            yield list_instances
         finally:
-            over.set()
-        for each in working:
-            each.result()
+            stopping.set()
+        for future in futures:
+            future.result()
 
 
 MENDED = [each for each in PLANTS if CODES[code_of(each)].fix]
@@ -199,20 +199,20 @@ MENDED = [each for each in PLANTS if CODES[code_of(each)].fix]
 def test_what_fix_mends(scene: Scene, plant: Plant) -> None:
     before = {'instance': record(scene.control, scene.instance), 'held': allocations(scene.control)[scene.instance]}
     subject = plant(scene)
-    told: list[str] = []
+    messages: list[str] = []
 
-    report = fix(scene.store, scene.placement, told.append, apart=0.2)
+    report = fix(scene.store, scene.placement, messages.append, apart=0.2)
 
-    assert report.findings == [], told
-    assert 'looking again in 0.2 s' in told[0]
-    assert len(told) == 2, told
-    assert not any(word in told[1] for word in ('left alone', 'not removed', 'not known')), told
+    assert report.findings == [], messages
+    assert 'looking again in 0.2 s' in messages[0]
+    assert len(messages) == 2, messages
+    assert not any(word in messages[1] for word in ('left alone', 'not removed', 'not known')), messages
     assert scene.found() == []
     if plant is not plants.part_orphaned:
-        assert subject in told[1] or MAC in told[1]
+        assert subject in messages[1] or MAC in messages[1]
     if plant is plants.record_unleased:
         assert everything(scene.control)[scene.control.etcd.record_key(scene.gone)].lease
-    # Nothing else is touched.
+    # Nothing else is changed.
     assert record(scene.control, scene.instance) == before['instance']
     assert allocations(scene.control) == {scene.instance: before['held']}
 
@@ -221,15 +221,15 @@ def test_what_only_one_audit_saw_is_left_alone(scene: Scene) -> None:
     first = scene.audit()
     orphan, booted, part = plants.allocation_orphaned(scene), plants.booted_orphaned(scene), plants.part_orphaned(scene)
     second = scene.audit()
-    assert {each.subject for each in second.findings} == {orphan, booted, part}
+    assert {finding.subject for finding in second.findings} == {orphan, booted, part}
     assert mend(scene.store, scene.placement, first, second) == []
     third = scene.audit()
     assert third.findings == second.findings
-    # The same file, written again since: another one, and no older than its last writing.
+    # The same file, written again: a newer file than the one that was found.
     plants.part_orphaned(scene)
     lines = mend(scene.store, scene.placement, second, scene.audit())
     assert len(lines) == 2, lines
-    assert {each.subject for each in scene.audit().findings} == {part}
+    assert {finding.subject for finding in scene.audit().findings} == {part}
 
 
 def test_a_name_that_somebody_took_meanwhile_is_not_given_back(scene: Scene) -> None:
@@ -247,11 +247,11 @@ def test_a_name_that_somebody_took_meanwhile_is_not_given_back(scene: Scene) -> 
 
 
 def test_what_changes_after_the_second_audit_is_left_alone(scene: Scene) -> None:
-    """A request for the very uuid arrives between the second audit and the mending."""
+    """An attempt for the same uuid starts between the second audit and the repair."""
     orphan = plants.allocation_orphaned(scene)
     disk = plants.disk_orphaned(scene)
     first, second = scene.audit(), scene.audit()
-    assert {each.subject for each in second.findings} == {orphan, disk}
+    assert {finding.subject for finding in second.findings} == {orphan, disk}
     plants.booted_orphaned(scene)
     for instance in (orphan, disk):
         scene.put(f'/requests/{instance}', {'version': 1, 'instances': [instance], 'pid': 1}, seconds=60)
@@ -263,15 +263,15 @@ def test_what_changes_after_the_second_audit_is_left_alone(scene: Scene) -> None
 
 
 def test_fix_touches_nothing_it_does_not_understand(scene: Scene) -> None:
-    """Domains, running or not, and what lives."""
+    """Domains are left alone, running or not."""
     guest, off = plants.domain_orphaned(scene), new()
     scene.guest(scene.two, off, running=False)
     doubled = plants.domain_doubled(scene)
     before = scene.audit().findings
-    assert {each.subject for each in before} == {guest, off, doubled}
-    told: list[str] = []
-    after = fix(scene.store, scene.placement, told.append, apart=0.2)
-    assert told == []
+    assert {finding.subject for finding in before} == {guest, off, doubled}
+    messages: list[str] = []
+    after = fix(scene.store, scene.placement, messages.append, apart=0.2)
+    assert messages == []
     assert after.findings == before
 
 
