@@ -1,4 +1,4 @@
-"""What is typed or configured wrongly, and starts that are refused."""
+"""Wrong arguments and configurations, and refused starts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tests.kit.invariants import allocations, check, everything
 from tests.kit.servers import environment, free_port
 from tests.kit.story import NOBODY, SMALL, addressed, boot, logged, one_line, place
 
-# Whatever is typed, or closed behind a command: one clear line, the right exit code, and nothing left behind.
-#
-# Wrong configurations, and servers that are not there, are in test_bad_configuration.py.
+# Wrong arguments and closed pipes: one clear line, the right exit code, and nothing is left behind.
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ from tests.kit.story import NOBODY, SMALL, addressed, boot, logged, one_line, pl
     ],
 )
 def test_wrong_words(tmp_path: Path, words: list[str], says: str) -> None:
-    # In this process: thirty starts of Python would take ten seconds and show no more. Nothing is asked of any server.
+    # Runs in this process: a Python process for each row would take ten seconds more. No server is contacted.
     from contextlib import redirect_stderr, redirect_stdout
     from io import StringIO
 
@@ -159,13 +157,13 @@ def test_wrong_words(tmp_path: Path, words: list[str], says: str) -> None:
 
 
 def test_no_words_print_the_help(tmp_path: Path) -> None:
-    helped = run('ecomp.schedule', directory=tmp_path)
-    assert helped.code == 2
-    assert helped.stderr == ''
+    bare_result = run('ecomp.schedule', directory=tmp_path)
+    assert bare_result.code == 2
+    assert bare_result.stderr == ''
     for form in ('destroy', 'list', 'show', '--uuid', '--wait', '--timeout', 'exit codes'):
-        assert form in helped.stdout
-    asked = run('ecomp.schedule', '--help', directory=tmp_path)
-    assert (asked.code, asked.stdout) == (0, helped.stdout)
+        assert form in bare_result.stdout
+    help_result = run('ecomp.schedule', '--help', directory=tmp_path)
+    assert (help_result.code, help_result.stdout) == (0, bare_result.stdout)
     for module, name in (('ecomp.schedule', 'eschedule'), ('ecomp.compute', 'ecompute')):
         version = run(module, '--version', directory=tmp_path)
         assert version.code == 0
@@ -222,7 +220,7 @@ def test_wrong_words_for_ecompute(tmp_path: Path, words: list[str], says: str) -
 )
 def test_wrong_queries(cluster: Control, query: str, says: str) -> None:
     provider = cluster.placement.make_provider(VCPU=4, DISK_GB=10, MEMORY_MB=512)
-    # As good as alive: nothing gets as far as being carried out.
+    # As good as alive: no query gets far enough to be carried out.
     cluster.etcd.put(f'/computes/{provider}', '{}', cluster.etcd.grant())
     refused = cluster.eschedule(query)
     one_line(refused, 2, says)
@@ -255,10 +253,10 @@ def test_what_no_compute_has_yet_is_said(cluster: Control) -> None:
     for words in (['flavor', 'set', 'x', f'{SMALL}&required=CUSTOM_X'], ['quota', 'set', 'p', 'CUSTOM_X=1']):
         one_line(cluster.eschedule(*words), 0, 'placement knows no ', 'CUSTOM_X')
     one_line(cluster.eschedule('flavor', 'set', 'part', 'resources=VCPU:1'), 0, 'asks for no MEMORY_MB, DISK_GB')
-    # Whatever room there is: none would do.
+    # The amounts do not matter here: without DISK_GB no guest can be built.
     lacking = "flavor part asks for no DISK_GB, which a guest needs: add 'resources=DISK_GB:…'"
     one_line(cluster.eschedule('--flavor', 'part', 'resources=MEMORY_MB:64'), 2, lacking)
-    # What is no limit any more may be anything: it was set once.
+    # A limit may be removed even if its name is unknown: it was set at some time.
     one_line(cluster.eschedule('quota', 'set', 'p', 'VCPUS=none'), 0, 'quota of project p')
 
 
@@ -299,11 +297,11 @@ def test_a_request_whose_answer_cannot_be_written(cluster: Control, compute: Eco
         with open('/dev/full', 'w') as full:
             ended = run('ecomp.schedule', *words, directory=cluster.directory, stdout=full.fileno())
         one_line(ended, 1, instance, compute.uuid, 'was placed', 'No space left')
-    # It was placed all the same: an answer that is lost loses nothing.
+    # The instance is placed: a lost answer loses nothing.
     addressed(cluster, instance)
 
 
-# Whatever is configured, and whoever answers there or does not: one clear line, and the right exit code.
+# Wrong configurations, and servers that do not answer: one clear line and the right exit code.
 
 
 WRONG_YAML = """\
@@ -335,8 +333,8 @@ def test_every_wrong_key_is_named_with_its_line(tmp_path: Path, module: str, nam
     assert first.startswith(f'{command}: {name}:'), refused
     assert all(line.startswith(f'{name}:') for line in rest), refused
     lines = [first, *rest]
-    wanted = {'hots': 4, 'port': 5, 'password': 6, 'endpoint': 8, **extra}
-    for key, number in wanted.items():
+    expected_lines = {'hots': 4, 'port': 5, 'password': 6, 'endpoint': 8, **extra}
+    for key, number in expected_lines.items():
         assert [line for line in lines if f'{name}:{number}: ' in line and key in line], (key, refused)
     assert 'secret' not in refused.stderr
 
@@ -350,16 +348,18 @@ def test_configuration_that_is_none(tmp_path: Path, text: str, says: str) -> Non
 
 
 def test_grpc_options_are_ignored_with_one_line(cluster: Control) -> None:
-    said = 'etcd.grpc_options is ignored: etcd is asked without gRPC now. Fix: remove the key; version 2.0 refuses it'
+    warning = (
+        'etcd.grpc_options is ignored: etcd is asked without gRPC now. Fix: remove the key; version 2.0 refuses it'
+    )
     compute = cluster.ecompute()
     for config in (cluster.schedule_yaml, compute.config):
         content = yaml.safe_load(config.read_text())
         content['etcd']['grpc_options'] = {'grpc.keepalive_time_ms': 1000}
         config.write_text(yaml.safe_dump(content))
     done = eschedule(cluster.schedule_yaml, 'list')
-    assert (done.code, done.stderr) == (0, f'eschedule: {cluster.schedule_yaml}: {said}\n')
+    assert (done.code, done.stderr) == (0, f'eschedule: {cluster.schedule_yaml}: {warning}\n')
     compute.restart()
-    assert len(logged(compute, ' WARNING ', f'{compute.config}: {said}')) == 1
+    assert len(logged(compute, ' WARNING ', f'{compute.config}: {warning}')) == 1
 
 
 def test_eschedule_without_etcd(cluster: Control) -> None:
@@ -374,15 +374,14 @@ def test_eschedule_without_etcd(cluster: Control) -> None:
 
 
 def test_who_was_told_by_no_file_says_so(tmp_path: Path) -> None:
-    """Nobody listens on the port of this machine's that is guessed, or somebody who is no etcd: behind TLS, say."""
-    alone = {**environment(), 'HOME': str(tmp_path)}
+    env = {**environment(), 'HOME': str(tmp_path)}
     for module, name in (('schedule', 'schedule.yaml'), ('compute', 'compute.yaml')):
         words = ['list'] if module == 'schedule' else ['--fake', 'VCPU:1']
-        inside = ['unshare', '-n', sys.executable, '-m', f'ecomp.{module}', *words]
-        done = subprocess.run(inside, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=60)
-        said = done.stderr.splitlines()[-1]
-        assert (done.returncode, 'localhost:2379 cannot be reached' in said) == (7, True), done
-        assert said.endswith(f' (a guess: no {name} was found, --config FILE names one)')
+        command = ['unshare', '-n', sys.executable, '-m', f'ecomp.{module}', *words]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        last_line = done.stderr.splitlines()[-1]
+        assert (done.returncode, 'localhost:2379 cannot be reached' in last_line) == (7, True), done
+        assert last_line.endswith(f' (a guess: no {name} was found, --config FILE names one)')
 
 
 def test_eschedule_without_placement(cluster: Control, compute: Ecompute) -> None:
@@ -393,7 +392,7 @@ def test_eschedule_without_placement(cluster: Control, compute: Ecompute) -> Non
         one_line(refused, 7, 'placement', nowhere, 'cannot be reached')
         assert refused.stdout == ''
     assert set(everything(cluster)) - {'/cluster'} == {f'/computes/{compute.uuid}', f'/hostnames/{compute.uuid}'}
-    # What does not need placement does not ask for it.
+    # Commands that do not need placement do not contact it.
     assert eschedule(config, 'list').code == 0
 
 
@@ -415,7 +414,7 @@ def test_frozen_servers_are_not_waited_for_for_ever(own_control: Control) -> Non
     check(own_control)
 
 
-# An ecompute that is refused at its start leaves the state directory as it was: the next one is who it was.
+# A refused start of an ecompute leaves the state directory unchanged: the next start is the same compute.
 
 
 OTHER = '0b5e55ed-0000-4000-8000-000000000000'
@@ -423,25 +422,25 @@ INVENTORY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
 
 def everything_in(directory: Path) -> dict[str, tuple[int, bytes]]:
-    """What is in a directory and below: mode and content of each path, a directory's own mode included."""
+    """Return mode and content of a directory and of each path below it."""
     paths = [directory, *sorted(directory.rglob('*'))]
     return {str(path): (path.stat().st_mode, path.read_bytes() if path.is_file() else b'') for path in paths}
 
 
 def start(compute: Ecompute, **settings: object) -> Result:
-    """What becomes of a start over the state directory of `compute` with these settings in place of its own."""
-    own = yaml.safe_load(compute.config.read_text())
-    fake = str(settings.pop('fake', INVENTORY))
-    merged = {key: value for key, value in {**own, **settings}.items() if value is not None}
+    """Start an ecompute with changed settings on the state directory of `compute`."""
+    old_settings = yaml.safe_load(compute.config.read_text())
+    inventory = str(settings.pop('fake', INVENTORY))
+    merged = {key: value for key, value in {**old_settings, **settings}.items() if value is not None}
     config = compute.directory / 'refused.yaml'
     config.write_text(yaml.safe_dump(merged))
-    words = ('--config', str(config), '--fake', fake)
+    words = ('--config', str(config), '--fake', inventory)
     return run('ecomp.compute', *words, directory=compute.directory)
 
 
 @pytest.fixture
 def stopped(cluster: Control) -> Ecompute:
-    """An ecompute that is stopped, with an instance and a state directory that somebody has put half a file in."""
+    """Provide a stopped ecompute with an instance and a half-written file in its state."""
     compute = cluster.ecompute(traits=['CUSTOM_OURS'])
     addressed(cluster, place(cluster)[1])
     compute.stop()
@@ -466,7 +465,7 @@ def test_nothing_of_it_is_changed(stopped: Ecompute, what: str) -> None:
     refused = start(stopped, **settings)
     assert (refused.code, says in refused.stderr.splitlines()[-1]) == (code, True), refused
     assert everything_in(stopped.directory / 'state') == before
-    # And who has no uuid: any more is who it was.
+    # Without `uuid:` in its configuration the compute is the same as before.
     stopped.start()
     assert f'compute {stopped.uuid}, ' in stopped.last_words()
 
@@ -499,15 +498,15 @@ def test_nor_where_another_ecompute_is_this_one(stopped: Ecompute, cluster: Cont
         cluster.directory / 'second.yaml', cluster.etcd.endpoint, cluster.placement.url,
         state=str(cluster.directory / 'second'), uuid=stopped.uuid,
     )  # fmt: skip
-    there = cluster.directory / 'second'
-    there.mkdir()
+    second_state = cluster.directory / 'second'
+    second_state.mkdir()
     for name in ('uuid', 'token'):
-        (there / name).write_text(f'{uuid.uuid4()}\n')
-    (there / 'lock').touch(0o600)
-    before = everything_in(there)
+        (second_state / name).write_text(f'{uuid.uuid4()}\n')
+    (second_state / 'lock').touch(0o600)
+    before = everything_in(second_state)
     refused = run('ecomp.compute', '--config', str(second), '--fake', INVENTORY, directory=cluster.directory)
     assert (refused.code, 'is held by another ecompute' in refused.stderr) == (5, True), refused
-    assert everything_in(there) == before
+    assert everything_in(second_state) == before
 
 
 def test_nor_where_another_ecompute_has_it(stopped: Ecompute) -> None:
@@ -520,12 +519,12 @@ def test_nor_where_another_ecompute_has_it(stopped: Ecompute) -> None:
 
 
 def test_nor_where_what_it_remembers_cannot_be_understood(stopped: Ecompute) -> None:
-    for name, kept in (('provider.json', '{"version": 99}'), ('etcd.json', 'x'), ('token', 'none\n')):
+    for name, content in (('provider.json', '{"version": 99}'), ('etcd.json', 'x'), ('token', 'none\n')):
         path = stopped.directory / 'state' / name
-        there = path.read_bytes()
-        path.write_text(kept)
+        original = path.read_bytes()
+        path.write_text(content)
         before = everything_in(stopped.directory / 'state')
         refused = start(stopped)
         assert (refused.code, str(path) in refused.stderr) == (2, True), refused
         assert everything_in(stopped.directory / 'state') == before
-        path.write_bytes(there)
+        path.write_bytes(original)

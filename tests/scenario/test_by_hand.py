@@ -1,4 +1,4 @@
-"""Requests that were not written by this eschedule: by the one of 2019, by hand, by mistake, by malice."""
+"""Requests from other clients: the format of 2019, and malformed or malicious values."""
 
 from __future__ import annotations
 
@@ -15,47 +15,48 @@ from tests.kit.servers import until
 from tests.kit.story import IMAGE, NOBODY, addressed, boot, log_of, logged, logs, one_line, place, reached, record
 
 RESOURCES = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
-USER, PROJECT = 'c1a0d1e5-0000-4000-8000-00000000000a', 'c1a0d1e5-0000-4000-8000-00000000000b'
+USER = 'c1a0d1e5-0000-4000-8000-00000000000a'
+PROJECT = 'c1a0d1e5-0000-4000-8000-00000000000b'
 
 
 def claimed(compute: str, resources: dict[str, int] | None = None) -> dict[str, Any]:
-    """The body of a claim as the eschedule of 2019 made it."""
+    """Make the body of a claim in the format of 2019."""
     allocations = {compute: {'resources': resources or RESOURCES}}
     return {'allocations': allocations, 'user_id': USER, 'project_id': PROJECT, 'consumer_generation': None}
 
 
 def claim(control: Control, compute: str, instance: str, resources: dict[str, int] | None = None) -> dict[str, Any]:
-    """Make that claim, with the consumer_type that placement wants since; its body."""
+    """Make a claim with the consumer_type that placement requires now; return its body."""
     body = claimed(compute, resources)
     control.placement.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
     return body
 
 
 def request(compute: str, instance: str, /, **other: Any) -> dict[str, Any]:
-    """The request of 2019, without a claim."""
+    """Make a request in the format of 2019; the claim is not made."""
     return {**claimed(compute), 'instance': instance, 'image': IMAGE, **other}
 
 
 def write(control: Control, compute: str, instance: str, value: Any) -> None:
-    """Write a request key: JSON of a value, or the text itself."""
+    """Write a request key: text as it is, other values as JSON."""
     control.etcd.put(f'/hosts/{compute}/{instance}', value if isinstance(value, str | bytes) else json.dumps(value))
 
 
 def refused(control: Control, compute: str, instance: str, *words: str) -> dict[str, Any]:
-    """The instance ends in error with these words as its reason, and without a request key."""
-    found = reached(control, instance, 'error')
-    assert (found['compute'], found['error']['stage']) == (compute, 'scheduled')
+    """Wait for an error record with these words, and check that the request key is gone."""
+    failed_record = reached(control, instance, 'error')
+    assert (failed_record['compute'], failed_record['error']['stage']) == (compute, 'scheduled')
     for word in words:
-        assert word in found['error']['reason'], (word, found['error'])
-    assert found['error']['cleaned']
+        assert word in failed_record['error']['reason'], (word, failed_record['error'])
+    assert failed_record['error']['cleaned']
     assert control.etcd.get(f'/hosts/{compute}/{instance}') is None
-    return found
+    return failed_record
 
 
 def test_a_request_and_a_destroy_of_2019_are_carried_out(cluster: Control, compute: Ecompute, instance: str) -> None:
     message = {**claim(cluster, compute.uuid, instance), 'instance': instance, 'image': IMAGE}
 
-    # With etcd's own client, as a person would.
+    # With etcd's own client, as a person would write it.
     key = f'/hosts/{compute.uuid}/{instance}'
     subprocess.run(
         ['etcdctl', '--endpoints', cluster.etcd.endpoint, 'put', key, json.dumps(message)],
@@ -64,13 +65,13 @@ def test_a_request_and_a_destroy_of_2019_are_carried_out(cluster: Control, compu
         env={'ETCDCTL_API': '3', 'PATH': '/usr/bin:/bin:/usr/local/bin'},
     )
 
-    found = reached(cluster, instance, 'active')
-    assert (found['image'], found['user_id'], found['project_id']) == (IMAGE, USER, PROJECT)
+    active_record = reached(cluster, instance, 'active')
+    assert (active_record['image'], active_record['user_id'], active_record['project_id']) == (IMAGE, USER, PROJECT)
     address = addressed(cluster, instance)
     assert cluster.eschedule(instance).stdout.strip() == address
     check(cluster, compute)
 
-    # placement's answer, with allocations emptied: all of it, consumer_generation and consumer_type, too.
+    # placement's answer with `allocations` emptied; consumer_generation and consumer_type stay in it.
     answer = cluster.placement.call('GET', f'/allocations/{instance}')
     assert answer['consumer_generation'] == 1
     write(cluster, compute.uuid, instance, {**answer, 'allocations': {}, 'instance': instance, 'image': None})
@@ -147,23 +148,24 @@ def test_values_that_are_no_requests(cluster: Control, compute: Ecompute) -> Non
         ({'allocations': {}}, ['destroy', 'null']),
         ({'query': 'x' * (1024 * 1024)}, ['bytes', 'the limit is']),
     ]
-    asked: dict[str, list[str]] = {}
+    expected_words: dict[str, list[str]] = {}
     for value, words in wrong:
         instance = str(uuid.uuid4())
         if isinstance(value, dict):
-            whole = value if ... in value.values() else request(here, instance, **value)
-            value = {name: instance if each is ... else each for name, each in whole.items()}
-        asked[instance] = words
+            message = value if ... in value.values() else request(here, instance, **value)
+            value = {name: instance if field is ... else field for name, field in message.items()}
+        expected_words[instance] = words
         write(cluster, here, instance, value)
-    for instance, words in asked.items():
+    for instance, words in expected_words.items():
         refused(cluster, here, instance, *words)
     check(cluster, compute)
 
-    # Each once in the log, in one line, and everything else goes on; what is not even kept is said before.
-    for instance in asked:
-        said = logs(compute, instance)
-        assert len([line for line in said if 'not kept' not in line]) == 1
-        assert len(said) == 1 + ('the limit is' in asked[instance])
+    # Each refusal is logged in one line; a value above the size limit also logs that it is not kept. Other requests are
+    # still carried out.
+    for instance in expected_words:
+        log_lines = logs(compute, instance)
+        assert len([line for line in log_lines if 'not kept' not in line]) == 1
+        assert len(log_lines) == 1 + ('the limit is' in expected_words[instance])
     place(cluster)
     check(cluster, compute)
     assert cluster.eschedule('list').code == 0
@@ -180,7 +182,7 @@ def test_a_key_that_names_no_instance_is_reported_once_and_left(cluster: Control
     key = f'/hosts/{compute.uuid}/{name}'
     cluster.etcd.put(key, json.dumps(request(compute.uuid, NOBODY)))
     until(lambda: logged(compute, key), 20, 'it is reported')
-    # What comes after it is carried out, and takes the planner round several times.
+    # Later requests are carried out, which takes the planner round several times.
     for _ in range(2):
         addressed(cluster, place(cluster)[1])
     assert len(logs(compute, key)) == 1
@@ -202,7 +204,7 @@ def test_the_request_of_a_living_guest_becomes_unreadable(cluster: Control, comp
     assert len(logs(compute, instance, 'unreadable')) == 1
     assert (record(cluster, instance) or {})['state'] == 'active'
     assert cluster.eschedule(instance).stdout == f'{address}\n'
-    # It can be destroyed all the same.
+    # It can still be destroyed.
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     reached(cluster, instance, 'gone')
 
@@ -215,4 +217,4 @@ def test_requests_that_vanish_at_once(cluster: Control, compute: Ecompute) -> No
     addressed(cluster, place(cluster)[1])
     check(cluster, compute)
     log_of(compute)
-    assert compute.stop() == 0  # nothing counts as in work for ever
+    assert compute.stop() == 0  # no task is counted as in work
