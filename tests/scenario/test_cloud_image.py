@@ -1,4 +1,4 @@
-"""Stock cloud images boot with a key, a name and an address."""
+"""A stock cloud image boots with a key, a name and an address; the tests pass on Debian 13."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from tests.kit.servers import environment, until
 from tests.kit.tree import copy_tree
 from tests.scenario.debian_image import debian_image
 
-# Story 1 of the guests: a stock cloud image with systemd, sshd and cloud-init, told of itself in both ways.
+# A stock cloud image with systemd, sshd and cloud-init. It gets its metadata in either way: from the network or from a
+# disk.
 
 
 QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
+# Seconds that an emulated Debian may take until cloud-init has finished, with another one beside it.
 READY = 1200
-"""Seconds an emulated Debian may take to the end of its cloud-init, with another beside it."""
+# The host whose guests get their metadata in this way.
 WAYS = {'network': 'hv1', 'iso': 'hv2'}
-"""The host on which guests are told of themselves in this way."""
+# Additional lines of that host's compute.yaml. A current Debian configures a second interface only from a disk.
 MORE = {'network': '', 'iso': 'bridge: br0\n'}
-"""What else its compute.yaml says: a second interface is told of by the disk alone, to a Debian of today."""
 SCRIPT = """\
 #!/bin/sh
 echo "$(id -un) on $(hostname)" >/var/tmp/ran
 """
-# cloud-init's own way through the EC2 paths, which a guest takes that does not know NoCloud.
+# The EC2 paths, read with cloud-init's own code as a guest does that does not know NoCloud.
 CRAWL = """\
 import json
 from cloudinit.sources.helpers import ec2
@@ -46,9 +47,15 @@ where = ('2009-04-04', 'http://169.254.169.254')
 print(json.dumps([ec2.get_instance_metadata(*where), ec2.get_instance_userdata(*where).decode()]))
 """
 
+
 @dataclass
 class Guest:
-    """One that said it was ready. `private` is the key that opens it, `name` its own."""
+    """A guest that is ready.
+
+    Attributes:
+        private: the path of the private key that opens it.
+        done: the result of the command that created it.
+    """
 
     lab: Lab
     host: str
@@ -58,28 +65,27 @@ class Guest:
 
     @property
     def instance(self) -> str:
-        """Its uuid."""
         return re.findall(r'OF INSTANCE (\S+)', self.done.stdout)[0]
 
     def ssh(self, command: str) -> subprocess.CompletedProcess[str]:
-        """A command in the guest by `eschedule ssh`, with the host key it said."""
+        """Run a command in the guest by `eschedule ssh`, which checks the reported host key."""
         schedule = self.lab.directory / 'schedule.yaml'
-        own = {'HOME': str(self.private.parent), 'SSH_AUTH_SOCK': ''}
+        home = {'HOME': str(self.private.parent), 'SSH_AUTH_SOCK': ''}
         return subprocess.run(
             [sys.executable, '-m', 'ecomp.schedule', '--config', schedule, 'ssh', self.name, '-i', self.private, '--',
-             command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env=environment() | own,
+             command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env=environment() | home,
         )  # fmt: skip
 
     def by_hand(self, command: str) -> list[str]:
-        """The words of an ssh that takes any host key."""
+        """Return the command line of an ssh that accepts any host key."""
         address = self.lab.eschedule(self.name).stdout.strip()
-        soon = ('BatchMode=yes', 'ConnectTimeout=5', 'ServerAliveInterval=5')
-        options = (*soon, 'StrictHostKeyChecking=no', 'UserKnownHostsFile=/dev/null', 'LogLevel=ERROR')
-        words = [word for each in options for word in ('-o', each)]
+        timeouts = ('BatchMode=yes', 'ConnectTimeout=5', 'ServerAliveInterval=5')
+        options = (*timeouts, 'StrictHostKeyChecking=no', 'UserKnownHostsFile=/dev/null', 'LogLevel=ERROR')
+        words = [word for option in options for word in ('-o', option)]
         return ['ssh', '-i', str(self.private), *words, f'debian@{address}', command]
 
     def says(self, command: str) -> str:
-        """The output of a command in the guest, which must succeed."""
+        """Run a command in the guest, which must succeed; return its output."""
         done = self.ssh(command)
         assert done.returncode == 0, done
         return done.stdout.strip()
@@ -87,7 +93,7 @@ class Guest:
 
 @pytest.fixture(scope='module')
 def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Guest]]:
-    """A guest for each way, booted side by side, by way."""
+    """Provide one guest for each way of metadata; they boot side by side."""
     work = tmp_path_factory.mktemp('cloud')
     lab = Lab(lab_name('cloud'), len(WAYS))
     try:
@@ -121,16 +127,16 @@ def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Gu
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 @pytest.mark.parametrize('way', WAYS)
 def test_a_stock_cloud_image_boots_as_it_was_asked_to(guests: Mapping[str, Guest], way: str) -> None:
-    """ssh with the key, the name, the user-data, the root's size, and ready when cloud-init had said so."""
+    """Check ssh with the key, name, user-data, size of the root file system and readiness."""
     guest = guests[way]
     assert guest.done.code == 0, guest.done
     record = json.loads(guest.lab.eschedule('show', guest.name, '-f', 'json').stdout)
     assert (record['state'], record['stages']['ready'] > record['stages']['addressed']) == ('active', True)
-    asked = (
+    commands = (
         *('hostname', 'cat /var/tmp/ran', 'df --output=size -B1 / | tail -n 1', 'cloud-init status'),
         *('cloud-init query subplatform', 'cloud-init query instance_id'),
     )
-    hostname, ran, size, status, source, instance = guest.says('; '.join(asked)).splitlines()
+    hostname, ran, size, status, source, instance = guest.says('; '.join(commands)).splitlines()
     assert (hostname, ran, instance) == (guest.name, f'root on {guest.name}', guest.instance)
     assert 2.7 * 2**30 < int(size) < 3 * 2**30
     assert status == 'status: done'
@@ -142,17 +148,19 @@ def test_a_stock_cloud_image_boots_as_it_was_asked_to(guests: Mapping[str, Guest
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_a_second_interface_is_up_and_the_first_one_is_the_way_out(guests: Mapping[str, Guest]) -> None:
     guest = guests['iso']
-    asked = 'ip -j route show default; ip -j link; ip -j -4 address show scope global'
-    routes, links, addresses = map(json.loads, guest.says(asked).splitlines())
-    macs = {each['ifname']: each['address'] for each in links}
+    command = 'ip -j route show default; ip -j link; ip -j -4 address show scope global'
+    routes, links, addresses = map(json.loads, guest.says(command).splitlines())
+    macs = {link['ifname']: link['address'] for link in links}
     record = json.loads(guest.lab.eschedule('show', guest.name, '-f', 'json').stdout)
-    first, second = (each['mac'] for each in record['addresses'])
-    found = {macs[each['ifname']]: [every['local'] for every in each['addr_info']] for each in addresses}
-    assert found[first] == [guest.lab.eschedule(guest.name).stdout.strip()]
-    assert len(found[second]) == 1
-    # Whether a network has a way out is its own affair.
-    assert {(macs[each['dev']], each['metric']) for each in routes} <= {(first, 100), (second, 200)}
-    assert (first, 100) in {(macs[each['dev']], each['metric']) for each in routes}
+    first, second = (interface['mac'] for interface in record['addresses'])
+    addresses_by_mac = {
+        macs[entry['ifname']]: [address['local'] for address in entry['addr_info']] for entry in addresses
+    }
+    assert addresses_by_mac[first] == [guest.lab.eschedule(guest.name).stdout.strip()]
+    assert len(addresses_by_mac[second]) == 1
+    # A network need not have a default route.
+    assert {(macs[route['dev']], route['metric']) for route in routes} <= {(first, 100), (second, 200)}
+    assert (first, 100) in {(macs[route['dev']], route['metric']) for route in routes}
 
 
 @pytest.mark.slow
@@ -170,10 +178,13 @@ def test_a_key_opens_its_own_guest_and_no_other(guests: Mapping[str, Guest]) -> 
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_its_processor_can_run_what_is_built_for_a_newer_one(guests: Mapping[str, Guest]) -> None:
-    """EL 9 is built for x86-64-v2, EL 10 for v3, and ends in a kernel's panic on less. glibc says what it finds."""
-    said = guests['iso'].says('/lib64/ld-linux-x86-64.so.2 --help')
+    """EL 9 needs x86-64-v2 and EL 10 x86-64-v3: their kernels panic on less.
+
+    glibc reports which levels it supports.
+    """
+    levels = guests['iso'].says('/lib64/ld-linux-x86-64.so.2 --help')
     for level in ('v2', 'v3'):
-        assert re.search(rf'^ *x86-64-{level} \(supported', said, re.MULTILINE), said
+        assert re.search(rf'^ *x86-64-{level} \(supported', levels, re.MULTILINE), levels
 
 
 @pytest.mark.slow
@@ -182,11 +193,11 @@ def test_its_processor_can_run_what_is_built_for_a_newer_one(guests: Mapping[str
 def test_cloud_init_reads_the_ec2_paths_too(guests: Mapping[str, Guest]) -> None:
     guest = guests['network']
     public = guest.private.with_suffix('.pub').read_text().strip()
-    told, user_data = json.loads(guest.says(f"python3 -c '{CRAWL.replace(chr(39), chr(34))}'"))
+    metadata, user_data = json.loads(guest.says(f"python3 -c '{CRAWL.replace(chr(39), chr(34))}'"))
     address = guest.lab.eschedule(guest.name).stdout.strip()
     names = {'hostname': guest.name, 'local-hostname': guest.name}
     keys = {'public-keys': {'default': public}}
-    assert told == {'instance-id': guest.instance, 'local-ipv4': address, **names, **keys}
+    assert metadata == {'instance-id': guest.instance, 'local-ipv4': address, **names, **keys}
     assert user_data == SCRIPT
 
 
@@ -196,10 +207,10 @@ def test_cloud_init_reads_the_ec2_paths_too(guests: Mapping[str, Guest]) -> None
 def test_its_host_key_is_pinned_and_its_log_has_no_warning_of_ours(guests: Mapping[str, Guest]) -> None:
     for guest in guests.values():
         record = json.loads(guest.lab.eschedule('show', guest.name, '-f', 'json').stdout)
-        has = guest.says('cat /etc/ssh/ssh_host_*_key.pub').splitlines()
-        assert record['host_keys'] == [' '.join(line.split()[:2]) for line in has]
-        warned = guest.ssh('sudo grep -E "WARN.*(phone|vendor|host_.*key)" /var/log/cloud-init.log')
-        assert (warned.returncode, warned.stdout) == (1, '')
+        host_keys = guest.says('cat /etc/ssh/ssh_host_*_key.pub').splitlines()
+        assert record['host_keys'] == [' '.join(line.split()[:2]) for line in host_keys]
+        warnings = guest.ssh('sudo grep -E "WARN.*(phone|vendor|host_.*key)" /var/log/cloud-init.log')
+        assert (warnings.returncode, warnings.stdout) == (1, '')
         assert 'Cloud-init v. ' in guest.lab.eschedule('log', guest.name).stdout
 
 
@@ -207,7 +218,7 @@ def test_its_host_key_is_pinned_and_its_log_has_no_warning_of_ours(guests: Mappi
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_another_host_key_on_the_way_is_refused(guests: Mapping[str, Guest]) -> None:
-    """As it would be seen if somebody else answered in its place; its own key again is taken again."""
+    """Simulate another machine at the guest's address; the original key is accepted again."""
     guest = guests['iso']
     key = '/etc/ssh/ssh_host_ed25519_key'
     change = f'sudo mv {key} /root/own && sudo ssh-keygen -q -t ed25519 -N "" -f {key} && sudo systemctl restart ssh'
@@ -216,18 +227,18 @@ def test_another_host_key_on_the_way_is_refused(guests: Mapping[str, Guest]) -> 
     refused = guest.ssh('true')
     assert refused.returncode == 255
     assert 'Host key verification failed' in refused.stderr
-    back = f'mv /root/own {key} && systemctl restart ssh'
-    guest.lab.inside(guest.host, *guest.by_hand(f"sudo sh -c '{back}'"))
+    restore = f'mv /root/own {key} && systemctl restart ssh'
+    guest.lab.inside(guest.host, *guest.by_hand(f"sudo sh -c '{restore}'"))
     assert guest.says('hostname') == guest.name
 
 
-# The small guest's reboot always runs; this one takes a minute more.
+# The reboot of the small guest always runs; this one takes a minute more.
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 @pytest.mark.slow
 def test_a_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Guest]) -> None:
-    """cloud-init runs the user-data of an instance once; the host keys stay, too."""
+    """cloud-init runs the user-data of an instance once, and the host keys stay."""
     guest = guests['network']
     guest.says('sudo rm /var/tmp/ran')
     before = guest.lab.eschedule(guest.name).stdout, guest.says('cat /etc/ssh/ssh_host_ed25519_key.pub')
@@ -245,24 +256,24 @@ def test_a_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Gu
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_a_reboot_without_its_ecompute_is_no_first_boot_either(guests: Mapping[str, Guest]) -> None:
-    """The metadata server is away with it: to cloud-init that is another instance, whose host keys are made anew."""
+    """Without the metadata server cloud-init must not make new host keys."""
     guest = guests['network']
     keys, boot = guest.says('cat /etc/ssh/ssh_host_*_key.pub'), guest.says('cat /proc/sys/kernel/random/boot_id')
     lab = guest.lab
     lab.stop_ecompute(guest.host)
     guest.ssh('sudo reboot')
 
-    def booted() -> bool:
+    def has_rebooted() -> bool:
         try:
-            found = lab.inside(guest.host, *guest.by_hand('cat /proc/sys/kernel/random/boot_id')).strip()
+            boot_id = lab.inside(guest.host, *guest.by_hand('cat /proc/sys/kernel/random/boot_id')).strip()
         except EcompError:
-            return False  # its sshd is not there yet, or not any more
-        return found not in ('', boot)
+            return False  # its sshd does not run now
+        return boot_id not in ('', boot)
 
-    until(booted, READY, 'it has booted again')
-    # Through, all of it: until then its keys might still be made anew.
-    said = lab.inside(guest.host, *guest.by_hand('cloud-init status --wait >/dev/null; hostname'))
-    assert said.strip() == guest.name
+    until(has_rebooted, READY, 'it has booted again')
+    # Wait until cloud-init has finished: until then it might still make new host keys.
+    output = lab.inside(guest.host, *guest.by_hand('cloud-init status --wait >/dev/null; hostname'))
+    assert output.strip() == guest.name
     assert lab.inside(guest.host, *guest.by_hand('cat /etc/ssh/ssh_host_*_key.pub')).strip() == keys
     lab.start_ecomputes()
     until(lambda: guest.ssh('true').returncode == 0, 60, 'it is entered as before')
@@ -283,34 +294,36 @@ def test_they_go_without_a_trace(guests: Mapping[str, Guest]) -> None:
 def test_canaries_of_it_are_entered_on_every_host_and_go(
     guests: Mapping[str, Guest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the others have gone: emulation takes its time for two at once."""
+    """Runs after the other guests are gone: emulation is slow for two guests at a time."""
     guest = guests['iso']
     monkeypatch.setenv('HOME', str(guest.private.parent))
     lab, key = guest.lab, ('--ssh-key', f'{guest.private}.pub', '-i', str(guest.private))
     words = ('doctor', '--canary', '-f', 'json', QUERY, lab.url('debian.qcow2'), *key, '--timeout', str(READY))
     done = lab.eschedule(*words, timeout=2 * READY)
-    said = json.loads(done.stdout)
-    assert [each for each in said['findings'] if each['check'] == 'canary'] == []
-    assert {(each['host'], each['reached'], each['said'], each['gone']) for each in said['canaries']} == {
-        (host, 'entered', None, True) for host in WAYS.values()
+    report = json.loads(done.stdout)
+    assert [finding for finding in report['findings'] if finding['check'] == 'canary'] == []
+    assert {
+        (outcome['host'], outcome['reached'], outcome['said'], outcome['gone']) for outcome in report['canaries']
+    } == {(host, 'entered', None, True) for host in WAYS.values()}
+    assert not {outcome['instance'] for outcome in report['canaries']} & {
+        key.rsplit('/', 1)[1] for key in lab.etcd('/')
     }
-    assert not {each['instance'] for each in said['canaries']} & {key.rsplit('/', 1)[1] for key in lab.etcd('/')}
     lab.check()
-    # With another key than it was given nobody comes in, which is found, and it goes all the same.
-    strange = ('--ssh-key', f'{guest.private}.pub', '-i', str(guests['network'].private), '--on', guest.host)
-    refused = lab.eschedule(*words[:6], *strange, '--timeout', str(READY), timeout=2 * READY)
-    said = json.loads(refused.stdout)
-    [found] = [each for each in said['findings'] if each['check'] == 'canary']
-    assert (refused.code, 'Permission denied' in found['what']) == (8, True)
-    assert found['cure'].startswith('name the private key with -i')
-    [canary] = said['canaries']
+    # With a key that does not match, the login fails. That is a finding, and the canary is still destroyed.
+    wrong_key = ('--ssh-key', f'{guest.private}.pub', '-i', str(guests['network'].private), '--on', guest.host)
+    refused = lab.eschedule(*words[:6], *wrong_key, '--timeout', str(READY), timeout=2 * READY)
+    report = json.loads(refused.stdout)
+    [login_failure] = [finding for finding in report['findings'] if finding['check'] == 'canary']
+    assert (refused.code, 'Permission denied' in login_failure['what']) == (8, True)
+    assert login_failure['cure'].startswith('name the private key with -i')
+    [canary] = report['canaries']
     assert (canary['reached'], canary['gone']) == ('ready', True)
     lab.check()
 
 
-# Debian 13, with its Python 3.13, libvirt 11.3, QEMU 10.0 and etcd 3.5: the quickstart, and the tests that say most.
+# Debian 13 with its Python 3.13, libvirt 11.3, QEMU 10.0 and etcd 3.5: the quickstart, and the tests of two parts.
 #
-# A minimal system from Debian's packages, on a machine of its own, with a copy of this tree in it as a clone has it.
+# A minimal system made from Debian's packages, on a machine of its own, with a copy of this tree as a clone has it.
 
 
 CLONE = Path('/clone')
@@ -321,37 +334,39 @@ PIP = [path for path in (Path('/etc/pip.conf'),) if path.exists()]
 
 @pytest.fixture(scope='module')
 def trixie(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """Debian 13 with this tree at CLONE: nothing it needs is installed."""
+    """Provide Debian 13 with this tree at CLONE and without the packages that it needs."""
     if why := lacking():
         pytest.skip(why)
     root = tmp_path_factory.mktemp('trixie') / 'root'
     root.mkdir(mode=0o755)
     try:
         subprocess.run(['tar', '-xf', str(kept('debian-13.tar', RECIPE, _make)), '-C', str(root)], check=True)
-        # Where the machine's packages come through a proxy of its own, its authority and where pip looks are needed.
+        # If the packages come through a proxy, its certificate authority and pip's settings are needed.
         shutil.copyfile(CERTIFICATES, root / CERTIFICATES.relative_to('/'))
         for path in PIP:
             shutil.copyfile(path, root / path.relative_to('/'))
         copy_tree(root / CLONE.relative_to('/'))
-        with machine(root) as made:
+        with machine(root) as started:
             for words in (['init', '--quiet'], ['add', '--all']):
-                run(made, 'git', *words)
-            yield made
+                run(started, 'git', *words)
+            yield started
     finally:
         shutil.rmtree(root.parent, ignore_errors=True)
 
 
 def _make(work: Path) -> Path:
     archive = work / 'root.tar'
-    made = subprocess.run(['mmdebstrap', '--quiet', *RECIPE, str(archive)], check=False, capture_output=True, text=True)
-    assert made.returncode == 0, f'mmdebstrap cannot make Debian 13: {made.stderr[-2000:]}'
+    result = subprocess.run(
+        ['mmdebstrap', '--quiet', *RECIPE, str(archive)], check=False, capture_output=True, text=True
+    )
+    assert result.returncode == 0, f'mmdebstrap cannot make Debian 13: {result.stderr[-2000:]}'
     return archive
 
 
 def run(trixie: Machine, *command: str) -> str:
-    """Run a command in the clone, as root's shell there would; what it printed, which is shown if it fails."""
-    passed_on = [f'{name}={value}' for name, value in os.environ.items() if name.startswith('PIP_')]
-    clean = ['env', '-i', 'HOME=/root', 'LC_ALL=C.UTF-8', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin', *passed_on]
+    """Run a command in the clone like root's shell; return its output, or show it if it fails."""
+    pip_variables = [f'{name}={value}' for name, value in os.environ.items() if name.startswith('PIP_')]
+    clean = ['env', '-i', 'HOME=/root', 'LC_ALL=C.UTF-8', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin', *pip_variables]
     done = trixie.run([*clean, *command], CLONE)
     print(done.stdout)
     assert done.returncode == 0, f'{command}: {done.returncode}\n{done.stdout[-6000:]}{done.stderr[-4000:]}'
@@ -361,16 +376,16 @@ def run(trixie: Machine, *command: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_the_quickstart_and_its_commands(trixie: Machine) -> None:
-    said = run(trixie, './quickstart.sh')
-    assert 'NOTIFIED TARGET' in said
-    assert 'This took ' in said
-    tried = [line.strip() for line in said.partition('Try next')[2].splitlines() if line.startswith('  .venv')]
-    assert len(tried) == 3
-    placed, status, destroyed = (run(trixie, 'sh', '-c', each) for each in tried)
+    output = run(trixie, './quickstart.sh')
+    assert 'NOTIFIED TARGET' in output
+    assert 'This took ' in output
+    commands = [line.strip() for line in output.partition('Try next')[2].splitlines() if line.startswith('  .venv')]
+    assert len(commands) == 3
+    placed, status, destroyed = (run(trixie, 'sh', '-c', command) for command in commands)
     assert placed.startswith('NOTIFIED TARGET')
     assert status.count('ready') == 8
     assert destroyed == ''
-    assert '3 computes' in run(trixie, 'sh', '-c', f'{tried[2].split(" destroy ")[0]} audit 2>&1')
+    assert '3 computes' in run(trixie, 'sh', '-c', f'{commands[2].split(" destroy ")[0]} audit 2>&1')
     run(trixie, './quickstart.sh', 'down')
     assert trixie.run(['ls', '/var/lib/elab']).stdout == ''
 
@@ -379,5 +394,5 @@ def test_the_quickstart_and_its_commands(trixie: Machine) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize('part', ['unit', 'functional'])
 def test_the_tests(trixie: Machine, part: str) -> None:
-    said = run(trixie, 'tests/run', part)
-    assert ' passed' in said
+    output = run(trixie, 'tests/run', part)
+    assert ' passed' in output

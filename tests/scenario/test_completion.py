@@ -1,4 +1,4 @@
-"""What a TAB offers, in real shells: commands, options, and what etcd has at that moment."""
+"""Completion in real shells: commands, options, and names from etcd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHELLS = {'bash': ['bash', '--norc', '--noprofile', '-i'], 'zsh': ['zsh', '-f', 
 
 @pytest.fixture
 def env(cluster: Control) -> Iterator[dict[str, str]]:
-    """An environment in which eschedule is a command that asks the cluster, with an instance web1 in a group."""
+    """Provide an environment with an `eschedule` command for the cluster and an instance web1."""
     command = cluster.directory / 'bin/eschedule'
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ecomp.schedule "$@"\n')
@@ -45,7 +45,7 @@ def env(cluster: Control) -> Iterator[dict[str, str]]:
 
 
 def completion(directory: Path, shell: str, env: dict[str, str]) -> Path:
-    """The script for a shell, in a file; the test is skipped where there is no such shell."""
+    """Write a shell's completion script to a file; skip the test if there is no such shell."""
     if shutil.which(shell) is None:
         pytest.skip(f'apt-get install {shell}')
     path = directory / f'completion.{shell}'
@@ -55,31 +55,33 @@ def completion(directory: Path, shell: str, env: dict[str, str]) -> Path:
 
 
 def offered(shell: str, script: Path, env: dict[str, str], line: str) -> list[str]:
-    """What may stand at the end of a line."""
+    """Return the candidates for the end of a line."""
     if shell == 'fish':
-        typed = f'source {script}; complete -C {shlex.quote(line)}'
-        command = ['fish', '--no-config', '-c', typed]
+        shell_code = f'source {script}; complete -C {shlex.quote(line)}'
+        command = ['fish', '--no-config', '-c', shell_code]
     else:
         *before, current = line.split(' ')[1:]
-        typed = f'compdef() {{ :; }}; source {script}; _eschedule_candidates {shlex.join([current, *before])}'
-        command = [*SHELLS[shell][:-1], '-c', typed]
+        shell_code = f'compdef() {{ :; }}; source {script}; _eschedule_candidates {shlex.join([current, *before])}'
+        command = [*SHELLS[shell][:-1], '-c', shell_code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE * 60)
     assert done.stderr == ''
     current = line.split(' ')[-1]
-    return sorted(each for row in done.stdout.splitlines() if (each := row.split('\t')[0]).startswith(current))
+    return sorted(
+        candidate for row in done.stdout.splitlines() if (candidate := row.split('\t')[0]).startswith(current)
+    )
 
 
 def typed(shell: str, script: Path, env: dict[str, str], line: str) -> str:
-    """What a line becomes by a TAB in an interactive shell on a terminal."""
+    """Return the line that a TAB makes of `line` in an interactive shell on a terminal."""
     pid, terminal = pty.fork()
     if pid == 0:
-        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack('HHHH', 50, 500, 0, 0))  # no line is broken
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack('HHHH', 50, 500, 0, 0))  # wide enough for any line
         os.execvpe(shell, SHELLS[shell], env)
     try:
         prepare = 'autoload -Uz compinit; compinit -u -D; ' if shell == 'zsh' else ''
         os.write(terminal, f'{prepare}source {script}; echo rea""dy\n'.encode())
         seen(terminal, 'ready\r')
-        # Then its beginning is made an echo: what is there now is printed.
+        # Then turn the line into an argument of echo, which prints the current line.
         os.write(terminal, f'{line}\t'.encode())
         seen(terminal, line)
         os.write(terminal, b'\x01echo "<\x05>"\n')
@@ -91,7 +93,7 @@ def typed(shell: str, script: Path, env: dict[str, str], line: str) -> str:
 
 
 def seen(terminal: int, wanted: str) -> str:
-    """All that a terminal shows until `wanted` is in it."""
+    """Read from a terminal until the text contains `expected`; return the text."""
     text, end = '', time.monotonic() + PATIENCE * 30
     while wanted not in text:
         assert time.monotonic() < end, text
@@ -103,13 +105,13 @@ def seen(terminal: int, wanted: str) -> str:
 @pytest.mark.parametrize('shell', SHELLS)
 def test_what_is_offered(cluster: Control, env: dict[str, str], shell: str) -> None:
     script = completion(cluster.directory, shell, env)
-    # A name that would be a command to a shell is offered to none.
+    # A name that a shell would execute is not offered.
     cluster.etcd.put('/groups/$(touch x)', '{"version":1,"policy":"affinity","strict":true,"members":{}}')
     cluster.etcd.put('/groups/a;b', '{"version":1,"policy":"affinity","strict":true,"members":{}}')
     try:
         hosts = offered(shell, script, env, 'eschedule host drain ')
         assert env['COMPUTE'] in hosts
-        for line, wanted in {
+        for line, expected in {
             'eschedule sho': ['show'],
             'eschedule wai': ['wait'],
             'eschedule we': ['web1'],
@@ -148,7 +150,7 @@ def test_what_is_offered(cluster: Control, env: dict[str, str], shell: str) -> N
             f'eschedule --config={cluster.schedule_yaml} show we': ['web1'],
             'eschedule --config=/nowhere show we': [],
         }.items():
-            assert offered(shell, script, env, line) == wanted, line
+            assert offered(shell, script, env, line) == expected, line
     finally:
         cluster.etcd.delete('/groups/$(touch x)')
         cluster.etcd.delete('/groups/a;b')
@@ -158,11 +160,11 @@ def test_what_is_offered(cluster: Control, env: dict[str, str], shell: str) -> N
 @pytest.mark.parametrize('shell', ['bash', 'zsh'])
 def test_a_tab_on_a_terminal(cluster: Control, env: dict[str, str], shell: str) -> None:
     script = completion(cluster.directory, shell, env)
-    for line, wanted in {
+    for line, expected in {
         'eschedule timel': 'eschedule timeline',
         'eschedule show we': 'eschedule show web1',
         'eschedule host dr': 'eschedule host drain',
         'eschedule resources=VCPU:1 --wait=addr': 'eschedule resources=VCPU:1 --wait=addressed',
         f'eschedule list --config {cluster.directory}/sched': f'eschedule list --config {cluster.schedule_yaml}',
     }.items():
-        assert typed(shell, script, env, line) == wanted
+        assert typed(shell, script, env, line) == expected
