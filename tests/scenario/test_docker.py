@@ -1,4 +1,4 @@
-"""docker.sh, and guests on its servers."""
+"""docker.sh with its servers, and the access of guests to them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.kit.servers import until
 from tests.scenario.docker_engine import BASE, POSTGRES, Engine
 from tests.scenario.docker_runs import SCRIPT, TOP, Run, succeeded
 
-# docker.sh for real: up, used, down; and what it says when something is in its way.
+# docker.sh is run for real: up, used, down, and its refusals.
 
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
-# As a page in somebody's browser asks, and as a guest that this machine routes for.
+# Access as from a malicious web page, and as from a guest that this machine routes for.
 ASKED = """\
 set -e
 ask() { # WHAT CURL-WORDS...
@@ -51,9 +51,10 @@ ask 'etcd from a guest' "http://$(address ecomp-etcd):2379/version"
 ask 'placement from a guest' "http://$(address ecomp-placement):8080/"
 """
 
+
 @contextmanager
 def ecompute(engine: Engine, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A pretending ecompute in the containers' network; without a compute.yaml it looks at localhost."""
+    """Run a fake ecompute in the containers' network; without a compute.yaml it uses localhost."""
     log = directory / 'ecompute.log'
     command = [sys.executable, '-m', 'ecomp.compute', '--fake', 'VCPU:4,DISK_GB:10,MEMORY_MB:512']
     environment = os.environ | {'PYTHONPATH': f'{TOP}:{TOP / "md_server"}'}
@@ -63,11 +64,11 @@ def ecompute(engine: Engine, directory: Path) -> Iterator[subprocess.Popen[str]]
         )
         try:
 
-            def ready() -> bool:
+            def is_ready() -> bool:
                 assert process.poll() is None, log.read_text()
                 return '/computes/' in etcd_keys(engine)
 
-            until(ready, 60, 'ecompute has registered')
+            until(is_ready, 60, 'ecompute has registered')
             yield process
         finally:
             process.terminate()
@@ -79,7 +80,7 @@ def etcd_keys(engine: Engine) -> str:
 
 
 def started(engine: Engine) -> dict[str, str]:
-    """When each container that is there was started, by name."""
+    """Return the start time of each container, by name."""
     names = engine.docker('ps', '--all', '--format', '{{.Names}}').split()
     return {name: engine.docker('inspect', '--format', '{{.State.StartedAt}}', name) for name in names}
 
@@ -117,7 +118,7 @@ def test_up_used_down(engine: Engine, run: Run, tmp_path: Path) -> None:
         before = address(instance)
         assert re.fullmatch(r'\d+(\.\d+){3}', before or '')
 
-        # Everything away and back, under a running ecompute: the data was in the volumes.
+        # Remove and restore the servers under a running ecompute: the data is in the volumes.
         assert 'docker volume rm ecomp-etcd ecomp-postgres' in succeeded(run(SCRIPT, 'down'))
         succeeded(run(SCRIPT))
         assert address(instance) == before
@@ -136,9 +137,9 @@ def test_up_used_down(engine: Engine, run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_several_workers_share_the_claims(engine: Engine, run: Run) -> None:
-    """Three workers started at once on an empty database, and none of them answers with an error."""
+    """Three workers start concurrently on an empty database; none answers with an error."""
     succeeded(run(SCRIPT, PLACEMENT_WORKERS='3'))
-    # In brackets, so that grep does not find itself.
+    # The brackets keep grep from finding itself.
     gunicorns = 'grep -lz no-control-socke[t] /proc/[0-9]*/cmdline'
     assert len(engine.docker('exec', 'ecomp-placement', 'sh', '-c', gunicorns).split()) == 4
     assert succeeded(run(sys.executable, '-c', CLAIMS)) == '60\n'
@@ -146,34 +147,34 @@ def test_several_workers_share_the_claims(engine: Engine, run: Run) -> None:
 
 @pytest.mark.slow
 def test_other_ports(engine: Engine, run: Run) -> None:
-    """What is running is made anew when its settings changed, and only that; who may reach it follows."""
+    """Only containers whose settings changed are recreated, and the firewall rules follow."""
 
-    def fences() -> int:
+    def count_rules() -> int:
         return succeeded(run('iptables', '-t', 'raw', '-S', 'PREROUTING')).count('docker.sh')
 
-    fenced = 2 * (engine.version() < 28)
+    expected_rules = 2 * (engine.version() < 28)
     succeeded(run(SCRIPT))
-    assert fences() == fenced
+    assert count_rules() == expected_rules
     before = started(engine)
     changed = succeeded(run(SCRIPT, PLACEMENT_PORT='18080', BIND_ADDRESS='0.0.0.0', INSECURE='1'))
     assert 'placement at http://localhost:18080/' in changed
     after = started(engine)
     assert {name for name in after if after[name] != before[name]} == {'ecomp-etcd', 'ecomp-placement'}
     assert '0.0.0.0:18080' in engine.docker('port', 'ecomp-placement')
-    assert fences() == 0
+    assert count_rules() == 0
 
     succeeded(run(SCRIPT, BIND_ADDRESS='127.0.0.2'))
-    assert fences() == fenced
+    assert count_rules() == expected_rules
     status = ('curl', '-s', '-o', '/dev/null', '-w', '%{http_code} ')
     urls = ('http://127.0.0.2:8080/', 'http://127.0.0.2:2379/version')
     assert [succeeded(run(*status, url)).strip() for url in urls] == ['200', '200']
     succeeded(run(SCRIPT, 'down'))
-    assert fences() == 0
+    assert count_rules() == 0
 
 
 @pytest.mark.slow
 def test_for_others_behind_certificates(engine: Engine, run: Run, tmp_path: Path) -> None:
-    """On an address that others reach: whoever has no certificate, or not the word, is told nothing."""
+    """Without a certificate or with a wrong token the servers answer nothing."""
     address = '10.77.0.1'
     succeeded(run('ip', 'address', 'add', f'{address}/32', 'dev', 'lo'))
     done = run(SCRIPT, BIND_ADDRESS='0.0.0.0')
@@ -195,24 +196,24 @@ def test_for_others_behind_certificates(engine: Engine, run: Run, tmp_path: Path
     url = f'https://{address}:8080/resource_providers'
     assert run(*curl, '-H', 'X-Auth-Token: admin', url).stdout == '000'
     assert run(*curl, f'https://{address}:2379/version').stdout == '000'
-    mine = ('--cert', own / 'client.crt', '--key', own / 'client.key')
-    word = f'X-Auth-Token: {(own / "token").read_text().strip()}'
-    assert run(*curl, *mine, '-H', 'X-Auth-Token: admin', '-H', 'X-Roles: admin', url).stdout == '401'
-    assert run(*curl, *mine, '-H', word, url).stdout == '200'
-    # More than it has threads begin to speak and do not go on.
-    held = (sys.executable, '-c', SILENT, address)
-    assert succeeded(run(*held, *curl, *mine, '-H', word, url)) == '200'
+    client_certificate = ('--cert', own / 'client.crt', '--key', own / 'client.key')
+    token_header = f'X-Auth-Token: {(own / "token").read_text().strip()}'
+    assert run(*curl, *client_certificate, '-H', 'X-Auth-Token: admin', '-H', 'X-Roles: admin', url).stdout == '401'
+    assert run(*curl, *client_certificate, '-H', token_header, url).stdout == '200'
+    # More clients than the server has threads connect and stall after one byte.
+    with_silent_connections = (sys.executable, '-c', SILENT, address)
+    assert succeeded(run(*with_silent_connections, *curl, *client_certificate, '-H', token_header, url)) == '200'
 
-    shown = f'openssl s_client -connect {address}:8080 </dev/null 2>/dev/null | openssl x509 -noout -serial'
-    before = succeeded(run('sh', '-c', shown))
+    print_serial = f'openssl s_client -connect {address}:8080 </dev/null 2>/dev/null | openssl x509 -noout -serial'
+    before = succeeded(run('sh', '-c', print_serial))
     (tmp_path / 'certs/placement/server.crt').unlink()
     succeeded(run(tools / 'elab', 'certs', 'certs', '--control', address))
-    until(lambda: succeeded(run('sh', '-c', shown)) != before, 20, 'the new certificate is shown')
+    until(lambda: succeeded(run('sh', '-c', print_serial)) != before, 20, 'the new certificate is shown')
     succeeded(run(*hosts, own / 'schedule.yaml', 'hosts'))
 
 
 def with_elab(tools: Path) -> Path:
-    """A directory with an `elab` in it."""
+    """Make a directory with an `elab` command in it."""
     tools.mkdir()
     (tools / 'elab').write_text(f'#!/bin/sh\nexec {sys.executable} -m ecomp.lab.elab "$@"\n')
     (tools / 'elab').chmod(0o755)
@@ -237,10 +238,10 @@ def test_on_localhost_behind_certificates_where_it_is_told_to(engine: Engine, ru
 
 @pytest.mark.slow
 def test_own_database(engine: Engine, run: Run) -> None:
-    """With a database of one's own on this machine no PostgreSQL container is started."""
+    """With an own database on this machine no PostgreSQL container is started."""
     gateway = engine.docker('network', 'inspect', '--format', '{{(index .IPAM.Config 0).Gateway}}', 'bridge')
-    mine = ('POSTGRES_USER=me', 'POSTGRES_DB=mine', 'POSTGRES_PASSWORD=secret')
-    environment = [word for setting in mine for word in ('--env', setting)]
+    settings = ('POSTGRES_USER=me', 'POSTGRES_DB=mine', 'POSTGRES_PASSWORD=secret')
+    environment = [word for setting in settings for word in ('--env', setting)]
     engine.docker('run', '--detach', '--name', 'own', '--publish', f'{gateway}:5432:5432', *environment, POSTGRES)
     try:
         until(lambda: run('docker', 'exec', 'own', 'pg_isready', '-h', '127.0.0.1').returncode == 0, 60, 'PostgreSQL')
@@ -254,7 +255,7 @@ def test_own_database(engine: Engine, run: Run) -> None:
 
 @pytest.mark.slow
 def test_what_is_in_the_way(engine: Engine, run: Run) -> None:
-    """Each refusal is one line with what to do, and leaves nothing running that was not."""
+    """Each refusal is one line with its remedy and starts nothing."""
     done = run(sys.executable, '-c', TAKEN, SCRIPT)
     assert done.returncode == 5
     assert re.search(r'^docker.sh: port \d+ on 127.0.0.1 is taken .* ETCD_PORT=…$', done.stderr)
@@ -281,21 +282,21 @@ def test_a_server_that_does_not_stay_up(engine: Engine, run: Run, tmp_path: Path
     assert done.returncode == 1
     assert 'these files are older\n' in done.stderr
     assert done.stderr.endswith('docker.sh: ecomp-postgres does not stay up (the end of its log is above)\n')
-    # Left for `docker logs`, not going round and round; and the next run with what was wrong put right goes on.
+    # The container is kept for `docker logs` and not restarted; the next run, with a working image, succeeds.
     assert engine.docker('inspect', '--format', '{{.State.Status}}', 'ecomp-postgres') == 'exited'
     succeeded(run(SCRIPT))
 
 
 def test_usage(tmp_path: Path) -> None:
-    """Without a daemon: the help, a word that is none, no Docker at all."""
+    """Without a daemon: the help, wrong arguments, and a machine without Docker."""
 
-    def alone(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run_script(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         command = ['bash', str(SCRIPT), *words]
         return subprocess.run(command, check=False, capture_output=True, text=True, env=dict(os.environ) | environment)
 
-    assert 'PLACEMENT_DATABASE' in succeeded(alone('--help'))
+    assert 'PLACEMENT_DATABASE' in succeeded(run_script('--help'))
     for words in (['sideways'], ['down', 'now'], ['']):
-        done = alone(*words)
+        done = run_script(*words)
         assert (done.returncode, done.stdout) == (2, '')
         assert done.stderr == 'docker.sh: usage: ./docker.sh [up | down | --help]\n'
 
@@ -303,7 +304,7 @@ def test_usage(tmp_path: Path) -> None:
     tools.mkdir()
     for tool in ('bash', 'nproc'):
         (tools / tool).symlink_to(f'/usr/bin/{tool}')
-    done = alone(PATH=str(tools))
+    done = run_script(PATH=str(tools))
     assert (done.returncode, done.stderr.count('\n')) == (2, 1)
     assert 'there is no docker command here' in done.stderr
 
@@ -336,7 +337,7 @@ with concurrent.futures.ThreadPoolExecutor(8) as pool:
     print(list(pool.map(lambda _: call('PUT', f'/allocations/{uuid.uuid4()}', claim), range(60))).count(204))
 """
 
-# docker.sh with a port in ETCD_PORT that this program listens on.
+# docker.sh with an ETCD_PORT on which this program listens.
 TAKEN = """
 import os, socket, subprocess, sys
 with socket.create_server(('127.0.0.1', 0)) as taken:
@@ -344,7 +345,7 @@ with socket.create_server(('127.0.0.1', 0)) as taken:
     sys.exit(subprocess.run([sys.argv[1]], env=environment).returncode)
 """
 
-# A command beside two hundred connections to placement of which each has said one byte.
+# Run a command beside 200 connections to placement, each of which has sent one byte.
 SILENT = """
 import socket, subprocess, sys
 held = [socket.create_connection((sys.argv[1], 8080)) for _ in range(200)]
@@ -354,7 +355,7 @@ sys.exit(subprocess.run(sys.argv[2:]).returncode)
 """
 
 
-# Whether a guest on a network of libvirt reaches what docker.sh publishes for its own machine alone.
+# Guests on a libvirt network must not reach the ports that docker.sh publishes for its own machine.
 
 
 LIBVIRTD = """
@@ -368,6 +369,8 @@ exec setpriv --pdeathsig KILL libvirtd
 """
 NETWORK = """<network><name>guests</name><forward mode='nat'/><bridge name='virbr0' stp='off'/>
 <ip address='192.168.122.1' netmask='255.255.255.0'/></network>"""
+# A namespace on libvirt's bridge, set up as root in a guest could do it: its lo is down, and it routes 127.0.0.1 to its
+# router.
 GUEST = """
 ip link add guest0 type veth peer name eth0 netns "$1"
 ip link set guest0 master virbr0 up
@@ -377,7 +380,6 @@ ip -n "$1" route add default via 192.168.122.1
 ip -n "$1" route add 127.0.0.1 via 192.168.122.1
 ip netns exec "$1" sysctl -qw net.ipv4.conf.all.route_localnet=1
 """
-"""A namespace on libvirt's bridge as root in a guest sets it up: its lo is down and 127.0.0.1 is behind its router."""
 
 StartNetwork = Callable[[], None]
 AsGuest = Callable[..., subprocess.CompletedProcess[str]]
@@ -385,8 +387,8 @@ AsGuest = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def start_network(engine: Engine, run: Run) -> Iterator[StartNetwork]:
-    """Start a network of a libvirtd that runs where the Docker Engine does."""
-    # Not in tmp_path, where the path of a socket is longer than the 107 bytes that unix(7) allows.
+    """Provide a function that starts a network of a libvirtd beside the Docker Engine."""
+    # The path of a socket in tmp_path would exceed the 107 bytes that unix(7) allows.
     with tempfile.TemporaryDirectory(prefix='libvirt-') as name:
         directory = Path(name)
         (directory / 'network.xml').write_text(NETWORK)
@@ -405,21 +407,28 @@ def start_network(engine: Engine, run: Run) -> Iterator[StartNetwork]:
 
 @pytest.fixture
 def as_guest(engine: Engine, run: Run) -> Iterator[AsGuest]:
-    """Run a command as a guest on the network that start_network() started, once it reaches its router."""
+    """Provide a function that runs a command as a guest on the network of start_network().
+
+    The first call waits until the guest reaches its router.
+    """
     name = f'guest-{engine.pid}'
     subprocess.run(['ip', 'netns', 'add', name], check=True)
 
-    def inside(*words: str) -> subprocess.CompletedProcess[str]:
+    def run_in_namespace(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(['ip', 'netns', 'exec', name, *words], check=False, capture_output=True, text=True)
 
-    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+    def run_when_connected(*words: str) -> subprocess.CompletedProcess[str]:
         if run('ip', 'link', 'show', 'guest0').returncode:
             succeeded(run('sh', '-e', '-c', GUEST, 'guest', name))
             refused = 7
-            until(lambda: inside('curl', '-m', '2', 'http://192.168.122.1:9').returncode == refused, 20, 'its router')
-        return inside(*words)
+            until(
+                lambda: run_in_namespace('curl', '-m', '2', 'http://192.168.122.1:9').returncode == refused,
+                20,
+                'its router',
+            )
+        return run_in_namespace(*words)
 
-    yield ask
+    yield run_when_connected
     subprocess.run(['ip', 'netns', 'del', name], check=True)
 
 
@@ -427,34 +436,34 @@ def as_guest(engine: Engine, run: Run) -> Iterator[AsGuest]:
 def test_guest_reaches_no_container_in_whichever_order_docker_and_libvirt_start(
     engine: Engine, run: Run, start_network: StartNetwork, as_guest: AsGuest
 ) -> None:
-    def reached() -> list[str]:
+    def list_reachable() -> list[str]:
         addresses = {'127.0.0.1': '127.0.0.1'}
         for name in ('ecomp-etcd', 'ecomp-placement'):
             addresses[name] = engine.docker('inspect', '-f', '{{.NetworkSettings.Networks.ecomp.IPAddress}}', name)
         ask = ('curl', '-s', '-o', '/dev/null', '-m', '4', '-H', 'Host: localhost')
-        places = [(name, f'http://{address}:{port}/') for name, address in addresses.items() for port in (2379, 8080)]
-        return [f'{name} {url[-5:-1]}' for name, url in places if as_guest(*ask, url).returncode == 0]
+        targets = [(name, f'http://{address}:{port}/') for name, address in addresses.items() for port in (2379, 8080)]
+        return [f'{name} {url[-5:-1]}' for name, url in targets if as_guest(*ask, url).returncode == 0]
 
     old = engine.version() < 28
     succeeded(run(SCRIPT))
     start_network()  # libvirt's chains before Docker's
-    assert reached() == []
+    assert list_reachable() == []
     restarted = {'on-failure'} if old else {'unless-stopped'}
     assert policies(engine) == restarted
 
     succeeded(run(SCRIPT, 'down'))
     succeeded(run(SCRIPT))  # Docker's chains before libvirt's
-    assert reached() == []
+    assert list_reachable() == []
 
-    # What this test asks is what a guest reaches where nothing keeps it out.
+    # Without the rules the guest does reach the servers: the check itself works.
     succeeded(run('iptables', '-t', 'raw', '-F', 'PREROUTING'))
     if old:
-        assert {'127.0.0.1 2379', 'ecomp-etcd 2379', '127.0.0.1 8080', 'ecomp-placement 8080'} <= set(reached())
+        assert {'127.0.0.1 2379', 'ecomp-etcd 2379', '127.0.0.1 8080', 'ecomp-placement 8080'} <= set(list_reachable())
     succeeded(run(SCRIPT))
-    assert reached() == []
+    assert list_reachable() == []
 
 
 def policies(engine: Engine) -> set[str]:
-    """What Docker does about each container when it ends, or when Docker starts."""
+    """Return the restart policies of the running containers."""
     names = engine.docker('ps', '--format', '{{.Names}}').split()
     return {engine.docker('inspect', '-f', '{{.HostConfig.RestartPolicy.Name}}', name) for name in names}

@@ -15,19 +15,22 @@ from tests.kit.hands import Eschedule
 from tests.kit.lab import Lab
 from tests.kit.servers import free_port, until
 
-# `eschedule doctor` on real servers: nothing where all is well, and of what is not, what mends it.
+# `eschedule doctor` on real servers: no findings in a healthy cluster, otherwise each with its cure.
 
 
 def findings(control: Control) -> dict[str, Any]:
-    """What it finds, by the check, but of etcd's version, which is the machine's; its words are as it ends."""
+    """Run the doctor; return its findings by check and validate the rest of its report.
+
+    A finding about etcd's version depends on the machine and is left out.
+    """
     result = control.eschedule('doctor', '-f', 'json')
-    said = json.loads(result.stdout)
-    found = {each['check']: each for each in said['findings']}
-    assert result.code == (8 if found else 0)
-    assert (found.pop('etcd-version', None) is not None) == (holes(said['etcd']['version']) is not None)
-    assert said['configuration'] == str(control.schedule_yaml)
-    assert said['placement'] == {'name': f'placement at {control.placement.url}', 'microversion': '1.39'}
-    return found
+    report = json.loads(result.stdout)
+    findings_by_check = {finding['check']: finding for finding in report['findings']}
+    assert result.code == (8 if findings_by_check else 0)
+    assert (findings_by_check.pop('etcd-version', None) is not None) == (holes(report['etcd']['version']) is not None)
+    assert report['configuration'] == str(control.schedule_yaml)
+    assert report['placement'] == {'name': f'placement at {control.placement.url}', 'microversion': '1.39'}
+    return findings_by_check
 
 
 def test_a_compute_that_was_stopped(cluster: Control) -> None:
@@ -58,13 +61,13 @@ def test_a_compute_of_another_version(cluster: Control) -> None:
     other = '0b5e55ed-0000-4000-8000-000000000000'
     cluster.etcd.put('/computes/none', '[', lease)
     try:
-        for version, named in (('0.9', ['version']), ("0.9\n'; reboot; '", [])):  # a cure is typed
-            says = {'token': 'x', 'version': version, 'hostname': 'old'}
-            cluster.etcd.put(f'/computes/{other}', json.dumps(says), lease)
-            found = findings(cluster)
-            assert list(found) == named
+        for version, named in (('0.9', ['version']), ("0.9\n'; reboot; '", [])):  # users type cures
+            presence = {'token': 'x', 'version': version, 'hostname': 'old'}
+            cluster.etcd.put(f'/computes/{other}', json.dumps(presence), lease)
+            found_by_check = findings(cluster)
+            assert list(found_by_check) == named
             if named:
-                assert found['version']['what'] == f'compute old runs ecomp 0.9, and this is {read_version()}'
+                assert found_by_check['version']['what'] == f'compute old runs ecomp 0.9, and this is {read_version()}'
     finally:
         cluster.etcd.delete(f'/computes/{other}')
         cluster.etcd.delete('/computes/none')
@@ -81,8 +84,8 @@ def test_a_backend_that_is_away_is_a_finding(cluster: Control) -> None:
         result = eschedule(config, 'doctor', '-f', 'json')
         assert result.code == 7
         assert f'{away} at' in result.stderr
-        found = {each['check']: each['cure'] for each in json.loads(result.stdout)['findings']}
-        assert found[away].startswith(f'{config} told where it is')
+        cures = {finding['check']: finding['cure'] for finding in json.loads(result.stdout)['findings']}
+        assert cures[away].startswith(f'{config} told where it is')
 
 
 def test_check_goes_with_nothing_else(cluster: Control) -> None:
@@ -91,7 +94,7 @@ def test_check_goes_with_nothing_else(cluster: Control) -> None:
         assert (refused.code, refused.stdout) == (2, '')
 
 
-# `eschedule doctor --canary`: what it says of hosts of every kind, and that nothing of a canary is left.
+# `eschedule doctor --canary`: its report for hosts of every kind; no canary is left behind.
 
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
@@ -100,42 +103,42 @@ KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZG
 
 
 def said(result: Result) -> dict[str, Any]:
-    """Its document, whose exit code is that of a finding if there is one, of whichever check."""
+    """Return the document of a doctor, whose exit code must match its findings."""
     document: dict[str, Any] = json.loads(result.stdout)
     assert result.code == (8 if document['findings'] else 0), result
     return document
 
 
 def findings_of(result: Result) -> list[tuple[str, str]]:
-    """What its canaries found: what, and the cure."""
-    return [(each['what'], each['cure']) for each in said(result)['findings'] if each['check'] == 'canary']
+    """Return problem and cure of each finding of the canaries."""
+    return [(finding['what'], finding['cure']) for finding in said(result)['findings'] if finding['check'] == 'canary']
 
 
 def canary(control: Control, *words: str) -> Result:
-    """A doctor with canaries, to its end."""
+    """Run a doctor with canaries to its end."""
     return control.eschedule('doctor', '--canary', '-f', 'json', *words)
 
 
 def begun(control: Control, *words: str) -> Eschedule:
-    """The same, a process that goes on."""
+    """Start a doctor with canaries, a process that runs on."""
     return Eschedule(control, 'doctor', '--canary', '-f', 'json', *words)
 
 
 def left(control: Control) -> list[str]:
-    """The keys that a canary has, while it is there; nor does placement know of it when there are none."""
+    """Return the keys that canaries still have in etcd."""
     prefixes = ('/hosts/', '/instances/', '/names/', '/requests/', '/booted/', '/groups/')
     return [key for prefix in prefixes for key in control.etcd.keys(prefix)]
 
 
 def nothing_is_left(control: Control, *computes: Ecompute) -> None:
     assert left(control) == []
-    assert [control.placement.consumers(each.uuid) for each in computes] == [{} for _ in computes]
+    assert [control.placement.consumers(compute.uuid) for compute in computes] == [{} for _ in computes]
 
 
 def placed_on(control: Control, *computes: Ecompute) -> None:
-    """Return when each has been asked for an instance."""
-    asked = [f'/hosts/{each.uuid}/' for each in computes]
-    until(lambda: all(map(control.etcd.keys, asked)), 30, 'each host is asked for a canary')
+    """Wait until each compute has a request."""
+    prefixes = [f'/hosts/{compute.uuid}/' for compute in computes]
+    until(lambda: all(map(control.etcd.keys, prefixes)), 30, 'each host is asked for a canary')
 
 
 def test_every_host_that_is_up_has_one_and_of_others_it_is_said_why_not(cluster: Control) -> None:
@@ -145,22 +148,24 @@ def test_every_host_that_is_up_has_one_and_of_others_it_is_said_why_not(cluster:
     closed.stop()
     result = canary(cluster)
     assert findings_of(result) == []
-    found = {each['compute']: each for each in said(result)['canaries']}
+    outcomes = {outcome['compute']: outcome for outcome in said(result)['canaries']}
     for compute in (one, two):
-        each = found.pop(compute.uuid)
-        assert each['name'] == f'canary-{each["instance"][:8]}'
-        assert (each['reached'], each['seconds'] > 0, each['gone']) == ('addressed', True, True)
-        assert each['said'] == NO_KEY
-        assert f'{each["name"]} booted after ' in result.stderr
-    assert {compute: each['said'] for compute, each in found.items()} == {
+        outcome = outcomes.pop(compute.uuid)
+        assert outcome['name'] == f'canary-{outcome["instance"][:8]}'
+        assert (outcome['reached'], outcome['seconds'] > 0, outcome['gone']) == ('addressed', True, True)
+        assert outcome['said'] == NO_KEY
+        assert f'{outcome["name"]} booted after ' in result.stderr
+    assert {compute: outcome['said'] for compute, outcome in outcomes.items()} == {
         disabled.uuid: 'it is disabled',
         closed.uuid: 'it is closed',
         full.uuid: 'MEMORY_MB short by 128 (free 128 of 128)',
     }
-    assert {(each['instance'], each['reached'], each['gone']) for each in found.values()} == {(None, None, None)}
+    assert {(outcome['instance'], outcome['reached'], outcome['gone']) for outcome in outcomes.values()} == {
+        (None, None, None)
+    }
     assert result.stderr.count(': no canary: ') == 3
     nothing_is_left(cluster, one, two, full)
-    # As a table the findings alone are data.
+    # In a table only findings are data.
     table = cluster.eschedule('doctor', '--canary', SMALL)
     assert not [line for line in table.stdout.splitlines() if line.startswith('canary:')]
     assert table.stderr.count(' booted after ') == 2
@@ -170,10 +175,10 @@ def test_one_host_alone_and_a_flavor(cluster: Control) -> None:
     one, two = cluster.ecompute(), cluster.ecompute()
     assert cluster.eschedule('flavor', 'set', 'tiny', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:16').code == 0
     image = 'http://images.example/small.qcow2'
-    [each] = said(canary(cluster, '--on', two.uuid, '--flavor', 'tiny', image, '--for', 'disk'))['canaries']
-    assert (each['compute'], each['reached'], each['said']) == (two.uuid, 'disk', NO_KEY)
-    assert f'INSTANTIATE INSTANCE {each["instance"]} WITH IMAGE {image}' in two.log.read_text()
-    assert each['instance'] not in one.log.read_text()
+    [outcome] = said(canary(cluster, '--on', two.uuid, '--flavor', 'tiny', image, '--for', 'disk'))['canaries']
+    assert (outcome['compute'], outcome['reached'], outcome['said']) == (two.uuid, 'disk', NO_KEY)
+    assert f'INSTANTIATE INSTANCE {outcome["instance"]} WITH IMAGE {image}' in two.log.read_text()
+    assert outcome['instance'] not in one.log.read_text()
     nothing_is_left(cluster, one, two)
 
 
@@ -193,14 +198,14 @@ def test_where_there_is_room_nowhere_that_is_found(cluster: Control, compute: Ec
 
 
 def test_a_guest_that_never_says_it_is_ready(cluster: Control, compute: Ecompute) -> None:
-    """With a key it has to, for it is to be entered."""
+    """With a key the canary must become ready, because the doctor logs in to it."""
     (cluster.directory / 'key.pub').write_text(KEY)
     result = canary(cluster, '--ssh-key', str(cluster.directory / 'key.pub'), '--timeout', '1')
     [(what, cure)] = findings_of(result)
     assert what.endswith(' a canary did not come through: 1 s are up, still waiting for: cloud-init to finish')
     assert '--for addressed' in cure
-    [each] = said(result)['canaries']
-    assert (each['reached'], each['seconds'], each['gone']) == ('addressed', None, True)
+    [outcome] = said(result)['canaries']
+    assert (outcome['reached'], outcome['seconds'], outcome['gone']) == ('addressed', None, True)
     nothing_is_left(cluster, compute)
 
 
@@ -208,15 +213,15 @@ def test_a_host_that_builds_nothing_and_the_one_beside_it(cluster: Control) -> N
     well, frozen = cluster.ecompute(), cluster.ecompute()
     frozen.pause()
     result = canary(cluster, '--timeout', '2')
-    broke, remains = findings_of(result)
-    assert broke[0].endswith(': 2 s are up, still waiting for: its compute to take it')
-    assert broke[1].startswith('systemctl restart ecompute')
-    found = {each['compute']: each for each in said(result)['canaries']}
-    name, instance = found[frozen.uuid]['name'], found[frozen.uuid]['instance']
+    timed_out, remains = findings_of(result)
+    assert timed_out[0].endswith(': 2 s are up, still waiting for: its compute to take it')
+    assert timed_out[1].startswith('systemctl restart ecompute')
+    outcomes = {outcome['compute']: outcome for outcome in said(result)['canaries']}
+    name, instance = outcomes[frozen.uuid]['name'], outcomes[frozen.uuid]['instance']
     assert remains[0].startswith(f'{name} on ')
     assert remains[1] == f'eschedule destroy --wait {instance}'
-    assert (found[well.uuid]['gone'], found[frozen.uuid]['gone']) == (True, False)
-    # It is asked to destroy it, and does so once it can.
+    assert (outcomes[well.uuid]['gone'], outcomes[frozen.uuid]['gone']) == (True, False)
+    # The frozen compute destroys its canary as soon as it runs again.
     frozen.resume()
     assert cluster.eschedule(*remains[1].split()[1:]).code in (0, 4)
     assert cluster.eschedule('clear').code == 0
@@ -225,36 +230,36 @@ def test_a_host_that_builds_nothing_and_the_one_beside_it(cluster: Control) -> N
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_in_the_middle(cluster: Control, number: int) -> None:
-    """Of all hosts, which are asked at once: where each waits for ever, a second one would not be asked."""
+    """Both computes are frozen; the doctor requests their canaries concurrently."""
     computes = [cluster.ecompute(), cluster.ecompute()]
-    for each in computes:
-        each.pause()
-    with begun(cluster) as under_way:
+    for compute in computes:
+        compute.pause()
+    with begun(cluster) as doctor:
         placed_on(cluster, *computes)
-        under_way.send(number)
-        under_way.send(signal.SIGINT)  # as timeout(1) does: it changes nothing
-        until(lambda: 'are being destroyed' in under_way.stderr, 30, 'it heard')
-        for each in computes:
-            each.resume()
-        ended = under_way.end()
-    found = json.loads(ended.stdout)
-    assert ended.code == (8 if found['findings'] else 1)
-    assert [each['check'] for each in found['findings'] if each['check'] == 'canary'] == []
-    assert {(each['said'], each['gone']) for each in found['canaries']} == {('interrupted', True)}
+        doctor.send(number)
+        doctor.send(signal.SIGINT)  # as timeout(1) does: a second signal changes nothing
+        until(lambda: 'are being destroyed' in doctor.stderr, 30, 'it heard')
+        for compute in computes:
+            compute.resume()
+        result = doctor.end()
+    report = json.loads(result.stdout)
+    assert result.code == (8 if report['findings'] else 1)
+    assert [finding['check'] for finding in report['findings'] if finding['check'] == 'canary'] == []
+    assert {(outcome['said'], outcome['gone']) for outcome in report['canaries']} == {('interrupted', True)}
     nothing_is_left(cluster, *computes)
 
 
 def test_who_does_not_wait_for_the_end_is_told_what_may_be_left(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
-    with begun(cluster) as under_way:
+    with begun(cluster) as doctor:
         placed_on(cluster, compute)
 
-        def ended() -> bool:
-            under_way.send(signal.SIGINT)
-            return under_way.has_ended
+        def interrupt() -> bool:
+            doctor.send(signal.SIGINT)
+            return doctor.has_ended
 
-        until(ended, 60, 'it does not wait any more')
-        result = under_way.end()
+        until(interrupt, 60, 'it does not wait any more')
+        result = doctor.end()
     [(what, cure)] = findings_of(result)
     assert what.endswith(' may be left: interrupted')
     compute.resume()
@@ -264,36 +269,36 @@ def test_who_does_not_wait_for_the_end_is_told_what_may_be_left(cluster: Control
 
 
 def test_an_etcd_that_goes_away_meanwhile(own_control: Control, compute: Ecompute) -> None:
-    """Then it cannot be destroyed, and what is to be typed is said."""
+    """The canary cannot be destroyed then, so the cure names the command."""
     compute.pause()
-    with begun(own_control, '--timeout', '5') as under_way:
+    with begun(own_control, '--timeout', '5') as doctor:
         placed_on(own_control, compute)
         own_control.etcd.kill()
-        result = under_way.end()
+        result = doctor.end()
     assert result.code == 8
-    found = json.loads(result.stdout)
-    [each] = found['canaries']
-    assert each['gone'] is False
-    assert f'eschedule destroy --wait {each["instance"]}' in [every['cure'] for every in found['findings']]
+    report = json.loads(result.stdout)
+    [outcome] = report['canaries']
+    assert outcome['gone'] is False
+    assert f'eschedule destroy --wait {outcome["instance"]}' in [finding['cure'] for finding in report['findings']]
     own_control.etcd.start()
     compute.resume()
-    assert own_control.eschedule('destroy', '--wait', each['instance']).code == 0
+    assert own_control.eschedule('destroy', '--wait', outcome['instance']).code == 0
 
 
 def test_real_guests_boot_and_go(lab: Lab) -> None:
-    """On three hosts at once; and an image that is not there is a finding of each of them."""
+    """The canaries run on three hosts concurrently. A missing image is a finding for each host."""
     result = lab.eschedule('doctor', '--canary', '-f', 'json', SMALL, lab.url('guest.qcow2'), '--for', 'ready')
     assert findings_of(result) == []
-    assert {(each['host'], each['reached'], each['gone']) for each in said(result)['canaries']} == {
+    assert {(outcome['host'], outcome['reached'], outcome['gone']) for outcome in said(result)['canaries']} == {
         (host, 'ready', True) for host in lab.hosts
     }
     assert not any(map(lab.domains, lab.hosts))
     assert not any(map(lab.disks, lab.hosts))
-    gone = lab.eschedule('doctor', '--canary', '-f', 'json', SMALL, lab.url('nowhere.qcow2'))
-    assert len(findings_of(gone)) == len(lab.hosts)
-    for what, cure in findings_of(gone):
+    failed_result = lab.eschedule('doctor', '--canary', '-f', 'json', SMALL, lab.url('nowhere.qcow2'))
+    assert len(findings_of(failed_result)) == len(lab.hosts)
+    for what, cure in findings_of(failed_result):
         assert 'failed at stage image' in what
         assert 'nowhere.qcow2' in what
         assert 'IMAGE_URL' in cure
-    assert {each['gone'] for each in said(gone)['canaries']} == {True}
+    assert {outcome['gone'] for outcome in said(failed_result)['canaries']} == {True}
     assert lab.etcd('/instances/') == {}

@@ -1,4 +1,4 @@
-"""What happened, as far back as etcd keeps it, and what happens."""
+"""`eschedule events`: the history that etcd keeps, and changes as they happen."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.kit.story import SMALL, boot, one_line, place
 
 
 def told(lines: str) -> list[str]:
-    """Lines without their times."""
+    """Strip the times from lines of events."""
     return [line.split(maxsplit=1)[1] for line in lines.splitlines()]
 
 
 def in_order(found: Sequence[str], *wanted: str) -> bool:
-    """Whether these are among the found ones, in this order."""
-    left = iter(found)
-    return all(each in left for each in wanted)
+    """True if the lines contain the expected ones in this order."""
+    remaining = iter(found)
+    return all(line in remaining for line in wanted)
 
 
 def test_what_happened_is_told_in_its_order(cluster: Control, compute: Ecompute) -> None:
@@ -33,7 +33,7 @@ def test_what_happened_is_told_in_its_order(cluster: Control, compute: Ecompute)
     assert placed.code == 0, placed
     instance = boot(cluster)
     assert cluster.eschedule('reboot', 'web1', '--wait').code == 0
-    assert cluster.eschedule('wait', 'web1').code == 0  # for its address, which comes after it runs
+    assert cluster.eschedule('wait', 'web1').code == 0  # for its address, which it gets after it is active
     assert cluster.eschedule('destroy', 'web1', '--wait').code == 0
 
     done = cluster.eschedule('events')
@@ -55,7 +55,7 @@ def test_what_happened_is_told_in_its_order(cluster: Control, compute: Ecompute)
     assert [event['revision'] for event in events] == sorted(event['revision'] for event in events)
     assert events[0]['compute'] == compute.uuid
     assert all(set(event) == {'revision', 'time', 'kind', 'instance', 'name', 'compute', 'says'} for event in events)
-    nobody = str(uuid.uuid4())  # etcd's history is of the tests before, too
+    nobody = str(uuid.uuid4())  # etcd's history includes earlier tests
     nothing = cluster.eschedule('events', nobody)
     assert (nothing.code, nothing.stdout) == (4, '')
     assert f'{nobody}: nothing of it is in what etcd keeps' in nothing.stderr
@@ -66,11 +66,11 @@ def test_what_happens_is_told_until_ctrl_c(cluster: Control, compute: Ecompute) 
     with Eschedule(cluster, 'events', '--watch') as watching:
         until(lambda: f'{before}: active' in watching.stdout, 20, 'what happened before is told')
         compute.pause()
-        _, later = place(cluster)
-        until(lambda: f'{later}: request accepted, for ' in watching.stdout, 20, 'it is told when it happens')
-        assert f'{later}: active' not in watching.stdout
+        _, new_instance = place(cluster)
+        until(lambda: f'{new_instance}: request accepted, for ' in watching.stdout, 20, 'it is told when it happens')
+        assert f'{new_instance}: active' not in watching.stdout
         compute.resume()
-        until(lambda: f'{later}: active' in watching.stdout, 20, 'and what comes of it')
+        until(lambda: f'{new_instance}: active' in watching.stdout, 20, 'and what comes of it')
         watching.send(signal.SIGINT)
         ended = watching.end(20)
     one_line(ended, 0, 'all that ever happened')
@@ -78,13 +78,12 @@ def test_what_happens_is_told_until_ctrl_c(cluster: Control, compute: Ecompute) 
 
 @pytest.mark.usefixtures('compute')
 def test_the_last_changes_alone(cluster: Control) -> None:
-    """`-n N`: those, and it ends; with --watch it goes on with what happens (fake)"""
     instance = boot(cluster)
     for form in ('table', 'json'):
-        every = cluster.eschedule('events', instance, '-f', form).stdout.splitlines()
+        lines = cluster.eschedule('events', instance, '-f', form).stdout.splitlines()
         last = cluster.eschedule('events', instance, '-f', form, '-n', '2')
         one_line(last, 0, 'the last 2 of all that ever happened')
-        assert last.stdout.splitlines() == every[-2:]
+        assert last.stdout.splitlines() == lines[-2:]
         assert cluster.eschedule('events', '-f', form, '-n', '0').stdout == ''
     with Eschedule(cluster, 'events', instance, '-n', '1', '--watch') as watching:
         until(lambda: watching.stdout, 20, 'the last change')
@@ -112,34 +111,34 @@ def test_what_etcd_compacted_is_said_and_what_it_keeps_is_told(own_control: Cont
 
 
 def test_an_etcd_that_is_away_is_said_and_heard_again(own_etcd: Etcd) -> None:
-    said: list[str] = []
-    history = History(EtcdConfig((own_etcd.endpoint,), timeout=1.0), True, said.append)
+    messages: list[str] = []
+    history = History(EtcdConfig((own_etcd.endpoint,), timeout=1.0), True, messages.append)
     own_etcd.put('/names/a', '1')
-    heard = iter(history)
+    changes_by_revision = iter(history)
     try:
-        assert [each.key for each in next(heard)] == ['/names/a']
+        assert [change.key for change in next(changes_by_revision)] == ['/names/a']
         own_etcd.kill()
         own_etcd.start()
         own_etcd.put('/names/b', '1')
         own_etcd.put('/names/a', '2')
-        changes = [each for _ in range(2) for each in next(heard)]
-        assert [(each.key, each.before, each.after) for each in changes] == [
+        changes = [change for _ in range(2) for change in next(changes_by_revision)]
+        assert [(change.key, change.before, change.after) for change in changes] == [
             ('/names/b', None, b'1'),
             ('/names/a', b'1', b'2'),
         ]
         assert not history.is_past
     finally:
-        heard.close()  # type: ignore[attr-defined]
+        changes_by_revision.close()  # type: ignore[attr-defined]
         history.close()
     assert history.since == 1
 
 
 def test_another_s_keys_do_not_hold_up_the_end(own_etcd: Etcd) -> None:
-    """The last revision of all is none of ours: what is past has come once etcd says that it has told all of it."""
+    """The last revision belongs to a foreign key, so etcd's progress report ends the history."""
     own_etcd.put('/names/a', '1')
     own_etcd.put('somebody-else', '1')
     history = History(EtcdConfig((own_etcd.endpoint,)), False, print)
     try:
-        assert [each.key for changes in history for each in changes] == ['/names/a']
+        assert [change.key for changes in history for change in changes] == ['/names/a']
     finally:
         history.close()
