@@ -1,4 +1,4 @@
-"""The stories of many computes and many requests, with pretended guests: place, refuse, show, destroy."""
+"""Many computes and requests with fake guests: place, refuse, show and destroy."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
 
 class Toy(Server):
-    """`ecompute --fake` as the README has it: no options but the inventory, ten of them in one directory."""
+    """`ecompute --fake` as in the README: ten in one directory, without other options."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self.name = f'toy-{number}'
         super().__init__(directory)
 
     def command(self) -> list[str]:
-        """compute.yaml is in the directory it is started in."""
+        """Return the command; compute.yaml is in the directory in which it starts."""
         return [sys.executable, '-m', 'ecomp.compute', '--fake', TOY]
 
     def environment(self) -> dict[str, str]:
-        """Its throw-away state goes with the test, also when it is killed."""
+        """Return the environment, with the temporary state in the test's directory."""
         return {**super().environment(), 'TMPDIR': str(self.directory)}
 
     def is_ready(self) -> bool:
-        """Its log says so."""
         return ' ready: ' in self.last_words()
 
 
@@ -52,17 +51,15 @@ def test_ten_fakes_take_forty_of_fifty_requests(cluster: Control) -> None:
 
     results = at_once(cluster, [[SMALL]] * 50)
 
-    assert Counter(each.code for each in results) == {0: 40, 3: 10}
-    placed = [notified(each) for each in results if each.code == 0]
+    assert Counter(result.code for result in results) == {0: 40, 3: 10}
+    placed = [notified(result) for result in results if result.code == 0]
     assert len({instance for _, instance in placed}) == 40
     assert Counter(compute for compute, _ in placed) == dict.fromkeys(computes, 4)
-    for refused in (each for each in results if each.code == 3):
+    for refused in (result for result in results if result.code == 3):
         assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
         assert all(line.startswith('eschedule: ') for line in refused.stderr.splitlines()), refused
     held = allocations(cluster)
-    assert held == {
-        instance: {compute: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}} for compute, instance in placed
-    }
+    assert held == {instance: {compute: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}} for compute, instance in placed}
     for _, instance in placed:
         assert addressed(cluster, instance) == reached(cluster, instance, 'active')['addresses'][0]['address']
     check(cluster)
@@ -70,15 +67,15 @@ def test_ten_fakes_take_forty_of_fifty_requests(cluster: Control) -> None:
 
 def test_ten_at_once_and_then_ten_more_than_fit(cluster: Control) -> None:
     compute = cluster.ecompute('VCPU:12,DISK_GB:100,MEMORY_MB:4096')
-    first = [notified(each)[1] for each in at_once(cluster, [[SMALL]] * 10, width=10)]
+    first = [notified(result)[1] for result in at_once(cluster, [[SMALL]] * 10, width=10)]
     assert len(set(first)) == 10
     for instance in first:
         assert reached(cluster, instance, 'active')['compute'] == compute.uuid
 
     second = at_once(cluster, [[SMALL]] * 10, width=10)
 
-    assert Counter(each.code for each in second) == {0: 2, 3: 8}
-    assert [each.stdout for each in second if each.code == 3] == ['NO ALLOCATIONS LEFT\n'] * 8
+    assert Counter(result.code for result in second) == {0: 2, 3: 8}
+    assert [result.stdout for result in second if result.code == 3] == ['NO ALLOCATIONS LEFT\n'] * 8
     usages = cluster.placement.call('GET', f'/resource_providers/{compute.uuid}/usages')['usages']
     assert usages == {'VCPU': 12, 'DISK_GB': 12, 'MEMORY_MB': 12 * 128}
     check(cluster, compute)
@@ -132,7 +129,7 @@ def test_a_refusal_says_what_each_compute_lacks(cluster: Control) -> None:
         f'the nearest miss is {host} ({small.uuid})',
         f'the smallest change that fits: ask for MEMORY_MB:512 (on {host} ({small.uuid}))',
     ]
-    # And so it does.
+    # The suggested change does fit.
     assert place(cluster, 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:512')[0] == small.uuid
     for query, word in (('resources1=VCPU:9&resources=DISK_GB:1,MEMORY_MB:128', 'not explained'), (SMALL, 'short by')):
         refused = cluster.eschedule(query)
@@ -195,7 +192,7 @@ def test_destroy_and_destroy_again(cluster: Control, compute: Ecompute) -> None:
     one_line(cluster.eschedule('destroy', instance), 4, instance, 'gone since', gone['stages']['gone'])
     one_line(cluster.eschedule(instance), 4, instance, 'gone since')
     one_line(cluster.eschedule('destroy', NOBODY), 4, NOBODY, 'no such instance')
-    # What it held can be had again.
+    # The resources of the destroyed instance are free again.
     for _ in range(4):
         place(cluster)
 
@@ -248,8 +245,8 @@ def test_list_and_show(cluster: Control) -> None:
     assert head.split() == ['INSTANCE', 'NAME', 'STATE', 'ADDRESS', 'HOST', 'REQUESTED']
     assert len(rows) == 1
     assert rows[0].split()[:5] == [first, '-', 'active', address, socket.gethostname()]
-    everyone = cluster.eschedule('list', '--all').stdout.splitlines()
-    assert {tuple(row.split()[:3]) for row in everyone[1:]} == {(first, '-', 'active'), (second, '-', 'gone')}
+    all_rows = cluster.eschedule('list', '--all').stdout.splitlines()
+    assert {tuple(row.split()[:3]) for row in all_rows[1:]} == {(first, '-', 'active'), (second, '-', 'gone')}
 
     listed = json.loads(cluster.eschedule('list', '-f', 'json').stdout)
     shown = json.loads(cluster.eschedule('show', first, '-f', 'json').stdout)

@@ -1,4 +1,4 @@
-"""Story 4 on real guests: who takes another one's address, MAC or both is told nothing of it, and reaches nobody."""
+"""Real guests that forge another guest's MAC or address get no metadata with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.lab import BOOT, Lab, answers, lab_name
 from tests.kit.orders import SECRET, Guest, boots, place
 from tests.kit.servers import until
 
-# Become somebody else, ask, and be oneself again.
+# Take another guest's MAC and address, request metadata, and return to the guest's own.
 FORGE = """\
 become() {{
     ip link set eth0 down
@@ -45,33 +45,33 @@ pytestmark = [
 
 @pytest.fixture
 def lab(guest_image: Path) -> Iterator[Lab]:
-    """One host."""
-    made = Lab(lab_name('forging'), 1)
+    """Provide a lab with one host."""
+    started = Lab(lab_name('forging'), 1)
     try:
-        (made.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
-        yield made
+        (started.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
+        yield started
     finally:
-        made.close()
+        started.close()
 
 
 def forge(guest: Guest, mac: str, address: str) -> dict[str, str]:
-    """What a guest is told under another MAC and address, and before and after that under its own."""
+    """Return the metadata that a guest gets before, under and after a forged MAC and address."""
     gateway = str(IPv4Network(f'{guest.address}/24', strict=False)[1])
-    own = {'own_mac': guest.mac, 'own_address': guest.address}
-    said = guest.run(FORGE.format(mac=mac, address=address, gateway=gateway, **own))
-    assert SECRET not in said, said
-    lines = re.findall('^(before|forged root|forged data|after) (.*)$', said, re.MULTILINE)
-    assert len(lines) == 4, said
+    own_fields = {'own_mac': guest.mac, 'own_address': guest.address}
+    output = guest.run(FORGE.format(mac=mac, address=address, gateway=gateway, **own_fields))
+    assert SECRET not in output, output
+    lines = re.findall('^(before|forged root|forged data|after) (.*)$', output, re.MULTILINE)
+    assert len(lines) == 4, output
     return dict(lines)
 
 
 def refused(guest: Guest) -> dict[str, str]:
-    """What one hears whose frames are dropped when they are not its own."""
+    """Return the expected answers if frames that are not the guest's own are dropped."""
     return {'before': guest.instance, 'forged root': 'nothing', 'forged data': 'nothing', 'after': guest.instance}
 
 
 def unfilter(lab: Lab, guest: Guest) -> None:
-    """Take the filter off a running guest."""
+    """Remove the filter of a running guest."""
     interface = lab.domain('hv1', guest.instance).find('devices/interface')
     assert interface is not None
     reference = interface.find('filterref')
@@ -83,14 +83,14 @@ def unfilter(lab: Lab, guest: Guest) -> None:
 
 
 def filters(lab: Lab) -> list[str]:
-    """The filter of each interface there is."""
+    """Return the filter of each interface."""
     return [line.split()[1] for line in lab.virsh('hv1', 'nwfilter-binding-list').splitlines() if line.strip()]
 
 
 def expires(lab: Lab, guest: Guest) -> int:
-    """When a guest's lease ends."""
+    """Return the expiry time of a guest's DHCP lease."""
     leases = json.loads((lab.directory / 'hv1/lib/dnsmasq/virbr0.status').read_text())
-    return next(int(each['expiry-time']) for each in leases if each['mac-address'] == guest.mac)
+    return next(int(lease['expiry-time']) for lease in leases if lease['mac-address'] == guest.mac)
 
 
 def test_each_guest_sees_its_own_whatever_it_calls_itself(lab: Lab) -> None:
@@ -101,13 +101,13 @@ def test_each_guest_sees_its_own_whatever_it_calls_itself(lab: Lab) -> None:
             assert forge(guest, mac, address) == refused(guest), (mac, address)
     outsider(lab, a)
 
-    # Its lease is renewed, and it can ask anew.
+    # The guest can renew its lease and request a new one.
     before = expires(lab, a)
     a.run('kill -USR1 $(cat /run/eth0.pid)')
     until(lambda: expires(lab, a) > before, 30, 'the lease is renewed')
     assert a.run('udhcpc -f -q -n -i eth0 -s /bin/true >/dev/null 2>&1; echo got $?') == 'got 0\n'
 
-    # It stays on, whatever begins anew.
+    # The filter survives a reboot of the guest and restarts of libvirtd and ecompute.
     reboot(lab, b)
     os.kill(pid(lab, 'hv1 libvirtd'), signal.SIGKILL)
     lab.stop_ecompute('hv1', signal.SIGKILL)
@@ -116,7 +116,8 @@ def test_each_guest_sees_its_own_whatever_it_calls_itself(lab: Lab) -> None:
     for guest, other in ((a, b), (b, a)):
         assert forge(guest, other.mac, other.address) == refused(guest)
 
-    # It is the filter that keeps it from the server; of the server it would be told nothing but what everybody is.
+    # The filter is what stops the frames: without it the metadata server answers, but only with what every guest may
+    # read.
     unfilter(lab, a)
     assert forge(a, a.mac, b.address) == {**refused(a), 'forged root': '2009-04-04'}
     lab.destroy(a.instance, b.instance)
@@ -125,41 +126,44 @@ def test_each_guest_sees_its_own_whatever_it_calls_itself(lab: Lab) -> None:
 
 
 def reboot(lab: Lab, guest: Guest) -> None:
-    """Off and on again; it takes orders at the same address."""
+    """Reboot a guest and wait until it takes orders at the same address."""
     assert lab.eschedule('reboot', '--wait', guest.instance).code == 0
     until(lambda: boots(lab, guest.instance) == 2, BOOT, 'it takes orders again')
     until(lambda: answers(guest.address), 30, 'its address is the same')
 
 
 def pid(lab: Lab, what: str) -> int:
-    """The process of that name, as elab wrote it down."""
+    """Return the pid of a process of the lab by its name in lab.json."""
     return int(json.loads((lab.directory / 'lab.json').read_text())['processes'][what]['pid'])
 
 
 def outsider(lab: Lab, guest: Guest) -> None:
-    """A machine on the same bridge that is nobody's guest, so that no filter is before it, takes a guest's address."""
+    """Check that a machine on the guests' bridge gets no metadata at a guest's address.
+
+    It is no guest, so no filter stops its frames.
+    """
     name, host = f'forger{os.getpid()}', f'elab-{lab.name}-hv1'
 
     def ip(*words: str) -> None:
         subprocess.run(['ip', *words], check=True, timeout=60)
 
     def ask(path: str) -> str:
-        asked = ['ip', 'netns', 'exec', name, 'curl', '-s', '-m', '10', '-w', ' %{http_code}']
-        return subprocess.run([*asked, f'http://169.254.169.254{path}'], capture_output=True, text=True).stdout
+        command = ['ip', 'netns', 'exec', name, 'curl', '-s', '-m', '10', '-w', ' %{http_code}']
+        return subprocess.run([*command, f'http://169.254.169.254{path}'], capture_output=True, text=True).stdout
 
     ip('netns', 'add', name)
     try:
         ip('-n', host, 'link', 'add', 'forger', 'type', 'veth', 'peer', 'name', 'eth0', 'netns', name)
         ip('-n', host, 'link', 'set', 'forger', 'master', 'virbr0', 'up')
         ip('-n', name, 'link', 'set', 'eth0', 'up')
-        # It is answered if it shouts loud enough: the host is to believe it, and not the guest.
+        # Simulate a successful ARP attack: the host resolves the guest's address to this machine.
         ip('-n', name, 'addr', 'add', f'{guest.address}/24', 'dev', 'eth0')
         ip('-n', name, 'route', 'add', '169.254.169.254', 'dev', 'eth0')
         mac = json.loads(subprocess.check_output(['ip', '-n', name, '-j', 'link', 'show', 'eth0']))[0]['address']
         ip('-n', host, 'neigh', 'replace', guest.address, 'lladdr', mac, 'dev', 'virbr0', 'nud', 'reachable')
         assert ask('/').endswith(' 200')
-        refused = f'404 Not Found: {guest.address} is leased to another machine\n 404'
-        assert ask('/latest/user-data') == ask(f'/seed/{guest.instance}/user-data') == refused
+        refusal = f'404 Not Found: {guest.address} is leased to another machine\n 404'
+        assert ask('/latest/user-data') == ask(f'/seed/{guest.instance}/user-data') == refusal
     finally:
         ip('netns', 'del', name)
         ip('-n', host, 'neigh', 'flush', 'dev', 'virbr0')

@@ -1,4 +1,4 @@
-"""`pip install .` on a machine without libvirt: all four commands are there, and what they can do there works."""
+"""`pip install .` without libvirt: all four commands exist and do what they can without it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ COMMANDS = ('eschedule', 'ecompute', 'elab', 'mdserver')
 
 @pytest.fixture(scope='module')
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The commands' directory in a new virtual environment that has ecomp and what it asks for, and nothing else."""
+    """Provide the commands of a virtual environment with only ecomp and its dependencies."""
     directory = tmp_path_factory.mktemp('plain')
     subprocess.run([sys.executable, '-m', 'venv', str(directory / 'venv')], check=True)
-    # setuptools builds beside setup.py: in a copy, so that the tree stays as it is.
+    # setuptools builds beside setup.py, so the installation uses a copy of the tree.
     ignored = shutil.ignore_patterns('.git', '.venv', 'build', '*.egg-info', '.*_cache', '__pycache__', '.hypothesis')
     shutil.copytree(TOP, directory / 'ecomp', ignore=ignored)
     pip = [str(directory / 'venv/bin/python'), '-m', 'pip', 'install', '-q', str(directory / 'ecomp')]
@@ -39,14 +39,14 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of the plain environment, which sees nothing of this one's."""
+    """Run a command of that environment, without access to this one's packages."""
     return subprocess.run(
         [str(word) for word in command], cwd=cwd, env=plain(), stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
 
 
 def plain() -> dict[str, str]:
-    """The environment without what leads to this test's own Python."""
+    """Return the environment variables without those that lead to this test's own Python."""
     return {name: value for name, value in os.environ.items() if name not in ('PYTHONPATH', 'VIRTUAL_ENV')}
 
 
@@ -58,15 +58,15 @@ def test_every_command_is_there(programs: Path, tmp_path: Path, command: str) ->
 
 
 def test_grpc_is_not_installed(programs: Path, tmp_path: Path) -> None:
-    listed = run(programs / 'python', '-m', 'pip', 'list', '--format=freeze', cwd=tmp_path)
-    assert listed.returncode == 0, listed
-    packages = {line.partition('==')[0] for line in listed.stdout.splitlines()}
+    result = run(programs / 'python', '-m', 'pip', 'list', '--format=freeze', cwd=tmp_path)
+    assert result.returncode == 0, result
+    packages = {line.partition('==')[0] for line in result.stdout.splitlines()}
     assert 'h2' in packages
     assert packages & {'etcd3', 'grpcio', 'protobuf', 'tenacity'} == set()
 
 
 def test_placing_and_pretending_need_no_libvirt(programs: Path, tmp_path: Path, cluster: Control) -> None:
-    assert cluster.directory == tmp_path  # with its compute.yaml and schedule.yaml
+    assert cluster.directory == tmp_path  # the directory of its compute.yaml and schedule.yaml
     with (tmp_path / 'log').open('w') as log:
         ecompute = subprocess.Popen(
             [programs / 'ecompute', '--fake', 'VCPU:4,DISK_GB:10,MEMORY_MB:512'],
@@ -90,8 +90,8 @@ def test_what_is_missing_is_named(programs: Path, tmp_path: Path, cluster: Contr
     assert cluster.directory == tmp_path
     done = run(programs / 'ecompute', cwd=tmp_path)
     assert done.returncode == 2
-    said = 'ecompute: libvirt-python is missing: in a clone of ecomp: '
-    assert done.stderr.splitlines()[-1].startswith(said)
+    message = 'ecompute: libvirt-python is missing: in a clone of ecomp: '
+    assert done.stderr.splitlines()[-1].startswith(message)
     assert "-m pip install '.[hypervisor]' " in done.stderr.splitlines()[-1]
     done = run(programs / 'elab', 'control', cwd=tmp_path)
     assert done.returncode == 2
