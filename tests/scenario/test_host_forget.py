@@ -1,4 +1,4 @@
-"""eschedule host forget: whom it refuses, what ends with one that is dead for good, and one that comes back."""
+"""eschedule host forget: refusals, removal of a lost compute, and returning computes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.kit.story import NOBODY, SMALL, addressed, boot, log_of, logged, one_
 
 
 def forget(control: Control, compute: str) -> list[str]:
-    """Forget a compute; the sentences, without what each is said by."""
+    """Forget a compute; return the messages without the program's name."""
     result = control.eschedule('host', 'forget', '--fenced', compute)
     assert (result.code, result.stdout) == (0, ''), result
     return [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
 
 
 def placed_on_a_deaf_one(control: Control, compute: Ecompute) -> str:
-    """An instance whose compute never saw its request: it is dead now, and silent."""
+    """Place an instance whose compute never sees the request and becomes silent."""
     compute.pause()
     _, instance = place(control, f'{SMALL}&in_tree={compute.uuid}')
     silence(control, compute)
@@ -33,11 +33,11 @@ def placed_on_a_deaf_one(control: Control, compute: Ecompute) -> str:
 
 
 def nothing_of(control: Control, compute: str) -> None:
-    """Nothing says any more that there was such a compute, but the records of what has ended."""
+    """Check that only the records of finished instances still mention the compute."""
     assert control.etcd.keys(f'/hosts/{compute}/') == []
     assert control.placement.inventory(compute) == {}
     providers = control.placement.call('GET', '/resource_providers')['resource_providers']
-    assert compute not in {each['uuid'] for each in providers}
+    assert compute not in {provider['uuid'] for provider in providers}
     assert compute not in hosts(control)
     assert control.etcd.keys(f'/hostnames/{compute}') == []
 
@@ -46,38 +46,38 @@ def test_what_must_not_be_forgotten(cluster: Control, compute: Ecompute) -> None
     instance = boot(cluster)
     before = set(everything(cluster)), allocations(cluster)
 
-    def refused(code: int, *words: str, of: str = compute.uuid) -> None:
+    def expect_refusal(code: int, *words: str, of: str = compute.uuid) -> None:
         result = cluster.eschedule('host', 'forget', of)
         one_line(result, code, of, *words)
         assert result.stdout == ''
         assert (set(everything(cluster)) - {f'/computes/{compute.uuid}'}, allocations(cluster)) == expected
 
     expected = before[0] - {f'/computes/{compute.uuid}'}, before[1]
-    refused(5, 'is alive', socket.gethostname(), 'stop its ecompute first')
+    expect_refusal(5, 'is alive', socket.gethostname(), 'stop its ecompute first')
     compute.stop()
-    refused(5, f'instance {instance}', 'still there', 'destroy')
+    expect_refusal(5, f'instance {instance}', 'still there', 'destroy')
     compute.start()
     silence(cluster, compute)
-    refused(5, f'instance {instance}', 'still there', 'destroy')
-    refused(4, 'no such compute', of=NOBODY)
-    # Others' providers are no computes of ours, empty or not.
+    expect_refusal(5, f'instance {instance}', 'still there', 'destroy')
+    expect_refusal(4, 'no such compute', of=NOBODY)
+    # Providers of other services are not computes of ecomp, empty or not.
     other = str(uuid.uuid4())
     cluster.placement.call('POST', '/resource_providers', {'uuid': other, 'name': 'nova-compute-7'})
-    refused(4, 'no such compute', 'nova-compute-7', of=other)
-    refused(4, 'no such compute', of=cluster.placement.make_provider(DISK_GB=1000))
+    expect_refusal(4, 'no such compute', 'nova-compute-7', of=other)
+    expect_refusal(4, 'no such compute', of=cluster.placement.make_provider(DISK_GB=1000))
     providers = cluster.placement.call('GET', '/resource_providers')['resource_providers']
     assert len(providers) == 3
     compute.start()
 
 
 def test_an_eschedule_at_a_claim_there_is_waited_for(cluster: Control, compute: Ecompute, instance: str) -> None:
-    with Eschedule(cluster, '--uuid', instance, SMALL, failpoint='claimed:stop') as slow:
-        slow.stopped_at('claimed')
+    with Eschedule(cluster, '--uuid', instance, SMALL, failpoint='claimed:stop') as create:
+        create.stopped_at('claimed')
         silence(cluster, compute)
         one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'an eschedule is at work', instance)
-        slow.go_on()
-        assert slow.end().code == 0
-    # It was delivered, and nothing is lost: the compute may come back.
+        create.go_on()
+        assert create.end().code == 0
+    # The request was delivered and nothing is lost: the compute may come back.
     one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, f'instance {instance} still there')
     compute.start()
     addressed(cluster, instance)
@@ -87,16 +87,16 @@ def test_an_instance_that_lives_elsewhere_keeps_its_claim(cluster: Control) -> N
     dead, compute = cluster.ecompute(), cluster.ecompute()
     instance = boot(cluster, f'{SMALL}&in_tree={compute.uuid}')
     silence(cluster, dead)
-    # By hand, or by a client of another making: one consumer, two computes.
-    held = cluster.placement.call('GET', f'/allocations/{instance}')
-    both = {
-        'allocations': {each: {'resources': {'VCPU': 1}} for each in (dead.uuid, compute.uuid)},
+    # A claim that was changed manually or by another client: one consumer on two computes.
+    allocation = cluster.placement.call('GET', f'/allocations/{instance}')
+    body = {
+        'allocations': {provider: {'resources': {'VCPU': 1}} for provider in (dead.uuid, compute.uuid)},
         'consumer_type': 'INSTANCE',
-        **{name: held[name] for name in ('user_id', 'project_id', 'consumer_generation')},
+        **{name: allocation[name] for name in ('user_id', 'project_id', 'consumer_generation')},
     }
-    cluster.placement.call('PUT', f'/allocations/{instance}', both)
-    told = f'instance {instance} of compute {socket.gethostname()}'
-    one_line(cluster.eschedule('host', 'forget', dead.uuid), 5, told)
+    cluster.placement.call('PUT', f'/allocations/{instance}', body)
+    message = f'instance {instance} of compute {socket.gethostname()}'
+    one_line(cluster.eschedule('host', 'forget', dead.uuid), 5, message)
     assert set(cluster.placement.allocations(instance)) == {dead.uuid, compute.uuid}
     cluster.eschedule('destroy', '--wait', instance)
     assert forget(cluster, dead.uuid) == [f'{dead.uuid}: its resource provider is removed']
@@ -119,12 +119,12 @@ def test_an_empty_one_is_forgotten_once(cluster: Control, how: str) -> None:
 
 def test_destroys_it_never_carried_out_end_with_it(cluster: Control) -> None:
     compute = cluster.ecompute()
-    seen = boot(cluster)
-    unseen = placed_on_a_deaf_one(cluster, compute)
+    seen_instance = boot(cluster)
+    unseen_instance = placed_on_a_deaf_one(cluster, compute)
     orphan = str(uuid.uuid4())
     claim(cluster, orphan, compute.uuid, room={'VCPU': 1})
     cluster.etcd.put(f'/hosts/{compute.uuid}/by-hand', '')
-    for instance in (seen, unseen):
+    for instance in (seen_instance, unseen_instance):
         one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'still there')
         one_line(cluster.eschedule('destroy', instance), 0, 'when it is back')
     shown = hosts(cluster)[compute.uuid]
@@ -132,20 +132,23 @@ def test_destroys_it_never_carried_out_end_with_it(cluster: Control) -> None:
 
     refused = one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'it holds claims and may run', '--fenced')
     assert len(allocations(cluster)) == 3, refused
-    said = forget(cluster, compute.uuid)
-    assert len(said) == 5
+    messages = forget(cluster, compute.uuid)
+    assert len(messages) == 5
     for line, words in zip(
-        said,
+        messages,
         [
-            *((each, 'its claim and its keys are removed') for each in sorted((seen, unseen))),
+            *(
+                (destroyed, 'its claim and its keys are removed')
+                for destroyed in sorted((seen_instance, unseen_instance))
+            ),
             (f'/hosts/{compute.uuid}/by-hand: removed',),
             (f'{orphan}: its claim is released',),
             (f'{compute.uuid}: its resource provider is removed',),
         ],
         strict=True,
     ):
-        assert all(word in line for word in words), said
-    for instance in (seen, unseen):
+        assert all(word in line for word in words), messages
+    for instance in (seen_instance, unseen_instance):
         gone = reached(cluster, instance, 'gone')
         assert 'forgotten' in gone['fault']
         assert 'gone' in gone['stages']
@@ -153,7 +156,9 @@ def test_destroys_it_never_carried_out_end_with_it(cluster: Control) -> None:
         one_line(cluster.eschedule('--uuid', instance, SMALL), 5, 'never used twice')
     assert allocations(cluster) == {}
     nothing_of(cluster, compute.uuid)
-    assert set(everything(cluster)) - {'/cluster'} == {f'/instances/{compute.uuid}/{each}' for each in (seen, unseen)}
+    assert set(everything(cluster)) - {'/cluster'} == {
+        f'/instances/{compute.uuid}/{destroyed}' for destroyed in (seen_instance, unseen_instance)
+    }
     check(cluster)
     one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, 'no such compute')
 
@@ -161,14 +166,14 @@ def test_destroys_it_never_carried_out_end_with_it(cluster: Control) -> None:
 def test_a_claim_made_meanwhile_keeps_the_provider(cluster: Control) -> None:
     compute = cluster.ecompute()
     silence(cluster, compute)
-    with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-emptied:stop') as slow:
-        slow.stopped_at('host-emptied')
+    with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-emptied:stop') as forget_command:
+        forget_command.stopped_at('host-emptied')
         claim(cluster, NOBODY, compute.uuid, room={'VCPU': 1})
-        slow.go_on()
-        one_line(slow.end(), 5, compute.uuid, 'its resource provider stays', 'allocations')
+        forget_command.go_on()
+        one_line(forget_command.end(), 5, compute.uuid, 'its resource provider stays', 'allocations')
     assert cluster.placement.consumers(compute.uuid) == {NOBODY: {'VCPU': 1}}
-    said = forget(cluster, compute.uuid)
-    assert said == [
+    messages = forget(cluster, compute.uuid)
+    assert messages == [
         f'{NOBODY}: its claim is released: no request stands behind it',
         f'{compute.uuid}: its resource provider is removed',
     ]
@@ -196,7 +201,7 @@ def test_a_forgotten_one_that_comes_back(cluster: Control) -> None:
     forget(cluster, compute.uuid)
     nothing_of(cluster, compute.uuid)
     compute.start()
-    # It registers again, keeps the guest that nobody asks for, says so, and takes new ones.
+    # It registers again, keeps and reports the unmanaged guest, and accepts new instances.
     assert states(cluster) == {compute.uuid: 'up'}
     assert reserved(cluster, compute.uuid) == 0
     until(lambda: logged(compute, instance, 'kept, and unmanaged'), 20, 'the guest is reported')
@@ -209,15 +214,15 @@ def test_a_forgotten_one_that_comes_back(cluster: Control) -> None:
 
 def test_one_that_comes_back_while_it_is_forgotten(cluster: Control, compute: Ecompute) -> None:
     silence(cluster, compute)
-    with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-emptied:stop') as slow:
-        slow.stopped_at('host-emptied')
+    with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-emptied:stop') as forget_command:
+        forget_command.stopped_at('host-emptied')
         compute.start()
-        slow.go_on()
-        result = slow.end()
+        forget_command.go_on()
+        result = forget_command.end()
     assert result.code == 5, result
-    removed, said = result.stderr.splitlines()
+    removed, refusal = result.stderr.splitlines()
     assert removed.endswith(f'{compute.uuid}: its resource provider is removed')
-    assert all(word in said for word in (compute.uuid, 'came back', 'restart its ecompute')), said
+    assert all(word in refusal for word in (compute.uuid, 'came back', 'restart its ecompute')), refusal
     compute.restart()
     addressed(cluster, place(cluster)[1])
 
@@ -227,12 +232,14 @@ def test_nothing_is_ended_for_one_that_is_alive_again(cluster: Control, compute:
     silence(cluster, compute)
     assert cluster.eschedule('destroy', instance).code == 0
     before = set(everything(cluster))
-    with Eschedule(cluster, 'host', 'forget', '--fenced', compute.uuid, failpoint='host-released:stop') as slow:
-        slow.stopped_at('host-released')
-        # As good as alive, and it has not read its requests yet.
+    with Eschedule(
+        cluster, 'host', 'forget', '--fenced', compute.uuid, failpoint='host-released:stop'
+    ) as forget_command:
+        forget_command.stopped_at('host-released')
+        # Write a presence as if the compute were alive but had not read its requests yet.
         cluster.etcd.put(f'/computes/{compute.uuid}', '{}', cluster.etcd.grant())
-        slow.go_on()
-        one_line(slow.end(), 5, compute.uuid, 'is not forgotten', 'it is alive')
+        forget_command.go_on()
+        one_line(forget_command.end(), 5, compute.uuid, 'is not forgotten', 'it is alive')
     assert set(everything(cluster)) == {*before, f'/computes/{compute.uuid}'}
     assert record(cluster, instance)['state'] == 'active'  # type: ignore[index]
     compute.start()
@@ -243,11 +250,13 @@ def test_one_that_comes_back_in_time_carries_its_destroys_out_itself(cluster: Co
     instances = [boot(cluster) for _ in range(2)]
     silence(cluster, compute)
     assert cluster.eschedule('destroy', *instances).code == 0
-    with Eschedule(cluster, 'host', 'forget', '--fenced', compute.uuid, failpoint='host-released:stop') as slow:
-        slow.stopped_at('host-released')
+    with Eschedule(
+        cluster, 'host', 'forget', '--fenced', compute.uuid, failpoint='host-released:stop'
+    ) as forget_command:
+        forget_command.stopped_at('host-released')
         compute.start()
-        slow.go_on()
-        one_line(slow.end(), 5, compute.uuid, 'is not forgotten', 'it is alive')
+        forget_command.go_on()
+        one_line(forget_command.end(), 5, compute.uuid, 'is not forgotten', 'it is alive')
     for instance in instances:
         assert reached(cluster, instance, 'gone')['fault'] is None
     assert states(cluster) == {compute.uuid: 'up'}

@@ -1,4 +1,4 @@
-"""Hosts: names, tables, disabled and enabled."""
+"""Hosts: names, tables, disable, drain and enable."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.kit.servers import until
 from tests.kit.sharing import hosts, silence, states
 from tests.kit.story import NOBODY, SMALL, addressed, boot, boot_all, one_line, place, reached
 
-# eschedule hosts: computes that are up, closed, silent or orphaned, and what each plane knows of them.
+# eschedule hosts: computes that are up, closed, silent or orphaned, as placement and etcd know them.
 
 
 def test_up_closed_silent_and_orphaned(cluster: Control) -> None:
-    up, closed, silent, orphaned = (cluster.ecompute() for _ in range(4))
-    for compute in (up, closed, silent):
+    up_compute, closed, silent, orphaned = (cluster.ecompute() for _ in range(4))
+    for compute in (up_compute, closed, silent):
         addressed(cluster, place(cluster, f'{SMALL}&in_tree={compute.uuid}')[1])
     assert set(states(cluster).values()) == {'up'}
     until(lambda: cluster.etcd.keys(f'/hostnames/{orphaned.uuid}'), 30, 'it has written down its name')
@@ -34,13 +34,13 @@ def test_up_closed_silent_and_orphaned(cluster: Control) -> None:
 
     name = socket.gethostname()
     shown = hosts(cluster)
-    assert {compute: (each['state'], each['hostname'], each['instances']) for compute, each in shown.items()} == {
-        up.uuid: ('up', name, 1),
+    assert {compute: (row['state'], row['hostname'], row['instances']) for compute, row in shown.items()} == {
+        up_compute.uuid: ('up', name, 1),
         closed.uuid: ('closed', name, 1),
         silent.uuid: ('silent', name, 1),
         orphaned.uuid: ('orphaned', name, 0),
     }
-    assert shown[up.uuid]['resources'] == {
+    assert shown[up_compute.uuid]['resources'] == {
         'VCPU': {'used': 1, 'free': 3, 'capacity': 4, 'over': 0},
         'DISK_GB': {'used': 1, 'free': 9, 'capacity': 10, 'over': 0},
         'MEMORY_MB': {'used': 128, 'free': 384, 'capacity': 512, 'over': 0},
@@ -55,17 +55,17 @@ def test_up_closed_silent_and_orphaned(cluster: Control) -> None:
     )
     assert sorted(line.split() for line in lines) == sorted(
         [
-            [up.uuid, name, 'up', '1', '1/4', '128/512', '1/10', read_version(), 'fake'],
+            [up_compute.uuid, name, 'up', '1', '1/4', '128/512', '1/10', read_version(), 'fake'],
             [closed.uuid, name, 'closed', '1', '1/0', '128/512', '1/10', '-', '-'],
             [silent.uuid, name, 'silent', '1', '1/4', '128/512', '1/10', '-', '-'],
             [orphaned.uuid, name, 'orphaned', '0', '0/4', '0/512', '0/10', '-', '-'],
         ]
     )
-    # They are what they were as soon as they are back.
+    # They have their earlier state as soon as they are back.
     for compute in (closed, silent, orphaned):
         compute.start()
     assert set(states(cluster).values()) == {'up'}
-    check(cluster, up, closed, silent, orphaned)
+    check(cluster, up_compute, closed, silent, orphaned)
 
 
 def test_what_only_one_plane_knows_is_shown_too(cluster: Control) -> None:
@@ -77,15 +77,15 @@ def test_what_only_one_plane_knows_is_shown_too(cluster: Control) -> None:
 
     alive, requested = str(uuid.uuid4()), str(uuid.uuid4())
     cluster.etcd.put(f'/computes/{alive}', '{"hostname": "hv9"}', cluster.etcd.grant())
-    # Who is on no lease is nobody.
+    # A presence key without a lease is not a living compute.
     cluster.etcd.put(f'/computes/{(nobody := str(uuid.uuid4()))}', '{"hostname": "hv8"}')
     cluster.etcd.put(f'/hosts/{requested}/{NOBODY}', 'not JSON')
-    line = f'{alive} hv9 up 0 - - - - -\n{requested} - silent 1 - - - - -'
+    expected = f'{alive} hv9 up 0 - - - - -\n{requested} - silent 1 - - - - -'
     shown = cluster.eschedule('hosts').stdout
-    assert [each.split() for each in shown.splitlines()[1:]] == [each.split() for each in line.splitlines()]
+    assert [row.split() for row in shown.splitlines()[1:]] == [row.split() for row in expected.splitlines()]
     cluster.etcd.delete(f'/hosts/{requested}/{NOBODY}')
-    for each in (alive, nobody):
-        cluster.etcd.delete(f'/computes/{each}')
+    for compute in (alive, nobody):
+        cluster.etcd.delete(f'/computes/{compute}')
 
 
 def test_more_claimed_than_there_is(cluster: Control) -> None:
@@ -95,13 +95,13 @@ def test_more_claimed_than_there_is(cluster: Control) -> None:
     compute.inventory = 'VCPU:2,DISK_GB:10,MEMORY_MB:256'
     compute.start()
 
-    def line() -> str:
+    def read_row() -> str:
         return ' '.join(cluster.eschedule('hosts').stdout.splitlines()[1].split())
 
-    assert ' up 3 3/2 (1 too many) 384/256 (128 too many) 3/10 ' in line()
+    assert ' up 3 3/2 (1 too many) 384/256 (128 too many) 3/10 ' in read_row()
     assert hosts(cluster)[compute.uuid]['resources']['VCPU'] == {'used': 3, 'free': 0, 'capacity': 2, 'over': 1}
     assert cluster.eschedule('destroy', '--wait', instances[0]).code == 0
-    assert ' up 2 2/2 256/256 2/10 ' in line()
+    assert ' up 2 2/2 256/256 2/10 ' in read_row()
     check(cluster, compute)
 
 
@@ -114,7 +114,7 @@ def test_a_record_that_cannot_be_read_is_named_with_its_cure_and_the_rest_is_sho
         result = cluster.eschedule(command)
         one_line(result, 1, f'/instances/{compute.uuid}/{instance}: ', 'version 99', cure)
         assert shown in result.stdout
-    # The cure does: what the compute has is written down anew.
+    # The printed cure works: the compute writes the record again.
     cluster.etcd.delete(cluster.etcd.record_key(instance))
     compute.restart()
     reached(cluster, instance, 'active')
@@ -123,50 +123,56 @@ def test_a_record_that_cannot_be_read_is_named_with_its_cure_and_the_rest_is_sho
     check(cluster, compute)
 
 
-# A compute is its host's name wherever people read or type, also while it is away.
+# A compute has its host's name wherever users read or type it, even while it is down.
 
 
 def rename(control: Control, compute: Ecompute, name: str) -> None:
-    """Have another host name remembered of a compute that is away: those of a test are all on one host."""
+    """Change the host name in etcd of a compute that is down: all of a test share one host."""
     key = f'/hostnames/{compute.uuid}'
     until(lambda: control.etcd.keys(key), 30, 'it has written down its name')
     control.etcd.put(key, json.dumps({'version': 1, 'hostname': name}))
 
 
 def test_closed_and_silent_it_goes_by_its_name_until_it_is_forgotten(cluster: Control) -> None:
-    here, closed, silent = (cluster.ecompute() for _ in range(3))
+    up_compute, closed, silent = (cluster.ecompute() for _ in range(3))
     instance = boot(cluster, f'{SMALL}&in_tree={silent.uuid}')
     closed.stop()
     rename(cluster, closed, 'hv4')
     silence(cluster, silent)
     rename(cluster, silent, 'hv5')
 
-    assert {each: found['hostname'] for each, found in hosts(cluster).items()} == {
-        here.uuid: hosts(cluster)[here.uuid]['hostname'], closed.uuid: 'hv4', silent.uuid: 'hv5',
+    assert {compute: shown['hostname'] for compute, shown in hosts(cluster).items()} == {
+        up_compute.uuid: hosts(cluster)[up_compute.uuid]['hostname'], closed.uuid: 'hv4', silent.uuid: 'hv5',
     }  # fmt: skip
-    (line,) = [each for each in cluster.eschedule('list').stdout.splitlines() if instance in each]
+    (line,) = [row for row in cluster.eschedule('list').stdout.splitlines() if instance in row]
     assert 'hv5' in line
     assert json.loads(cluster.eschedule('show', '-f', 'json', instance).stdout)['host'] == 'hv5'
-    found = cluster.eschedule('host', 'show', 'hv6', 'hv4')
-    assert (found.code, 'hv4' in found.stdout) == (4, True), found
-    assert found.stderr.startswith('eschedule: hv6: no compute has this host name or uuid')
-    for command, done in (('disable', 'disabled: '), ('drain', 'is disabled already'), ('enable', 'enabled, as soon')):
-        said = cluster.eschedule('host', command, 'hv4')
-        assert (said.code, said.stderr.splitlines()[0][: len(done) + 16]) == (0, f'eschedule: hv4: {done}'), said
-    refused = cluster.eschedule('--on', 'hv4', SMALL)
-    assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), refused
-    assert 'eschedule: hv4: is closed: its ecompute was stopped' in refused.stderr.splitlines()
+    show_result = cluster.eschedule('host', 'show', 'hv6', 'hv4')
+    assert (show_result.code, 'hv4' in show_result.stdout) == (4, True), show_result
+    assert show_result.stderr.startswith('eschedule: hv6: no compute has this host name or uuid')
+    for command, expected in (
+        ('disable', 'disabled: '),
+        ('drain', 'is disabled already'),
+        ('enable', 'enabled, as soon'),
+    ):
+        reply = cluster.eschedule('host', command, 'hv4')
+        assert (reply.code, reply.stderr.splitlines()[0][: len(expected) + 16]) == (0, f'eschedule: hv4: {expected}'), (
+            reply
+        )
+    refusal = cluster.eschedule('--on', 'hv4', SMALL)
+    assert (refusal.code, refusal.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), refusal
+    assert 'eschedule: hv4: is closed: its ecompute was stopped' in refusal.stderr.splitlines()
 
     one_line(cluster.eschedule('host', 'forget', 'hv5'), 5, 'compute hv5 is not forgotten', instance)
     assert cluster.eschedule('destroy', instance).code == 0
-    both = cluster.eschedule('host', 'forget', '--fenced', 'hv4', 'hv5', 'hv6')
-    assert both.code == 4, both
-    assert 'eschedule: hv4: its resource provider is removed' in both.stderr
-    assert 'eschedule: hv5: its resource provider is removed' in both.stderr
-    assert both.stderr.splitlines()[-1].startswith('eschedule: hv6: no compute has this host name or uuid')
-    assert list(hosts(cluster)) == [here.uuid]
-    assert cluster.etcd.keys('/hostnames/') == [f'/hostnames/{here.uuid}']
-    # A record of what is gone there is kept for a day, and says nothing of a compute any more.
+    forget_result = cluster.eschedule('host', 'forget', '--fenced', 'hv4', 'hv5', 'hv6')
+    assert forget_result.code == 4, forget_result
+    assert 'eschedule: hv4: its resource provider is removed' in forget_result.stderr
+    assert 'eschedule: hv5: its resource provider is removed' in forget_result.stderr
+    assert forget_result.stderr.splitlines()[-1].startswith('eschedule: hv6: no compute has this host name or uuid')
+    assert list(hosts(cluster)) == [up_compute.uuid]
+    assert cluster.etcd.keys('/hostnames/') == [f'/hostnames/{up_compute.uuid}']
+    # The record of a gone instance is kept for a day and is not evidence of a compute.
     assert silent.uuid not in cluster.eschedule('audit').stderr
     one_line(cluster.eschedule('host', 'forget', 'hv5'), 4, 'no compute has this host name')
 
@@ -177,19 +183,19 @@ def test_two_of_one_name_are_told_apart_by_their_uuids(cluster: Control) -> None
     for words in (('--on', name, SMALL), ('host', 'drain', name), ('host', 'forget', name)):
         one_line(cluster.eschedule(*words), 5, f'{name} is the host name of 2 computes', one.uuid, two.uuid)
     assert place(cluster, SMALL, '--on', two.uuid[:6])[0] == two.uuid
-    # A host that was set up anew, or one that calls itself as another does: the dead one has its name until forgotten.
+    # The dead one keeps its name until it is forgotten, for example after the host was installed again.
     until(lambda: len(cluster.etcd.keys('/hostnames/')) == 2, 30, 'both have written down their names')
     one.stop()
     for words in (('--on', name, SMALL), ('host', 'forget', name)):
         one_line(cluster.eschedule(*words), 5, f'{name} is the host name of 2 computes', one.uuid, two.uuid)
     assert cluster.eschedule('host', 'forget', one.uuid[:8]).code == 0
     assert place(cluster, SMALL, '--on', name)[0] == two.uuid
-    same = ['feed0000-0000-4000-8000-00000000000' + digit for digit in '12']
-    for each in same:
-        cluster.etcd.put(f'/hostnames/{each}', '{"version": 1, "hostname": "hv9"}')
-    one_line(cluster.eschedule('host', 'enable', 'feed'), 2, 'feed: 2 computes begin so', *same)
-    for each in same:
-        assert cluster.eschedule('host', 'forget', each).stderr == f'eschedule: {each}: its name is forgotten\n'
+    ambiguous = ['feed0000-0000-4000-8000-00000000000' + digit for digit in '12']
+    for compute in ambiguous:
+        cluster.etcd.put(f'/hostnames/{compute}', '{"version": 1, "hostname": "hv9"}')
+    one_line(cluster.eschedule('host', 'enable', 'feed'), 2, 'feed: 2 computes begin so', *ambiguous)
+    for compute in ambiguous:
+        assert cluster.eschedule('host', 'forget', compute).stderr == f'eschedule: {compute}: its name is forgotten\n'
 
 
 def test_a_name_is_written_once_and_again_where_it_is_lost(cluster: Control) -> None:
@@ -219,7 +225,7 @@ def test_what_is_written_there_is_believed_as_a_name_alone(cluster: Control) -> 
         assert shown.stdout.splitlines()[1].split()[:3] == [compute.uuid, '-', 'closed']
 
 
-# host disable, drain and enable: what is disabled gets nothing new, whoever restarts or kills it.
+# host disable, drain and enable: a disabled compute gets no new instances, even after a restart or a kill.
 
 
 BOTH = {'COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED'}
@@ -230,14 +236,14 @@ def traits(control: Control, compute: Ecompute) -> set[str]:
 
 
 def host(control: Control, command: str, word: str, *options: str) -> list[str]:
-    """What `host disable|drain|enable` says."""
+    """Run `host disable`, `drain` or `enable` and return its messages."""
     result = control.eschedule('host', command, word, *options)
     assert (result.code, result.stdout) == (0, ''), result
     return [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
 
 
 def named(control: Control, **settings: object) -> tuple[Ecompute, str]:
-    """A compute, and its host name as etcd has it."""
+    """Start a compute; return it and its host name in etcd."""
     compute = control.ecompute(**settings)  # type: ignore[arg-type]
     return compute, str(hosts(control)[compute.uuid]['hostname'])
 
@@ -250,16 +256,16 @@ def refused(control: Control, *words: str) -> list[str]:
 
 def test_disabled_it_gets_nothing_while_others_do_and_enabled_it_does(cluster: Control) -> None:
     one, two = cluster.ecompute(), cluster.ecompute()
-    kept = place(cluster, f'{SMALL}&in_tree={one.uuid}')[1]
-    address = addressed(cluster, kept)
+    guest = place(cluster, f'{SMALL}&in_tree={one.uuid}')[1]
+    address = addressed(cluster, guest)
     assert host(cluster, 'disable', one.uuid) == [
         f'{one.uuid}: disabled: nothing new is placed there, and what lives there goes on'
     ]
     assert host(cluster, 'disable', one.uuid.upper()) == [f'{one.uuid}: is disabled already']
     assert states(cluster) == {one.uuid: 'disabled', two.uuid: 'up'}
     assert f'{one.uuid}  ' in cluster.eschedule('hosts').stdout
-    assert [each['disabled'] for each in hosts(cluster).values()] == [each == one.uuid for each in hosts(cluster)]
-    # Four fill it: --count asks as well, and so does plan.
+    assert [row['disabled'] for row in hosts(cluster).values()] == [row == one.uuid for row in hosts(cluster)]
+    # The other compute has room for four. --count and plan respect the disabled state, too.
     plan = cluster.eschedule('plan', SMALL).stdout
     assert two.uuid in plan
     assert one.uuid not in plan
@@ -267,7 +273,7 @@ def test_disabled_it_gets_nothing_while_others_do_and_enabled_it_does(cluster: C
     assert placed.code == 0, placed
     assert placed.stdout.count(f'NOTIFIED TARGET, {two.uuid}, ') == 4
     assert any('is disabled (eschedule host enable ' in line for line in refused(cluster))
-    assert addressed(cluster, kept) == address
+    assert addressed(cluster, guest) == address
     assert host(cluster, 'enable', one.uuid) == [f'{one.uuid}: enabled']
     assert host(cluster, 'enable', one.uuid) == [f'{one.uuid}: is enabled already']
     assert place(cluster)[0] == one.uuid
@@ -304,7 +310,7 @@ def test_who_asks_for_disabled_ones_gets_them(cluster: Control, compute: Ecomput
     query = f'{SMALL}&required=COMPUTE_STATUS_DISABLED'
     uuid, instance = place(cluster, query)
     assert uuid == compute.uuid
-    # The record has the words of the user, and so the same request is the same.
+    # The record has the query as the user wrote it, so the same request is recognised.
     assert reached(cluster, instance, 'active')['query'] == query
     host(cluster, 'enable', compute.uuid)
     _, plain = place(cluster)
@@ -321,12 +327,12 @@ def test_stopped_and_started_it_is_as_the_operator_left_it(cluster: Control) -> 
     compute.start()
     assert traits(cluster, compute) == {'CUSTOM_RACK_7'}
     host(cluster, 'disable', compute.uuid)
-    for end in (compute.stop, compute.kill):
-        end()
+    for stop in (compute.stop, compute.kill):
+        stop()
         compute.start()
         assert traits(cluster, compute) == {'CUSTOM_RACK_7', *BOTH}
         refused(cluster)
-    # Enabled while it is stopped, it is open as soon as it is started.
+    # Enabled while it is stopped, it is open as soon as it starts.
     compute.stop()
     assert (states(cluster), hosts(cluster)[compute.uuid]['disabled']) == ({compute.uuid: 'closed'}, True)
     assert 'closed, disabled' in cluster.eschedule('hosts').stdout
@@ -334,7 +340,7 @@ def test_stopped_and_started_it_is_as_the_operator_left_it(cluster: Control) -> 
     assert traits(cluster, compute) == {'CUSTOM_RACK_7', 'COMPUTE_STATUS_DISABLED'}
     compute.start()
     place(cluster)
-    # Disabled and enabled while nobody knows whether it will be back.
+    # Disabled and enabled while it is silent and may not come back.
     silence(cluster, compute)
     assert 'disabled: nothing new' in host(cluster, 'disable', compute.uuid)[0]
     host(cluster, 'enable', compute.uuid)
@@ -350,18 +356,18 @@ def test_drain_says_what_lives_there_and_waits_for_it(cluster: Control, compute:
         f'{compute.uuid}: nothing lives there any more',
     ]
     host(cluster, 'enable', compute.uuid)
-    named = place(cluster, SMALL, '--name', 'web1')[1]
-    instances = sorted([named, place(cluster)[1]])
-    for each in instances:
-        addressed(cluster, each)
-    said = host(cluster, 'drain', compute.uuid)
-    assert said[1] == f'{compute.uuid}: 2 instances there'
-    assert said[2:] == [f'{"web1" if each == named else each}: active' for each in instances]
+    web1 = place(cluster, SMALL, '--name', 'web1')[1]
+    instances = sorted([web1, place(cluster)[1]])
+    for instance in instances:
+        addressed(cluster, instance)
+    messages = host(cluster, 'drain', compute.uuid)
+    assert messages[1] == f'{compute.uuid}: 2 instances there'
+    assert messages[2:] == [f'{"web1" if instance == web1 else instance}: active' for instance in instances]
     late = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
     assert late.code == 6, late
     assert 'still waiting for: 2 instances to go; it stays disabled' in late.stderr.splitlines()[-1]
     with Eschedule(cluster, 'host', 'drain', '--wait', compute.uuid) as draining:
-        # Nothing is destroyed but by who wants it.
+        # Draining destroys nothing by itself.
         assert cluster.eschedule('destroy', '--wait', instances[0]).code == 0
         assert not draining.has_ended
         assert cluster.eschedule('destroy', instances[1]).code == 0
@@ -374,28 +380,31 @@ def test_drain_says_what_lives_there_and_waits_for_it(cluster: Control, compute:
 
 @contextmanager
 def draining_in_sight(control: Control, compute: Ecompute, looks: int = 2) -> Iterator[Eschedule]:
-    """A drain that has looked so often at what is there, about once a second: it knows who was at it before."""
-    asked: list[str] = []
+    """Start a drain that has made `looks` checks, about one a second.
+
+    By then it knows the attempts that were in flight before it.
+    """
+    requested_paths: list[str] = []
     with FaultyPlacement(control.placement.port) as placement:
-        placement.fail('broken', lambda _, path: bool(asked.append(path)))
+        placement.fail('broken', lambda _, path: bool(requested_paths.append(path)))
         config = write_config(control.directory / 'drain.yaml', control.etcd.endpoint, placement.url)
         with Eschedule(control, 'host', 'drain', '--wait', compute.uuid, config=config) as draining:
-            # Once for what it says, and then at each look, behind the one at who is at it.
+            # The allocations are read once for the message, and then at each check, after the attempts in flight.
             held = f'/resource_providers/{compute.uuid}/allocations'
-            until(lambda: asked.count(held) > looks, 40, 'it has looked')
+            until(lambda: requested_paths.count(held) > looks, 40, 'it has looked')
             yield draining
 
 
 def test_drain_waits_for_one_that_asked_before(cluster: Control, compute: Ecompute) -> None:
-    """It has its candidates, and claims and delivers when it goes on."""
-    with Eschedule(cluster, SMALL, failpoint='announced:stop') as slow:
-        slow.stopped_at('announced')
+    """The attempt has its candidates; it claims and delivers after it continues."""
+    with Eschedule(cluster, SMALL, failpoint='announced:stop') as create:
+        create.stopped_at('announced')
         with draining_in_sight(cluster, compute) as draining:
             assert traits(cluster, compute) >= BOTH
             assert not draining.has_ended
-            slow.go_on()
-            result = slow.end()
-            if result.code == 0:  # placement had answered before
+            create.go_on()
+            result = create.end()
+            if result.code == 0:  # placement had already answered
                 instance = result.stdout.split()[-1]
                 addressed(cluster, instance)
                 assert not draining.has_ended
@@ -405,36 +414,36 @@ def test_drain_waits_for_one_that_asked_before(cluster: Control, compute: Ecompu
 
 
 def test_drain_waits_for_one_that_is_being_taken_from_a_queue(cluster: Control) -> None:
-    """The taker may have heard that it is open; who marks a request from then on hears that it is not."""
+    """Only a taker key from before the disable may belong to a taker that saw it enabled."""
     assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
     compute = cluster.ecompute()
     queued = cluster.eschedule('--queue', '--flavor', 'small')
     assert queued.code == 0, queued
     key = f'/queues/small/{queued.stdout.split()[-1]}/taker'
 
-    def mark() -> None:
+    def put_taker_key() -> None:
         cluster.etcd.put(key, f'{{"version": 1, "compute": "{compute.uuid}"}}', cluster.etcd.grant())
 
-    mark()
+    put_taker_key()
     late = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
     assert late.code == 6, late
     assert 'requests under way, which may be for it; it stays disabled' in late.stderr.splitlines()[-1]
-    # Who marks it in the first two seconds may have looked at its compute before that was disabled.
+    # A taker key of the first two seconds may belong to a taker that checked its compute before it was disabled.
     with draining_in_sight(cluster, compute, looks=6) as draining:
         assert not draining.has_ended
-        mark()  # as another does after the first has given it back
+        put_taker_key()  # as another taker does after the first gave the request back
         assert draining.end().code == 0
     cluster.etcd.delete(key)
 
 
 @pytest.mark.slow
 def test_enabled_in_the_moment_it_starts(cluster: Control) -> None:
-    """The start saw it disabled, and enable saw it stopped: within a minute it is open all the same."""
+    """The start saw it disabled and `enable` saw it stopped: a periodic check enables it."""
     compute = cluster.ecompute()
     host(cluster, 'disable', compute.uuid)
     path = f'/resource_providers/{compute.uuid}/traits'
-    there = cluster.placement.call('GET', path)
-    body = {**there, 'traits': ['COMPUTE_STATUS_DISABLED']}
+    traits_reply = cluster.placement.call('GET', path)
+    body = {**traits_reply, 'traits': ['COMPUTE_STATUS_DISABLED']}
     cluster.placement.call('PUT', path, body)
     until(lambda: not traits(cluster, compute), 90, 'it is enabled')
     place(cluster)
@@ -448,6 +457,6 @@ def test_traits_aggregates_and_ratios(cluster: Control) -> None:
     assert traits(cluster, one) == {'CUSTOM_RACK_7', 'STORAGE_DISK_SSD'}, 'a fake has no processor'
     assert place(cluster, f'{SMALL}&required=CUSTOM_RACK_7')[0] == one.uuid
     assert place(cluster, f'{SMALL}&member_of={group}&required=STORAGE_DISK_SSD')[0] == one.uuid
-    said = refused(cluster, f'{SMALL}&required=CUSTOM_RACK_7')
-    assert any('VCPU short by 1 (free 0 of 2)' in line for line in said), said
-    assert any(line.endswith('lacks CUSTOM_RACK_7') for line in said), said
+    messages = refused(cluster, f'{SMALL}&required=CUSTOM_RACK_7')
+    assert any('VCPU short by 1 (free 0 of 2)' in line for line in messages), messages
+    assert any(line.endswith('lacks CUSTOM_RACK_7') for line in messages), messages
