@@ -1,4 +1,4 @@
-"""The same request again, and many requests at once."""
+"""Repeated requests, and many concurrent requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.kit.story import (
     reached,
 )
 
-# The same uuid again: nothing is made twice, whoever asks, however often, and wherever the first one died.
+# A repeated uuid: nothing is made twice, however often it is requested and wherever the first attempt died.
 
 
 CLAIM = b'PUT /allocations/'
@@ -42,14 +42,14 @@ CLAIM = b'PUT /allocations/'
 
 @pytest.fixture
 def gate(cluster: Control) -> Iterator[Gate]:
-    """A way to placement that can be held up."""
+    """Provide a proxy of placement that can hold requests back."""
     with Gate(cluster.placement.port) as gate:
         yield gate
 
 
 @pytest.fixture
 def slow(cluster: Control, gate: Gate) -> Path:
-    """A schedule.yaml that goes through the gate."""
+    """Provide a schedule.yaml that reaches placement through the gate."""
     return write_config(cluster.directory / 'slow.yaml', cluster.etcd.endpoint, gate.url)
 
 
@@ -63,7 +63,7 @@ def test_the_same_again_changes_nothing_and_says_so(cluster: Control, compute: E
 
     assert notified(again) == (compute.uuid, instance)
     one_line(again, 0, instance, 'requested before', 'nothing is changed')
-    # A uuid is the same one in capitals.
+    # A uuid is compared without regard to case.
     assert notified(cluster.eschedule('--uuid', instance.upper(), SMALL, IMAGE))[1] == instance
     waited = cluster.eschedule('--uuid', instance, '--wait', SMALL, IMAGE)
     assert waited.stdout.splitlines()[1:] == [addressed(cluster, instance)]
@@ -87,7 +87,7 @@ def test_a_uuid_is_never_used_twice(cluster: Control, compute: Ecompute, instanc
     reached(cluster, failed, 'error')
     one_line(cluster.eschedule('--uuid', failed, SMALL), 5, failed, 'failed', 'another uuid')
     assert allocations(cluster) == {}
-    # What the compute has not seen yet counts as well.
+    # A request that its compute has not seen yet counts, too.
     compute.pause()
     unseen = place(cluster)[1]
     one_line(cluster.eschedule('--uuid', unseen, SMALL), 0, 'nothing is changed')
@@ -115,7 +115,7 @@ def test_killed_after_its_claim_and_never_resumed(cluster: Control, instance: st
         assert gate.held.wait(20)
         first.send(signal.SIGKILL)
         first.end()
-    # First its lease runs out, then it is seen twice.
+    # First its lease expires, then two consecutive checks see the claim.
     until(lambda: instance not in allocations(cluster), 300, 'its claim is released')
     assert logs(compute, instance, 'no request stands behind it')
     assert cluster.etcd.keys('/requests/') == []
@@ -133,27 +133,25 @@ def test_interrupted_after_its_claim_it_releases_it(cluster: Control, instance: 
         gate.open()
         ended = first.end(20)
         assert 'Traceback' not in ended.stderr
-        # Before or after the delivery: all of it is there, or nothing is.
+        # The interrupt came before or after the delivery: all of the request exists, or nothing.
         assert ended.code in (0, 1)
 
 
 @pytest.mark.parametrize('back', [True, False])
-def test_the_answer_to_the_claim_is_lost(
-    cluster: Control, instance: str, gate: Gate, slow: Path, back: bool
-) -> None:
+def test_the_answer_to_the_claim_is_lost(cluster: Control, instance: str, gate: Gate, slow: Path, back: bool) -> None:
     compute = cluster.ecompute()
     gate.hold(CLAIM)
     with Eschedule(cluster, '--uuid', instance, SMALL, config=slow) as first:
         assert gate.held.wait(20)
         if back:
-            gate.break_off()  # the connection alone: it can read back what became of its claim
+            gate.break_off()  # only the connection breaks: eschedule can read the outcome of its claim
         else:
             gate.cut()
         code, out, err = first.end(20)
     if back:
         assert (code, out, err) == (0, f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n', '')
     else:
-        # Nothing is released while it is not known what was done: the command to go on with is named.
+        # The outcome is unknown, so nothing is released and the message names the command to continue.
         assert (code, out) == (7, '')
         one_line(Result(7, out, err), 7, f'the same command with --uuid {instance}')
         assert instance in allocations(cluster)
@@ -167,12 +165,12 @@ def test_two_with_one_uuid_at_the_same_time(cluster: Control) -> None:
     for _ in range(3):
         instance = str(uuid.uuid4())
         results = at_once(cluster, [['--uuid', instance, SMALL]] * 3, width=3)
-        # One has it; the others are told so, or that they were overtaken.
-        assert {each.code for each in results} <= {0, 5}, results
-        told = {notified(each) for each in results if each.code == 0}
-        assert len(told) == 1, results
-        found = reached(cluster, instance, 'active')
-        assert told == {(found['compute'], instance)}
+        # One command creates it; the others report it as requested before, or that they were overtaken.
+        assert {result.code for result in results} <= {0, 5}, results
+        targets = {notified(result) for result in results if result.code == 0}
+        assert len(targets) == 1, results
+        active_record = reached(cluster, instance, 'active')
+        assert targets == {(active_record['compute'], instance)}
         check(cluster, *computes)
 
 
@@ -192,7 +190,7 @@ def test_the_second_takes_over_from_the_first(cluster: Control, instance: str, g
 
 
 def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: str) -> None:
-    """The narrowest window: the first one is delivered after the second has looked and found nothing."""
+    """The smallest window: the first request is delivered after the second one found nothing."""
     from ecomp.conf import load_schedule
     from ecomp.model.choose import Offer
     from ecomp.model.order import SetOrder
@@ -205,18 +203,18 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
     config = load_schedule(cluster.schedule_yaml)
 
     class Overtaken(Store):
-        """While it asks for its lease, which comes after the look, another eschedule does the whole of it."""
+        """A store in which another eschedule places the instance between check and claim."""
 
         def grant(self, seconds: int) -> int:
             place(cluster, '--uuid', instance, f'{SMALL}&in_tree={one.uuid}')
-            one.pause()  # so that no record tells of it
+            one.pause()  # so that it writes no record
             return super().grant(seconds)
 
     query = f'{SMALL}&in_tree={other.uuid}'
     placement = Placement(config.placement)
     backend: Future[tuple[Placement, Offer]] = Future()
     backend.set_result((placement, candidates(placement, query)))
-    wanted = SetOrder(
+    order = SetOrder(
         instance,
         query=query,
         image=config.image,
@@ -227,30 +225,30 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
     store = Overtaken(config.etcd)
     try:
         with pytest.raises(Exception, match=instance) as refused:
-            create(store, backend, wanted, {'pid': 0}, True, random.Random(1), lambda: '2026-01-01T00:00:00.000Z')
+            create(store, backend, order, {'pid': 0}, True, random.Random(1), lambda: '2026-01-01T00:00:00.000Z')
         assert getattr(refused.value, 'exit_code', None) == 5
     finally:
         store.close()
         placement.close()
     one.resume()
     assert addressed(cluster, instance)
-    found = known(cluster, instance)
-    assert found['compute'] == one.uuid
+    active_record = known(cluster, instance)
+    assert active_record['compute'] == one.uuid
     check(cluster, one, other)
 
 
-# Many processes after the last slots: each slot is taken once, nothing fails, and hardly a claim is made in vain.
+# Many processes compete for the last slots: each slot is taken once, nothing fails, and few claims are refused.
 
 
 class Watched(FaultyPlacement):
-    """A proxy that fails nothing, and remembers what was asked and answered."""
+    """A proxy of placement that records calls and replies."""
 
     def __init__(self, port: int) -> None:
         super().__init__(port)
         self.calls: list[tuple[str, str, int]] = []
 
     def pass_on(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
-        """Ask the real placement."""
+        """Forward a request to placement and record its status."""
         answer = super().pass_on(method, path, headers, body)
         self.calls.append((method, path.split('?')[0], answer[0]))
         return answer
@@ -261,17 +259,17 @@ class Watched(FaultyPlacement):
     [(3, 7, 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 12, 8), (20, 50, 32)))],
 )
 def test_the_last_slots(cluster: Control, computes: int, slots: int, racing: int) -> None:
-    """So many slots are left on so many computes, and twice as many are asked for than there are racing.
+    """Request twice as many instances as there are racing commands.
 
-    Two commands that looked while others were claiming may still meet: about one in three races for 7 slots, and on a
-    busy machine two times in one race now and then. So claims are counted over several races; without an order among
-    those who race there are 1.33 for a slot.
+    Two commands may still claim the same slot: in about one of three races for 7 slots, and sometimes twice in one race
+    on a busy machine. So claims are counted over several races. Without an order among the racers there would be 1.33
+    claims a slot.
     """
     rounds = 4 if slots < 10 else 1
     many = Many(cluster, computes)
     many.start()
-    uneven = 4 * computes - slots
-    done = cluster.eschedule(SMALL, '--count', str(uneven))
+    prefilled = 4 * computes - slots
+    done = cluster.eschedule(SMALL, '--count', str(prefilled))
     assert done.code == 0, done
     before = {instance for _, instance in NOTIFIED.findall(done.stdout)}
     with Watched(cluster.placement.port) as placement:
@@ -280,7 +278,9 @@ def test_the_last_slots(cluster: Control, computes: int, slots: int, racing: int
             placed = race(config, slots, racing)
             held = allocations(cluster)
             assert held.keys() == before | placed.keys()
-            assert Counter(compute for each in held.values() for compute in each) == dict.fromkeys(many.computes, 4)
+            assert Counter(compute for allocation in held.values() for compute in allocation) == dict.fromkeys(
+                many.computes, 4
+            )
             for instance, compute in placed.items():
                 assert reached(cluster, instance, 'active')['compute'] == compute
             check(cluster)
@@ -293,10 +293,10 @@ def test_the_last_slots(cluster: Control, computes: int, slots: int, racing: int
 
 
 def race(config: Path, slots: int, racing: int) -> dict[str, str]:
-    """Twice as many commands as there are `racing`, so many at a time: {instance: compute} of the slots' number."""
+    """Run 2 * `racing` commands, `racing` at a time; return the compute of each instance."""
     with ThreadPoolExecutor(racing) as threads:
         results = list(threads.map(lambda _: eschedule(config, SMALL), range(2 * racing)))
-    assert Counter(each.code for each in results) == {0: slots, 3: 2 * racing - slots}
-    placed = {instance: compute for each in results for compute, instance in NOTIFIED.findall(each.stdout)}
+    assert Counter(result.code for result in results) == {0: slots, 3: 2 * racing - slots}
+    placed = {instance: compute for result in results for compute, instance in NOTIFIED.findall(result.stdout)}
     assert len(placed) == slots
     return placed

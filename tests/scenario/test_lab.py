@@ -1,4 +1,4 @@
-"""A lab and its guests."""
+"""A lab with real hypervisors, and its guests."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ from tests.kit.lab import BOOT, NOTIFIED, Lab, answers, running
 from tests.kit.lab_fixtures import KEY
 from tests.kit.servers import until
 
-# The stories on real hypervisors: three hosts, what is placed on them and ends there, and every plane looked at.
-#
-# What guests that really boot are told, and at which addresses they answer, is in test_lab_guests.py.
+# Real hypervisors: three hosts, with placement, build, restart and destroy checked in libvirt, etcd and placement.
 
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
+# Too small for the guest's kernel: for disks that boot nothing.
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
-"""Too small for the guest's kernel: for disks that boot nothing."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('image', ['idle.raw', 'guest.qcow2'])
 def test_three_apart_and_three_together(lab: Lab, image: str) -> None:
-    """Sets of real guests: one on each of three hosts, and all on one of them; those that boot get their addresses."""
+    """Place one set on three hosts and one on a single host; booted guests get addresses."""
     boots = image == 'guest.qcow2'
     for name, policy, hosts in (('web', 'anti-affinity', 3), ('db', 'affinity', 1)):
         group = ('--count', '3', '--group', name, '--policy', policy)
@@ -50,7 +48,7 @@ def test_three_apart_and_three_together(lab: Lab, image: str) -> None:
         for compute, instance in placed:
             assert lab.domains(lab.host_of(compute))[instance] == 'running'
         shown = json.loads(lab.eschedule('group', 'show', name, '-f', 'json').stdout)
-        assert {each['instance']: each['compute'] for each in shown['members']} == {
+        assert {member['instance']: member['compute'] for member in shown['members']} == {
             instance: compute for compute, instance in placed
         }
     refused = lab.eschedule(QUERY, lab.url(image), '--group', 'web')
@@ -59,43 +57,42 @@ def test_three_apart_and_three_together(lab: Lab, image: str) -> None:
 
 
 def test_what_fits_runs_and_the_rest_is_refused(lab: Lab) -> None:
-    """Story 2: ten at once, then more at once than still fit.
+    """Place ten concurrently, then more than still fit.
 
-    Their disk boots nothing: a dozen kernels unpacking themselves under emulation would take minutes of two cores.
+    Their disk boots nothing: a dozen kernels that unpack themselves under emulation would take minutes of two cores.
     """
-    room = sum(
-        each['total'] - each['reserved']
+    total_vcpus = sum(
+        inventory['total'] - inventory['reserved']
         for host in lab.hosts
-        for name, each in lab.placement(f'/resource_providers/{lab.compute(host)}/inventories')['inventories'].items()
+        for name, inventory in lab.placement(f'/resource_providers/{lab.compute(host)}/inventories')[
+            'inventories'
+        ].items()
         if name == 'VCPU'
     )
 
-    def at_once(count: int) -> list[str]:
+    def place_concurrently(count: int) -> list[str]:
         with ThreadPoolExecutor(count) as pool:
-            ended = list(pool.map(lambda _: lab.eschedule(SMALL, lab.url('idle.raw')), range(count)))
-        refused = [each for each in ended if each.code == 3]
-        assert all(each.stdout == 'NO ALLOCATIONS LEFT\n' for each in refused)
-        placed = [NOTIFIED.match(each.stdout) for each in ended if each.code == 0]
-        assert len(placed) + len(refused) == count, ended
-        return [found[2] for found in placed if found]
+            results = list(pool.map(lambda _: lab.eschedule(SMALL, lab.url('idle.raw')), range(count)))
+        refused = [result for result in results if result.code == 3]
+        assert all(result.stdout == 'NO ALLOCATIONS LEFT\n' for result in refused)
+        placed = [NOTIFIED.match(result.stdout) for result in results if result.code == 0]
+        assert len(placed) + len(refused) == count, results
+        return [match[2] for match in placed if match]
 
-    first = at_once(10)
+    first = place_concurrently(10)
     assert len(first) == 10
-    second = at_once(room - 10 + 10)
-    assert len(second) == room - 10
+    second = place_concurrently(total_vcpus - 10 + 10)
+    assert len(second) == total_vcpus - 10
     for instance in [*first, *second]:
         until(partial(_active, lab, instance), 120, f'{instance} is active')
     assert {name for host in lab.hosts for name in lab.domains(host)} == {*first, *second}
-    used = sum(
-        lab.placement(f'/resource_providers/{lab.compute(host)}/usages')['usages']['VCPU'] for host in lab.hosts
-    )
-    assert used == room
+    used = sum(lab.placement(f'/resource_providers/{lab.compute(host)}/usages')['usages']['VCPU'] for host in lab.hosts)
+    assert used == total_vcpus
     lab.check()
 
 
 @pytest.mark.slow
 def test_destroy_of_one_whose_allocation_is_gone_already(lab: Lab) -> None:
-    """Story 4: the domain goes all the same."""
     host, instance = lab.place(SMALL, lab.url('idle.raw'), '--wait=started')
     held = lab.placement(f'/allocations/{instance}')
     body = {
@@ -115,7 +112,7 @@ ASKED = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGI
 
 @pytest.mark.parametrize('number', [*ASKED, signal.SIGKILL])
 def test_a_restart_harms_nobody_and_misses_nothing(lab: Lab, number: int) -> None:
-    """Story 5: closed while it is down; then opened, and what was written meanwhile is carried out."""
+    """The host is closed while ecompute is down; requests of that time are carried out later."""
     host, running_guest = lab.place(SMALL, lab.url('idle.raw'), '--wait=started')
     compute = lab.compute(host)
     _, to_go = lab.place(f'{SMALL}&in_tree={compute}', lab.url('idle.raw'), '--wait=started')
@@ -161,32 +158,34 @@ def test_a_bridge_that_is_not_there_is_named_at_the_start(lab: Lab) -> None:
 
 
 def test_no_configuration_at_all(tmp_path: Path) -> None:
-    """Story 6: the defaults point at localhost. On a localhost of our own, for the ports are the fixed ones."""
+    """The defaults use fixed ports on localhost, so the test has its own network namespace."""
     space = f't{os.getpid()}'
     inside = ['ip', 'netns', 'exec', space, sys.executable, '-m']
-    started: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     def start(*words: str) -> None:
         with (tmp_path / f'{words[0]}.log').open('wb') as log:
-            started.append(subprocess.Popen([*inside, *words], cwd=tmp_path, stdout=log, stderr=log))
+            processes.append(subprocess.Popen([*inside, *words], cwd=tmp_path, stdout=log, stderr=log))
 
-    def says(module: str, words: str) -> bool:
+    def has_logged(module: str, words: str) -> bool:
         return words in (tmp_path / f'{module}.log').read_text()
 
     subprocess.run(['ip', 'netns', 'add', space], check=True)
     try:
         subprocess.run(['ip', '-n', space, 'link', 'set', 'lo', 'up'], check=True)
         start('ecomp.lab.elab', 'control')
-        until(lambda: says('ecomp.lab.elab', 'placement http://localhost:8080'), 60, 'etcd and placement are ready')
+        until(
+            lambda: has_logged('ecomp.lab.elab', 'placement http://localhost:8080'), 60, 'etcd and placement are ready'
+        )
         start('ecomp.compute', '--fake', 'VCPU:1,DISK_GB:1,MEMORY_MB:64')
-        until(lambda: says('ecomp.compute', ' ready: '), 30, 'ecompute is ready')
+        until(lambda: has_logged('ecomp.compute', ' ready: '), 30, 'ecompute is ready')
         eschedule = [*inside, 'ecomp.schedule', SMALL, '--wait']
         placed = subprocess.run(eschedule, cwd=tmp_path, capture_output=True, text=True)
         assert placed.returncode == 0, placed
         assert NOTIFIED.match(placed.stdout), placed
     finally:
         codes = []
-        for process in reversed(started):
+        for process in reversed(processes):
             process.send_signal(signal.SIGINT)
             codes.append(process.wait(30))
         subprocess.run(['ip', 'netns', 'delete', space], check=True)
@@ -194,11 +193,11 @@ def test_no_configuration_at_all(tmp_path: Path) -> None:
 
 
 def test_a_build_that_fails_leaves_nothing(lab: Lab) -> None:
-    """Story 9: no such image, not a disk, disk full."""
+    """Cases: an image that does not exist, one that is not a disk, and a full disk."""
     (lab.directory / 'images/page.qcow2').write_text('<!DOCTYPE html><title>not a disk</title>')
     pid = lab.ecompute_pid('hv3')
     images = lab.state('hv3') / 'images'
-    # The workers' own view of the directory is full; nothing else is disturbed.
+    # The directory is full in the mount namespace of the workers only.
     mount = ['nsenter', '-t', str(pid), '-m']
     subprocess.run([*mount, 'mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(images)], check=True)
     (lab.directory / 'images/large.qcow2').write_bytes((lab.directory / 'images/guest.qcow2').read_bytes())
@@ -214,10 +213,10 @@ def test_a_build_that_fails_leaves_nothing(lab: Lab) -> None:
             instance = NOTIFIED.match(done.stdout)[2]  # type: ignore[index]
             assert done.code == 1
             assert f'failed at stage {stage}' in done.stderr
-            asked = lab.eschedule(instance)
-            assert asked.code == 1
-            assert reason in asked.stderr
-            assert asked.stdout == ''
+            result = lab.eschedule(instance)
+            assert result.code == 1
+            assert reason in result.stderr
+            assert result.stdout == ''
             assert lab.placement(f'/allocations/{instance}')['allocations'] == {}
             assert not lab.etcd(f'/hosts/{lab.compute(host)}/{instance}')
             assert instance not in lab.domains(host)
@@ -233,15 +232,15 @@ def test_a_build_that_fails_leaves_nothing(lab: Lab) -> None:
 
 
 def test_a_request_placement_does_not_confirm_is_not_built(lab: Lab) -> None:
-    """Story 10, on a real hypervisor: nothing of it is ever made."""
+    """On a real hypervisor no domain is made."""
     compute, instance = lab.compute('hv1'), str(uuid.uuid4())
     allocations = {compute: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
     value = {'allocations': allocations, 'instance': instance, 'image': lab.url('idle.raw')}
     lab.put(f'/hosts/{compute}/{instance}', json.dumps(value))
     until(lambda: _state(lab, instance) == 'error', 30, 'it is refused')
-    asked = lab.eschedule(instance)
-    assert asked.code == 1
-    assert 'placement holds no allocation for it' in asked.stderr
+    result = lab.eschedule(instance)
+    assert result.code == 1
+    assert 'placement holds no allocation for it' in result.stderr
     assert instance not in lab.domains('hv1')
 
 
@@ -250,12 +249,15 @@ def _active(lab: Lab, instance: str) -> bool:
 
 
 def _state(lab: Lab, instance: str) -> str:
-    """Its record's, asked of etcd: a command for each look would take more processor than what is waited for."""
+    """Return the state in the instance's record, read from etcd.
+
+    A command for each check would take more CPU time than the guests.
+    """
     return str(json.loads(lab.record(instance) or b'{}').get('state', ''))
 
 
 def _written_by_2019(lab: Lab, host: str) -> str:
-    """A claim and a request as another client makes them, while ecompute is down."""
+    """Write a claim and a request as a client of 2019 makes them, while ecompute is down."""
     compute, instance = lab.compute(host), str(uuid.uuid4())
     allocations = {compute: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
     claim = {'allocations': allocations, 'user_id': 'somebody', 'project_id': 'theirs', 'consumer_generation': None}
@@ -266,7 +268,7 @@ def _written_by_2019(lab: Lab, host: str) -> str:
     return instance
 
 
-# The stories of small guests that really boot: what they are told, by which way, at which address, and what fails.
+# Small guests that really boot: their metadata by network and disk, their addresses, and their failures.
 
 
 OTHER_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEB other@lab'
@@ -274,33 +276,33 @@ SCRIPT = '#!/bin/sh\n# canary\necho "ecomp-guest: ran on $(hostname)"\n'
 
 
 def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
-    """Stories 1 and 4: a guest with all it needs from mdserver.conf, and one beside it that was given its own."""
+    """One guest gets its data from mdserver.conf, and one beside it has its own."""
     host, instance = lab.place(QUERY, lab.url('guest.qcow2'), '--wait=ready')
     named = given_its_own(lab, host)
     address = lab.addressed(instance)
     assert answers(address)
 
-    told = lab.told(host, instance)
-    assert told['phoned'] == [f'http://169.254.169.254/phone-home/{instance}/']
-    # Told by who is nobody, and cannot open what it serves.
+    reported = lab.told(host, instance)
+    assert reported['phoned'] == [f'http://169.254.169.254/phone-home/{instance}/']
+    # The metadata server runs as an unprivileged user, who cannot open the files that it serves.
     children = psutil.Process(lab.ecompute_pid(host)).children()
-    assert [set(each.uids()) for each in children if 'mdserver.server' in each.cmdline()] == [{int(USER)}]
-    its_own = lab.told(host, named)
-    assert (its_own['instance-id'], its_own['hostname'], its_own['key']) == ([named], ['web1'], [OTHER_KEY])
-    assert its_own['user-data'] == SCRIPT.splitlines()
-    assert any('"local-hostname": "web1"' in line for line in its_own['seed'])
+    assert [set(process.uids()) for process in children if 'mdserver.server' in process.cmdline()] == [{int(USER)}]
+    own_data = lab.told(host, named)
+    assert (own_data['instance-id'], own_data['hostname'], own_data['key']) == ([named], ['web1'], [OTHER_KEY])
+    assert own_data['user-data'] == SCRIPT.splitlines()
+    assert any('"local-hostname": "web1"' in line for line in own_data['seed'])
     until(lambda: 'ecomp-guest: ran on web1' in lab.console(host, named), BOOT, 'its user-data was run')
     assert lab.eschedule('web1').stdout == f'{lab.addressed(named)}\n'
     assert 'canary' not in lab.log(host)
     lab.destroy('web1')
     assert not lab.etcd('/names/')
 
-    assert told['hostname'] == [f'vm-{instance[:8]}']
-    assert told['instance-id'] == [instance]
-    assert KEY in told['key']
-    assert any('#!/bin/sh' in line for line in told['user-data'])
-    assert told['disk'] == [str(2**30)]
-    assert f'eth0 {address}' in told['address']
+    assert reported['hostname'] == [f'vm-{instance[:8]}']
+    assert reported['instance-id'] == [instance]
+    assert KEY in reported['key']
+    assert any('#!/bin/sh' in line for line in reported['user-data'])
+    assert reported['disk'] == [str(2**30)]
+    assert f'eth0 {address}' in reported['address']
 
     assert lab.domains(host)[instance] == 'running'
     compute = lab.compute(host)
@@ -316,7 +318,7 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     assert f'INSTANTIATE INSTANCE {instance} WITH IMAGE {lab.url("guest.qcow2")}' in lab.log(host)
     lab.check()
 
-    # It listens to its power button, and comes back where it was.
+    # The guest reacts to its power button and starts again with its address.
     assert lab.eschedule('stop', '--wait', instance).code == 0
     assert lab.virsh(host, 'domstate', '--reason', instance).strip() == 'shut off (shutdown)'
     lab.check()
@@ -325,12 +327,12 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     assert lab.placement(f'/allocations/{instance}')['allocations'] == held
     lab.check()
 
-    # Each boot gets its address and says that it is ready, and who waits after a reboot waits for that one.
+    # Each boot has its own address and readiness; a wait after a reboot waits for that boot.
     assert lab.eschedule('reboot', instance).code == 0
     assert lab.eschedule('wait', instance, '--for', 'ready', timeout=300).stdout == f'{address}\n'
     boots = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)['boots']
-    assert [each['reason'] for each in boots] == ['created', 'start', 'reboot']
-    times = [each['stages'] for each in boots]
+    assert [boot['reason'] for boot in boots] == ['created', 'start', 'reboot']
+    times = [boot['stages'] for boot in boots]
     assert list(times[2]) == ['started', 'addressed', 'ready']
     assert times[1]['stopped'] < times[2]['started'] < times[2]['addressed'] < times[2]['ready']
     lab.check()
@@ -347,12 +349,12 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
 
 
 def given_its_own(lab: Lab, host: str) -> str:
-    """A guest on this host with a name, a key and user-data of its own."""
+    """Place a guest on this host with a name, a key and user-data of its own."""
     (lab.directory / 'key.pub').write_text(OTHER_KEY + '\n')
     (lab.directory / 'user-data').write_text(SCRIPT)
-    given = ['--name', 'web1', '--ssh-key', str(lab.directory / 'key.pub')]
-    given += ['--user-data', str(lab.directory / 'user-data')]
-    return lab.place(f'{QUERY}&in_tree={lab.compute(host)}', lab.url('guest.qcow2'), *given)[1]
+    options = ['--name', 'web1', '--ssh-key', str(lab.directory / 'key.pub')]
+    options += ['--user-data', str(lab.directory / 'user-data')]
+    return lab.place(f'{QUERY}&in_tree={lab.compute(host)}', lab.url('guest.qcow2'), *options)[1]
 
 
 def test_what_fails_in_a_guest_is_said_and_the_guest_goes_on(lab: Lab, tmp_path: Path) -> None:
@@ -360,8 +362,8 @@ def test_what_fails_in_a_guest_is_said_and_the_guest_goes_on(lab: Lab, tmp_path:
     script.write_text('#!/bin/sh\necho "ecomp-guest: broke"\nexit 3\n')
     options = ('--name', 'breaks', '--user-data', str(script), '--wait=ready')
     done = lab.eschedule(QUERY, lab.url('guest.qcow2'), *options)
-    why = 'cloud-init failed at stage modules-final: user-data ended with 3; the guest goes on'
-    assert (done.code, why in done.stderr) == (1, True), done
+    problem = 'cloud-init failed at stage modules-final: user-data ended with 3; the guest goes on'
+    assert (done.code, problem in done.stderr) == (1, True), done
     record = _record(lab, 'breaks')
     assert (record['state'], 'ready' in record['stages']) == ('active', False)
     assert record['cloud_init'] == {'stage': 'modules-final', 'reason': 'user-data ended with 3'}
@@ -369,7 +371,7 @@ def test_what_fails_in_a_guest_is_said_and_the_guest_goes_on(lab: Lab, tmp_path:
     assert answers(lab.addressed('breaks'))
     assert 'ecomp-guest: broke' in lab.eschedule('log', 'breaks').stdout.splitlines()
     assert lab.eschedule('log', 'breaks', '-n', '1').stdout.startswith('ecomp-guest: phoned ')
-    # The small guest has neither keys nor an sshd.
+    # The small guest has neither host keys nor an sshd.
     refused = lab.eschedule('ssh', 'breaks')
     assert (refused.code, 'unverified' in refused.stderr) == (1, True)
     lab.destroy('breaks')
@@ -377,14 +379,14 @@ def test_what_fails_in_a_guest_is_said_and_the_guest_goes_on(lab: Lab, tmp_path:
 
 @pytest.mark.parametrize('again', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_address_is_known_before_the_boot_and_stays(lab: Lab, again: bool) -> None:
-    """`again`: a guest's reboot, and a new libvirtd and ecompute before it: the same, metadata is served as before."""
+    """With `again` libvirtd and ecompute are restarted and the guest is reset."""
     host, instance = lab.place(QUERY, lab.url('guest.qcow2'), '--wait=started')
     (interface,) = _record(lab, instance)['addresses']
     address = interface['expected']
     assert address
     if interface['address'] is None:  # it boots for seconds
-        asked = lab.eschedule(instance)
-        assert (asked.code, asked.stdout) in ((6, ''), (0, f'{address}\n'))
+        result = lab.eschedule(instance)
+        assert (result.code, result.stdout) in ((6, ''), (0, f'{address}\n'))
         assert lab.eschedule('show', instance).stdout.count(address) == 1
     assert lab.addressed(instance) == address
     assert lab.eschedule('wait', '--for', 'ready', instance).code == 0
@@ -410,7 +412,7 @@ def test_the_address_is_known_before_the_boot_and_stays(lab: Lab, again: bool) -
 
 @pytest.mark.slow
 def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
-    """Story 6."""
+    """The host is configured with `resize: False`, a bridge and a uuid."""
     host, own = 'hv2', str(uuid.uuid4())
     config = lab.directory / host / 'compute.yaml'
     before = config.read_text()
@@ -422,15 +424,15 @@ def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
         placed, instance = lab.place(f'{QUERY}&in_tree={own}', lab.url('guest.qcow2'))
         assert placed == host
         lab.addressed(instance)
-        told = lab.told(host, instance)
-        assert int(told['disk'][0]) < 2**30
-        macs = [each['mac'] for each in _record(lab, instance)['addresses']]
-        assert json.loads('\n'.join(told['network-config'])) == network_config(macs)
-        interfaces = {line.split()[0]: line.split()[1] for line in told['address']}
+        reported = lab.told(host, instance)
+        assert int(reported['disk'][0]) < 2**30
+        macs = [interface['mac'] for interface in _record(lab, instance)['addresses']]
+        assert json.loads('\n'.join(reported['network-config'])) == network_config(macs)
+        interfaces = {line.split()[0]: line.split()[1] for line in reported['address']}
         assert set(interfaces) == {'eth0', 'eth1'}
         record = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
         assert record['addresses'][0]['address'] == interfaces['eth0']
-        assert [each['network'] for each in record['addresses']] == ['default', 'br0']
+        assert [interface['network'] for interface in record['addresses']] == ['default', 'br0']
         until(lambda: answers(interfaces['eth1']), 30, 'the bridged interface answers')
         assert record['addresses'][1]['expected'] is None, 'the LAN has a DHCP server of its own'
         lab.inside(host, 'busybox', 'ping', '-c', '1', interfaces['eth1'])
@@ -449,33 +451,37 @@ def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_guests_that_are_told_by_a_disk(lab: Lab) -> None:
-    """Each by its own, with what the network would have told it; the disk comes and goes with the guest."""
+    """Each guest gets its own data; the disk is made and removed with the guest."""
     host = 'hv3'
-    with lab.configured(host, metadata='iso') as there:
-        instance = lab.place(f'{QUERY}&{there}', lab.url('guest.qcow2'), '--wait=ready')[1]
+    with lab.configured(host, metadata='iso') as in_tree:
+        instance = lab.place(f'{QUERY}&{in_tree}', lab.url('guest.qcow2'), '--wait=ready')[1]
         named = given_its_own(lab, host)
         until(lambda: 'ecomp-guest: phoned' in lab.console(host, instance), 10, 'it has said so')
-        told = lab.told(host, instance)
-        assert (told['instance-id'], told['hostname'], told['key']) == ([instance], [f'vm-{instance[:8]}'], [KEY])
-        assert any('#!/bin/sh' in line for line in told['user-data'])
-        assert told['phoned'] == [f'http://169.254.169.254/phone-home/{instance}/']
-        assert 'network-config' not in told
-        assert not any('dsmode' in line for line in told['seed'])
+        reported = lab.told(host, instance)
+        assert (reported['instance-id'], reported['hostname'], reported['key']) == (
+            [instance],
+            [f'vm-{instance[:8]}'],
+            [KEY],
+        )
+        assert any('#!/bin/sh' in line for line in reported['user-data'])
+        assert reported['phoned'] == [f'http://169.254.169.254/phone-home/{instance}/']
+        assert 'network-config' not in reported
+        assert not any('dsmode' in line for line in reported['seed'])
         lab.addressed(named)
-        its_own = lab.told(host, named)
-        assert (its_own['instance-id'], its_own['hostname'], its_own['key']) == ([named], ['web1'], [OTHER_KEY])
-        assert its_own['user-data'] == SCRIPT.splitlines()
+        own_data = lab.told(host, named)
+        assert (own_data['instance-id'], own_data['hostname'], own_data['key']) == ([named], ['web1'], [OTHER_KEY])
+        assert own_data['user-data'] == SCRIPT.splitlines()
         until(lambda: 'ecomp-guest: ran on web1' in lab.console(host, named), BOOT, 'its user-data was run')
         assert 'canary' not in lab.log(host)
         assert lab.seeds(host) == {instance, named}
-        serials = [each.get('name') for each in lab.domain(host, instance).iterfind('sysinfo/system/entry')]
+        serials = [entry.get('name') for entry in lab.domain(host, instance).iterfind('sysinfo/system/entry')]
         assert serials == ['uuid'], 'it is not told to ask the network'
         lab.check()
-    # What runs keeps its disk, whatever compute.yaml says by now.
+    # A running guest keeps its disk after compute.yaml has changed.
     assert lab.eschedule('stop', '--wait', instance).code == 0
     assert lab.eschedule('start', '--wait', instance).code == 0
     until(lambda: lab.console(host, instance).count('ecomp-guest: phoned') == 2, BOOT, 'it boots again')
-    assert lab.told(host, instance) == {name: 2 * values for name, values in told.items()} | {'power': ['button']}
+    assert lab.told(host, instance) == {name: 2 * values for name, values in reported.items()} | {'power': ['button']}
     lab.check()
     lab.destroy(named)
     assert lab.seeds(host) == {instance}
@@ -485,18 +491,18 @@ def test_guests_that_are_told_by_a_disk(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_a_guest_that_cannot_reach_the_metadata_address(lab: Lab) -> None:
-    """On a LAN's bridges alone: a disk tells it all, its two interfaces among it, and it is not asked to phone home."""
+    """On bridges of a LAN alone a disk holds all metadata, and the guest does not phone home."""
     host = 'hv3'
     lab.inside(host, 'ip', 'link', 'add', 'br1', 'type', 'bridge')
     lab.inside(host, 'ip', 'link', 'set', 'br1', 'up')
     try:
-        with lab.configured(host, metadata='iso', networks=[{'bridge': 'br0'}, {'bridge': 'br1'}]) as there:
-            instance = lab.place(f'{QUERY}&{there}', lab.url('guest.qcow2'), '--name', 'lan1', '--wait=started')[1]
-            told = lab.told(host, instance)
-            assert (told['instance-id'], told['hostname'], told['key']) == ([instance], ['lan1'], [KEY])
-            macs = [each['mac'] for each in _record(lab, instance)['addresses']]
+        with lab.configured(host, metadata='iso', networks=[{'bridge': 'br0'}, {'bridge': 'br1'}]) as in_tree:
+            instance = lab.place(f'{QUERY}&{in_tree}', lab.url('guest.qcow2'), '--name', 'lan1', '--wait=started')[1]
+            reported = lab.told(host, instance)
+            assert (reported['instance-id'], reported['hostname'], reported['key']) == ([instance], ['lan1'], [KEY])
+            macs = [interface['mac'] for interface in _record(lab, instance)['addresses']]
             assert len(macs) == 2
-            assert json.loads('\n'.join(told['network-config'])) == network_config(macs)
+            assert json.loads('\n'.join(reported['network-config'])) == network_config(macs)
             until(lambda: 'user-data ran' in lab.console(host, instance), BOOT, 'its user-data was run')
             assert 'phone' not in lab.console(host, instance)
             lab.destroy(instance)
@@ -506,5 +512,5 @@ def test_a_guest_that_cannot_reach_the_metadata_address(lab: Lab) -> None:
 
 
 def _record(lab: Lab, instance: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
-    return found
+    record: dict[str, Any] = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
+    return record
