@@ -1,4 +1,4 @@
-"""Names of instances, and commands by name."""
+"""Names of instances, and commands that use them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.kit.servers import environment, until
 from tests.kit.story import SMALL, addressed, at_once, boot, called, logged, notified, one_line, place, reached, record
 from tests.scenario.debian_image import debian_image
 
-# A name, a key and user-data, from eschedule's options to what a compute hands to its metadata server.
+# Names, keys and user-data, from eschedule's options to the data that a compute gives its metadata server.
 
 
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA me@here'
@@ -40,17 +40,17 @@ BIG = 'VCPU:64,DISK_GB:640,MEMORY_MB:65536'
 
 
 def guest_data(compute: Ecompute) -> dict[str, dict[str, Any]]:
-    """What a compute has handed to its metadata server, by instance; the files are root's alone."""
-    found = {}
+    """Return the metadata on a compute by instance; check that only root may read the files."""
+    data_by_instance = {}
     for path in (compute.directory / 'state' / 'metadata').glob('*.json'):
         assert path.stat().st_mode & 0o777 == 0o600
         data = json.loads(path.read_text())
-        found[data['instance']] = data
-    return found
+        data_by_instance[data['instance']] = data
+    return data_by_instance
 
 
 def written(directory: Path, **files: str | bytes) -> dict[str, str]:
-    """Files of that content, by name: their paths."""
+    """Write files and return their paths by name."""
     for name, content in files.items():
         (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return {name: str(directory / name) for name in files}
@@ -67,17 +67,17 @@ def test_two_instances_on_one_host_each_get_their_own(cluster: Control) -> None:
     for instance in (one, two, three):
         addressed(cluster, instance)
     data = guest_data(compute)
-    assert [data[one][each] for each in ('hostname', 'public_keys', 'user_data')] == ['web1', [KEY], SCRIPT]
-    assert [data[two][each] for each in ('hostname', 'public_keys')] == ['web2', [OTHER_KEY, KEY]]
+    assert [data[one][field] for field in ('hostname', 'public_keys', 'user_data')] == ['web1', [KEY], SCRIPT]
+    assert [data[two][field] for field in ('hostname', 'public_keys')] == ['web2', [OTHER_KEY, KEY]]
     assert data[two]['user_data'].encode(errors='surrogateescape') == packed
-    assert [data[three][each] for each in ('hostname', 'public_keys', 'user_data')] == [f'vm-{three[:8]}', None, None]
-    # It survives ecompute, and is in no record and no log.
+    assert [data[three][field] for field in ('hostname', 'public_keys', 'user_data')] == [f'vm-{three[:8]}', None, None]
+    # The data survives a kill of ecompute and is in no record and no log.
     compute.kill()
     compute.start()
     assert guest_data(compute) == data
     assert (record(cluster, one) or {})['name'] == 'web1'
     for text in (CANARY, KEY.split()[1]):
-        assert text not in json.dumps([record(cluster, each) for each in (one, two)])
+        assert text not in json.dumps([record(cluster, name_holder) for name_holder in (one, two)])
         assert logged(compute, text) == []
     check(cluster, compute)
     assert cluster.eschedule('destroy', '--wait', 'web1', 'web2', three[:13]).code == 0
@@ -103,7 +103,7 @@ def test_a_name_stands_wherever_a_uuid_does(cluster: Control) -> None:
     one_line(called(cluster, '5ca'), 4, '5ca: no living instance has this name (of its uuid, 4 digits at least)')
     beginning = 'ffff' if not instance.startswith('ffff') else 'eeee'
     one_line(called(cluster, 'show', beginning), 4, f'{beginning}: no living instance', 'no uuid begins so')
-    # All are tried, each is told.
+    # Each argument is tried and reported.
     done = called(cluster, 'destroy', '--wait', 'web2', 'web1')
     assert done.code == 4
     assert done.stderr.splitlines()[0].startswith('eschedule: web2: no living instance')
@@ -115,10 +115,10 @@ def test_a_name_stands_wherever_a_uuid_does(cluster: Control) -> None:
 def test_one_of_two_gets_it_and_the_next_one_when_it_is_free_again(cluster: Control) -> None:
     compute = cluster.ecompute(BIG)
     results = at_once(cluster, [[SMALL, '--name', 'web1']] * 4, width=4)
-    (winner,) = [notified(each)[1] for each in results if each.code == 0]
-    for each in results:
-        if each.code:
-            one_line(each, 5, f'web1: is the name of instance {winner}')
+    (winner,) = [notified(result)[1] for result in results if result.code == 0]
+    for result in results:
+        if result.code:
+            one_line(result, 5, f'web1: is the name of instance {winner}')
     assert list(allocations(cluster)) == [winner]
     addressed(cluster, winner)
     assert cluster.eschedule('destroy', '--wait', 'web1').code == 0
@@ -141,8 +141,8 @@ def test_the_same_again_and_another_at_the_same_uuid(cluster: Control) -> None:
     one_line(called(cluster, *words, file['script']), 5, 'exists, with other user-data')
     written(cluster.directory, script=SCRIPT)
     one_line(called(cluster, *words, file['script'], '--ssh-key', file['other']), 5, 'exists, with other ssh keys')
-    renamed = ['web2' if word == 'web1' else word for word in words]
-    one_line(called(cluster, *renamed, file['script']), 5, 'exists, by the name web1')
+    other_words = ['web2' if word == 'web1' else word for word in words]
+    one_line(called(cluster, *other_words, file['script']), 5, 'exists, by the name web1')
     if record(cluster, first[1]) is None:
         assert everything(cluster).keys() >= before.keys()
     addressed(cluster, first[1])
@@ -150,7 +150,7 @@ def test_the_same_again_and_another_at_the_same_uuid(cluster: Control) -> None:
 
 
 def test_a_failed_one_is_found_by_its_name_until_somebody_takes_it(cluster: Control, compute: Ecompute) -> None:
-    # A claim that is not what was requested: the compute refuses to build.
+    # The claim differs from the request, so the compute refuses to build.
     compute.pause()
     failed = place(cluster, SMALL, '--name', 'web1')[1]
     cluster.placement.call('DELETE', f'/allocations/{failed}')
@@ -180,7 +180,7 @@ def test_a_compute_that_is_forgotten_lets_its_names_go(cluster: Control) -> None
     compute = cluster.ecompute()
     boot(cluster, SMALL, '--name', 'web1')
     compute.kill()
-    cluster.etcd.delete(f'/computes/{compute.uuid}')  # its lease would end in half a minute
+    cluster.etcd.delete(f'/computes/{compute.uuid}')  # its lease would expire in half a minute
     one_line(cluster.eschedule('destroy', 'web1'), 0, 'silent now')
     assert cluster.eschedule('host', 'forget', '--fenced', compute.uuid).code == 0
     assert cluster.etcd.keys('/names/') == []
@@ -199,35 +199,35 @@ def test_a_compute_that_is_forgotten_lets_its_names_go(cluster: Control) -> None
 )
 def test_a_file_that_is_no_good(cluster: Control, option: str, content: bytes, says: str) -> None:
     file = written(cluster.directory, given=content)['given']
-    said = one_line(called(cluster, SMALL, option, file), 2, file, says)
-    assert 'canary' not in said
-    assert KEY.split()[1][:20] not in said
+    message = one_line(called(cluster, SMALL, option, file), 2, file, says)
+    assert 'canary' not in message
+    assert KEY.split()[1][:20] not in message
     assert everything(cluster) == {}
 
 
 def test_as_much_as_may_be_given(cluster: Control, compute: Ecompute) -> None:
-    """256 KiB of what is largest in JSON, and 30 KiB of keys: it fits into etcd, the request's limit and the files."""
+    """Incompressible user-data of 256 KiB and 30 KiB of keys fit into etcd and the files."""
     keys = ''.join(f'ssh-rsa {base64.b64encode(_rsa(number)).decode()} é\n' for number in range(55))
     data = gzip.compress(os.urandom(262144 - 400), 0)
     file = written(cluster.directory, keys=keys, data=data)
     instance = boot(cluster, SMALL, '--ssh-key', file['keys'], '--user-data', file['data'])
-    given = guest_data(compute)[instance]
-    assert given['user_data'].encode(errors='surrogateescape') == data
-    assert len(given['public_keys']) == 55
+    metadata = guest_data(compute)[instance]
+    assert metadata['user_data'].encode(errors='surrogateescape') == data
+    assert len(metadata['public_keys']) == 55
     assert len(json.dumps(record(cluster, instance))) < 3000
 
 
 def _rsa(number: int) -> bytes:
     parts = (b'ssh-rsa', b'\1\0\1', number.to_bytes(2, 'big') + bytes(400))
-    return b''.join(len(each).to_bytes(4, 'big') + each for each in parts)
+    return b''.join(len(part).to_bytes(4, 'big') + part for part in parts)
 
 
 def test_user_data_nobody_reads_is_handed_on_with_a_word(cluster: Control, compute: Ecompute) -> None:
     file = written(cluster.directory, data='packages: [canary]\n')
     done = cluster.eschedule(SMALL, '--user-data', file['data'])
     _, instance = notified(done)
-    said = one_line(done, 0, file['data'], 'does not begin with #cloud-config')
-    assert 'canary' not in said
+    message = one_line(done, 0, file['data'], 'does not begin with #cloud-config')
+    assert 'canary' not in message
     addressed(cluster, instance)
     assert guest_data(compute)[instance]['user_data'] == 'packages: [canary]\n'
 
@@ -242,9 +242,9 @@ def test_what_schedule_yaml_says_holds_where_the_command_says_nothing(cluster: C
     one, two = place(cluster)[1], place(cluster, SMALL, '--ssh-key', other['other'])[1]
     for instance, keys in ((one, [KEY]), (two, [OTHER_KEY])):
         addressed(cluster, instance)
-        given = guest_data(compute)[instance]
-        assert (given['public_keys'], given['user_data']) == (keys, SCRIPT)
-    # They are read when an instance is made, and only then.
+        metadata = guest_data(compute)[instance]
+        assert (metadata['public_keys'], metadata['user_data']) == (keys, SCRIPT)
+    # The files are read only when an instance is created.
     Path(file['key']).unlink()
     assert cluster.eschedule('list').code == 0
     one_line(cluster.eschedule(SMALL), 2, f'ssh keys {file["key"]}: cannot be read: No such file')
@@ -265,19 +265,24 @@ def test_user_data_from_standard_input(cluster: Control, compute: Ecompute) -> N
     assert logged(compute, CANARY) == []
 
 
-# Story 1 of the hands: three hosts and a terminal of 80 columns; all by name, no uuid typed and no line wrapped.
+# Three hosts and a terminal of 80 columns: guests are used by name, no uuid is typed and no line wraps.
 
 
 QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
+# Seconds that an emulated Debian may take to the end of its cloud-init.
 READY = 1200
-"""Seconds an emulated Debian may take to the end of its cloud-init."""
 COLUMNS = 80
+# A Ctrl-C before the prompt leaves ^C on its line.
 PROMPT = re.compile(r'(?:\^C)?\[(\d+)\] \$')
-"""With what a Ctrl-C before it leaves on its line."""
 UUID = re.compile('[0-9a-f]{8}-[0-9a-f]{4}-')
 
+
 class Terminal:
-    """A shell in tmux. What was typed is kept in `typed`; what it wrote is read off the screen and above it."""
+    """A shell in tmux.
+
+    Attributes:
+        typed: the commands that were typed. Their output is read from the screen and its history.
+    """
 
     def __init__(self, work: Path, directory: Path, **variables: str) -> None:
         bin = work / 'bin'
@@ -291,7 +296,7 @@ class Terminal:
         env['PATH'] = f'{bin}:{env["PATH"]}'
         for unwanted in ('TMUX', 'COLUMNS', 'LINES', 'NO_COLOR'):
             env.pop(unwanted, None)
-        (work / 'rc').write_text("PS1='[$?] $ '\n")  # not from the environment, of which tmux's own shell takes it
+        (work / 'rc').write_text("PS1='[$?] $ '\n")  # not from the environment, from which tmux's own shell takes it
         shell = f'bash --noprofile --rcfile {work}/rc'
         subprocess.run(
             [*self._tmux, 'set-option', '-g', 'history-limit', '100000', ';',
@@ -301,21 +306,24 @@ class Terminal:
         until(lambda: self.shown() and PROMPT.fullmatch(self.shown()[-1]), 20, 'the shell')
 
     def close(self) -> None:
-        """End it, and what runs in it."""
+        """End the shell and everything that runs in it."""
         subprocess.run([*self._tmux, 'kill-server'], check=False, timeout=60)
 
     def shown(self, joined: bool = True) -> list[str]:
-        """Every line that was written, `joined` as it was; else as the terminal has it, which wraps what is longer."""
+        """Return all lines that were written.
+
+        Lines are `joined` as they were written, or else as wrapped by the terminal.
+        """
         capture = [*self._tmux, 'capture-pane', '-p', '-S', '-', *(['-J'] if joined else [])]
         text = subprocess.run(capture, capture_output=True, text=True, check=True, timeout=60).stdout
         return [line.rstrip() for line in text.rstrip().splitlines()]
 
     def press(self, *keys: str) -> None:
-        """Press keys, as tmux calls them."""
+        """Press keys, by tmux's names."""
         subprocess.run([*self._tmux, 'send-keys', *keys], check=True, timeout=60)
 
     def begin(self, command: str) -> int:
-        """Type a command; the number of its line."""
+        """Type a command; return the number of its line."""
         assert not UUID.search(command)
         self.typed.append(command)
         line = len(self.shown()) - 1
@@ -324,17 +332,17 @@ class Terminal:
         return line
 
     def end(self, line: int, seconds: float = 60.0) -> tuple[int, list[str]]:
-        """The exit code of the command that was typed on this line, and what it wrote, once it has ended."""
+        """Wait until the command on a line has finished; return its exit code and output."""
 
-        def ended() -> re.Match[str] | None:
+        def find_prompt() -> re.Match[str] | None:
             lines = self.shown()
             return PROMPT.fullmatch(lines[-1]) if len(lines) > line + 1 else None
 
-        found = until(ended, seconds, f'{self.typed[-1]} ends')
-        return int(found[1]), self.shown()[line + 1 : -1]
+        prompt = until(find_prompt, seconds, f'{self.typed[-1]} ends')
+        return int(prompt[1]), self.shown()[line + 1 : -1]
 
     def says(self, command: str, seconds: float = 60.0) -> list[str]:
-        """What a command writes that succeeds, no line of which the terminal had to wrap."""
+        """Run a successful command; check that the terminal wrapped no line, and return its output."""
         before = len(self.shown(joined=False)) - len(self.shown())
         code, lines = self.end(self.begin(command), seconds)
         assert code == 0, (command, lines)
@@ -345,19 +353,19 @@ class Terminal:
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    """A terminal in the directory of a lab of three hosts, whose guests are Debians that take our key."""
+    """Provide a terminal in the directory of a lab of three hosts, whose images are Debians."""
     assert shutil.which('tmux'), 'apt install tmux'
     subprocess.run(['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', tmp_path / 'key'], check=True, timeout=60)
     lab = Lab(lab_name('byname'), 3)
     try:
         shutil.copyfile(debian_image(), lab.directory / 'images/debian.qcow2')
-        shown = Terminal(
+        shell = Terminal(
             tmp_path, lab.directory, Q=QUERY, IMAGE=lab.url('debian.qcow2'), KEY=shlex.quote(str(tmp_path / 'key'))
         )
         try:
-            yield shown
+            yield shell
         finally:
-            shown.close()
+            shell.close()
     finally:
         lab.close()
 
@@ -366,10 +374,9 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_a_guest_is_used_by_its_name_alone(terminal: Terminal) -> None:
-    """create, list, show, ssh, log -f, reboot and ready again, destroy; no uuid typed, no line wrapped"""
-    *_, on, address = terminal.says('eschedule $Q $IMAGE --name web1 --ssh-key $KEY.pub --wait', READY)
-    host = re.fullmatch(r'eschedule: web1 is on (hv[123])', on)
-    assert host, on
+    *_, location, address = terminal.says('eschedule $Q $IMAGE --name web1 --ssh-key $KEY.pub --wait', READY)
+    host = re.fullmatch(r'eschedule: web1 is on (hv[123])', location)
+    assert host, location
     assert terminal.says(f'eschedule wait web1 --for ready --timeout {READY}', READY)[-1] == address
 
     heading, listed = terminal.says('eschedule list')

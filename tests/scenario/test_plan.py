@@ -1,4 +1,4 @@
-"""Where an instance goes: planned, and then done."""
+"""Planning: where instances would go, compared with where they go."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TOY = 'VCPU:8,DISK_GB:100,MEMORY_MB:4096'
 
 
 def planned(cluster: Control, *words: str) -> list[str]:
-    done = cluster.eschedule('plan', SMALL, '-f', 'json', *words)
-    assert done.code == 0, done
-    return [each['compute'] for each in json.loads(done.stdout)]
+    result = cluster.eschedule('plan', SMALL, '-f', 'json', *words)
+    assert result.code == 0, result
+    return [row['compute'] for row in json.loads(result.stdout)]
 
 
 def test_instances_are_spread_and_packed_as_asked(cluster: Control) -> None:
     computes = [cluster.ecompute(TOY).uuid for _ in range(3)]
-    # Each goes to one that has fewest, and none is left out.
+    # Each goes to a compute that has the fewest, and every compute gets some.
     assert Counter(place(cluster, SMALL, IMAGE)[0] for _ in range(6)) == dict.fromkeys(computes, 2)
     fullest = place(cluster, SMALL, IMAGE, '--on', computes[1])[0]
     assert fullest == computes[1]
@@ -50,11 +50,11 @@ def test_the_plan_is_what_then_happens(cluster: Control) -> None:
 
 
 def placed(done: Result) -> Counter[str]:
-    """How many each compute got, or would get."""
+    """Return the number of instances of each compute, placed or planned."""
     assert done.code == 0, done
     if done.stdout.startswith('NOTIFIED'):
         return Counter(line.split(', ')[1] for line in done.stdout.splitlines())
-    return Counter({each['compute']: each['instances'] for each in json.loads(done.stdout) if each['instances']})
+    return Counter({row['compute']: row['instances'] for row in json.loads(done.stdout) if row['instances']})
 
 
 def test_the_plan_of_a_set_is_what_then_happens(cluster: Control) -> None:
@@ -67,14 +67,14 @@ def test_the_plan_of_a_set_is_what_then_happens(cluster: Control) -> None:
         ('--count', '2', '--group', 'web', '--policy', 'anti-affinity'),
         ('--count', '3', '--group', 'db', '--policy', 'affinity', '--weigh', 'pack'),
     ):
-        # What is said of a new one decides nothing, but for the image it may be said all the same.
+        # Options of a new instance, such as the image, are accepted but do not affect a plan.
         planned = placed(cluster.eschedule('plan', SMALL, IMAGE, *words, '-f', 'json'))
         assert sum(planned.values()) == int(words[1])
-        if words[-1] != 'anti-affinity':  # of equals any
+        if words[-1] != 'anti-affinity':  # any of equal computes
             assert placed(cluster.eschedule(SMALL, IMAGE, *words)) == planned
         else:
             assert set(planned.values()) == {1}
-    # Two are left of fourteen, and then one.
+    # Fourteen slots had two left; now one.
     assert sum(placed(cluster.eschedule(SMALL, IMAGE, '--count', '1')).values()) == 1
     both = [cluster.eschedule(*words, SMALL, '--count', '2') for words in (('plan',), ())]
     for done in both:

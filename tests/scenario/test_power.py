@@ -1,4 +1,4 @@
-"""Stop, start and reboot, on pretended guests."""
+"""Stop, start and reboot of fake guests."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tests.kit.story import IMAGE, NOBODY, SMALL, addressed, boot, logged, logs,
 
 
 def switched(control: Control, action: str, *instances: str) -> None:
-    """Ask for it, and wait for it: what is said of each, and no more."""
+    """Switch instances with --wait and check the messages about each."""
     done = control.eschedule(action, '--wait', *instances)
     state = 'stopped' if action == 'stop' else 'active'
     assert (done.code, done.stdout) == (0, '')
     lines = [line.removeprefix('eschedule: ') for line in done.stderr.splitlines()]
-    accepted = [f'{each}: {action} accepted, {socket.gethostname()} carries it out' for each in instances]
-    assert lines == [*accepted, *(f'{each}: {state}' for each in instances)]
+    accepted = [f'{instance}: {action} accepted, {socket.gethostname()} carries it out' for instance in instances]
+    assert lines == [*accepted, *(f'{instance}: {state}' for instance in instances)]
 
 
 def test_stopped_started_and_rebooted(cluster: Control, compute: Ecompute) -> None:
     instances = [place(cluster)[1] for _ in range(2)]
     first, second = instances
-    addresses = [addressed(cluster, each) for each in instances]
+    addresses = [addressed(cluster, instance) for instance in instances]
     held = cluster.placement.allocations(first)
 
     switched(cluster, 'stop', *instances)
     assert running(compute) == set()
-    assert [record(cluster, each)['state'] for each in instances] == ['stopped'] * 2  # type: ignore[index]
+    assert [record(cluster, instance)['state'] for instance in instances] == ['stopped'] * 2  # type: ignore[index]
     assert cluster.placement.allocations(first) == held, 'its claim stays'
     assert cluster.eschedule(first).stdout == f'{addresses[0]}\n', 'and its address'
     check(cluster, compute)
@@ -43,7 +43,7 @@ def test_stopped_started_and_rebooted(cluster: Control, compute: Ecompute) -> No
     switched(cluster, 'reboot', *instances)
     assert running(compute) == set(instances), 'a reboot ends running, also of one that was stopped'
     assert len(logs(compute, 'START INSTANCE', first, number=2)) == 2
-    assert [addressed(cluster, each) for each in instances] == addresses
+    assert [addressed(cluster, instance) for instance in instances] == addresses
     assert cluster.placement.allocations(first) == held
     check(cluster, compute)
 
@@ -56,7 +56,7 @@ def test_each_boot_has_its_stages_and_a_wait_is_for_the_one_that_comes(cluster: 
     address = addressed(cluster, instance)
     compute.pause()
     assert cluster.eschedule('reboot', instance).code == 0
-    # The first boot had its address long ago; that of the reboot has none yet.
+    # The first boot got its address long ago; the boot of the reboot has none yet.
     one_line(cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'waiting for: its compute to take it')
     assert cluster.eschedule('wait', instance, '--for', 'disk') == (0, '', '')
     compute.resume()
@@ -69,17 +69,17 @@ def test_each_boot_has_its_stages_and_a_wait_is_for_the_one_that_comes(cluster: 
     switched(cluster, 'start', instance)
     assert cluster.eschedule('wait', instance) == (0, f'{address}\n', '')
     boots = (record(cluster, instance) or {})['boots']
-    assert [(each['number'], each['reason']) for each in boots] == [(1, 'created'), (2, 'reboot'), (3, 'start')]
-    assert [sorted(each['stages']) for each in boots] == [['addressed', 'started', 'stopped']] * 2 + [
+    assert [(entry['number'], entry['reason']) for entry in boots] == [(1, 'created'), (2, 'reboot'), (3, 'start')]
+    assert [sorted(entry['stages']) for entry in boots] == [['addressed', 'started', 'stopped']] * 2 + [
         ['addressed', 'started']
     ]
     last = cluster.eschedule('timeline', instance).stdout.splitlines()
     assert last[0].startswith(f'{instance}  active  boot 3, start  started {boots[2]["stages"]["started"]}')
     assert [line.split()[0] for line in last[1:]] == ['addressed', 'ready', '0']
-    told = json.loads(cluster.eschedule('timeline', instance, '--boot', '2', '-f', 'json').stdout)
-    (shown,) = told['instances']
+    report = json.loads(cluster.eschedule('timeline', instance, '--boot', '2', '-f', 'json').stdout)
+    (shown,) = report['instances']
     assert (shown['boot'], shown['reason']) == (2, 'reboot')
-    assert [each['stage'] for each in shown['stages']] == ['started', 'addressed']
+    assert [stage['stage'] for stage in shown['stages']] == ['started', 'addressed']
     one_line(cluster.eschedule('timeline', instance, '--boot', '4'), 4, 'boot 4 is not kept: 1 to 3 are')
     rows = dict(line.split(maxsplit=1) for line in cluster.eschedule('show', instance).stdout.splitlines())
     assert rows['since'] == boots[2]['stages']['started']
@@ -123,10 +123,10 @@ def test_a_silent_compute_does_it_when_it_is_back(cluster: Control, compute: Eco
     one_line(cluster.eschedule('stop', instance), 0, 'stop accepted', 'when it is back: it is silent now')
     late = cluster.eschedule('stop', '--wait', '--timeout', '0', instance)
     assert late.code == 6
-    asked, waited = late.stderr.splitlines()
-    assert f'{instance}: stop was asked for before, {socket.gethostname()} is at it' in asked
+    repeated, waited = late.stderr.splitlines()
+    assert f'{instance}: stop was asked for before, {socket.gethostname()} is at it' in repeated
     assert '0 s are up, still waiting for: its compute to take it; it goes on' in waited
-    # The last word counts, and what never began is no matter.
+    # Only the last request counts; a request that never began has no effect.
     one_line(cluster.eschedule('reboot', instance), 0, 'reboot accepted')
     one_line(cluster.eschedule('stop', instance), 0, 'stop accepted')
     compute.start()
@@ -141,15 +141,15 @@ def test_a_silent_compute_does_it_when_it_is_back(cluster: Control, compute: Eco
 
 
 def test_a_request_keeps_what_is_in_it(cluster: Control, compute: Ecompute) -> None:
-    """Also what its eschedule knew and ours does not."""
+    """Unknown fields of a newer eschedule are kept, too."""
     instance = boot(cluster, SMALL, IMAGE)
     key = f'/hosts/{compute.uuid}/{instance}'
-    asked = {**json.loads(cluster.etcd.get(key) or b''), 'later': {'names': ['web1', 1.5, None]}}
-    cluster.etcd.put(key, json.dumps(asked))
+    request = {**json.loads(cluster.etcd.get(key) or b''), 'later': {'names': ['web1', 1.5, None]}}
+    cluster.etcd.put(key, json.dumps(request))
     switched(cluster, 'stop', instance)
-    kept = json.loads(cluster.etcd.get(key) or b'')
-    power = kept.pop('power')
-    assert kept == asked
+    stored = json.loads(cluster.etcd.get(key) or b'')
+    power = stored.pop('power')
+    assert stored == request
     assert (power['action'], record(cluster, instance)['power']) == ('stop', power['id'])  # type: ignore[index]
 
 
@@ -158,7 +158,7 @@ def test_a_guest_that_turns_itself_off_stays_off(cluster: Control, compute: Ecom
     switched(cluster, 'reboot', instance)
     compute.stop()
     path = compute.directory / 'state' / 'fake.json'
-    path.write_text(json.dumps([{**each, 'running': False} for each in json.loads(path.read_text())]))
+    path.write_text(json.dumps([{**guest, 'running': False} for guest in json.loads(path.read_text())]))
     compute.start()
     reached(cluster, instance, 'stopped')
     compute.restart()
@@ -172,12 +172,12 @@ def test_a_start_that_fails_says_why_and_is_not_tried_again(cluster: Control, co
     compute.stop()
     path = compute.directory / 'state' / 'fake.json'
     whole = path.read_text()
-    path.write_text(json.dumps([{**each, 'disk': False} for each in json.loads(whole)]))
+    path.write_text(json.dumps([{**guest, 'disk': False} for guest in json.loads(whole)]))
     compute.start()
     failed = cluster.eschedule('start', '--wait', instance)
     assert failed.code == 1
     assert failed.stderr.endswith('its disk is gone\n')
-    # What is seen of it now is what its record then says.
+    # The record has the fault that the compute observes.
     until(lambda: (record(cluster, instance) or {})['fault'] == 'its disk is gone', 20, 'the fault is what is seen')
     assert len(logs(compute, instance, 'it could not be started: its disk is gone')) == 1
     compute.stop()
@@ -197,8 +197,8 @@ def test_who_waits_learns_that_something_else_was_asked(cluster: Control, comput
         assert cluster.eschedule(meanwhile, instance).code == 0
         compute.resume()
         ended = waiting.end()
-    code, said = {'start': (5, 'somebody has asked for something else'), 'destroy': (4, 'destroyed while waiting')}[
+    code, message = {'start': (5, 'somebody has asked for something else'), 'destroy': (4, 'destroyed while waiting')}[
         meanwhile
     ]
     assert ended.code == code, ended
-    assert said in ended.stderr
+    assert message in ended.stderr
