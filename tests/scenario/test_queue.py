@@ -1,4 +1,4 @@
-"""Queues: requests that wait, in the past, in odd ways, and many."""
+"""Queues: waiting requests, uuids with a past, malformed values, and load."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from tests.kit.story import IMAGE, SMALL, addressed, called, known, logs, one_li
 from tests.kit.tuned import Tuned, tuned
 from tests.scenario.queued import TOY, leaves_it, overheard, queue, waiting
 
-# The pull queue: requests wait by their flavor, and computes take what they have room for.
-#
-# What waits and is odd, or changed by somebody else, is in test_queue_odd.py.
+# The pull queue: requests wait in the queue of their flavor, and computes take those that they have room for.
 
 
 def test_taken_by_a_compute_that_asks_for_work(small: Control) -> None:
@@ -33,9 +31,14 @@ def test_taken_by_a_compute_that_asks_for_work(small: Control) -> None:
     done = small.eschedule('--queue', '--flavor', 'small', IMAGE, '--name', 'web1', '--wait')
     instance, address = re.fullmatch(r'QUEUED INSTANCE (\S+)\n(\S+)\n', done.stdout).groups()  # type: ignore[union-attr]
     assert address == addressed(small, instance)
-    found = reached(small, instance, 'active')
-    assert (found['compute'], found['name'], found['image'], found['query']) == (compute.uuid, 'web1', IMAGE, SMALL)
-    assert {'requested', 'scheduled', 'started'} <= set(found['stages'])
+    active_record = reached(small, instance, 'active')
+    assert (active_record['compute'], active_record['name'], active_record['image'], active_record['query']) == (
+        compute.uuid,
+        'web1',
+        IMAGE,
+        SMALL,
+    )
+    assert {'requested', 'scheduled', 'started'} <= set(active_record['stages'])
     assert allocations(small) == {instance: {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}
     assert logs(compute, f'took instance {instance} from the queue of flavor small')
     assert waiting(small) == []
@@ -43,7 +46,7 @@ def test_taken_by_a_compute_that_asks_for_work(small: Control) -> None:
 
 
 def test_what_waits_is_seen_everywhere(small: Control) -> None:
-    compute = small.ecompute()  # which asks for no work
+    compute = small.ecompute()  # takes nothing from queues
     instance = queue(small, '--name', 'web1')
     assert small.eschedule('list').stdout.splitlines()[1].split()[:5] == [instance, 'web1', 'queued', '-', '-']
     for word in (instance, instance[:8], 'web1'):
@@ -51,24 +54,24 @@ def test_what_waits_is_seen_everywhere(small: Control) -> None:
         assert (shown['state'], shown['query'], shown['image']) == ('queued', SMALL, json.loads(
             everything(small)[f'/queues/small/{instance}'].value)['image'])  # fmt: skip
     assert ' queued ' in small.eschedule('timeline', 'web1').stdout
-    # The last line of each, for each says too that nobody takes from queues.
+    # The last line of each; each also reports that no compute takes from queues.
     unserved = 'eschedule: web1 waits in a queue, and no compute takes from queues: `queues: True` in the compute.yaml'
-    asked = small.eschedule('web1')
-    assert (asked.code, asked.stdout) == (6, '')
-    assert 'no address yet: queued, waiting for: a compute to take it' in asked.stderr
-    waited = small.eschedule('wait', 'web1', '--timeout', '0.2')
-    assert waited.code == 6
-    assert waited.stderr.endswith('web1: 0.2 s are up, still waiting for: a compute to take it; it goes on\n')
-    for said in (asked, waited, small.eschedule('list'), small.eschedule('audit')):
-        assert [line for line in said.stderr.splitlines() if line.startswith(unserved)], said
+    query_result = small.eschedule('web1')
+    assert (query_result.code, query_result.stdout) == (6, '')
+    assert 'no address yet: queued, waiting for: a compute to take it' in query_result.stderr
+    wait_result = small.eschedule('wait', 'web1', '--timeout', '0.2')
+    assert wait_result.code == 6
+    assert wait_result.stderr.endswith('web1: 0.2 s are up, still waiting for: a compute to take it; it goes on\n')
+    for result in (query_result, wait_result, small.eschedule('list'), small.eschedule('audit')):
+        assert [line for line in result.stderr.splitlines() if line.startswith(unserved)], result
     assert 'waits      it waits in a queue, and no compute takes' in small.eschedule('show', 'web1').stdout
     doctor = small.eschedule('doctor', '-f', 'json')
-    assert [each['cure'] for each in json.loads(doctor.stdout)['findings'] if each['check'] == 'queue'] == [
+    assert [finding['cure'] for finding in json.loads(doctor.stdout)['findings'] if finding['check'] == 'queue'] == [
         '`queues: True` in the compute.yaml of one has it do so'
     ]
     assert small.eschedule('list', '--state', 'active').stderr == ''
     one_line(small.eschedule('stop', 'web1'), 5, 'waits for a compute to take it')
-    # Its name and its uuid are taken.
+    # Its name and its uuid are in use.
     one_line(small.eschedule(SMALL, '--name', 'web1'), 5, f'is the name of instance {instance}')
     one_line(small.eschedule('--queue', '--flavor', 'small', '--name', 'web1'), 5, 'is the name of instance')
     one_line(small.eschedule(SMALL, '--uuid', instance, '--name', 'web1'), 5, 'waits in a queue')
@@ -77,37 +80,37 @@ def test_what_waits_is_seen_everywhere(small: Control) -> None:
 
 
 def test_why_it_waits(small: Control) -> None:
-    asked = small.eschedule('--queue', '--flavor', 'small', '--name', 'web1')
-    assert asked.code == 0, asked
-    assert asked.stderr == (
+    queued = small.eschedule('--queue', '--flavor', 'small', '--name', 'web1')
+    assert queued.code == 0, queued
+    assert queued.stderr == (
         'eschedule: it waits: no compute takes from queues: `queues: True` in the compute.yaml of one has it do so\n'
     )
-    first, none, query = 'web1 waits in the queue of flavor small since 2', 'no compute takes from queues', SMALL
+    first, no_taker, query = 'web1 waits in the queue of flavor small since 2', 'no compute takes from queues', SMALL
     lines = small.eschedule('why', 'web1').stdout.splitlines()
     assert lines[0].startswith(first)
     assert lines[0].endswith(', and is the next of it')
-    assert [lines[1], lines[2][: len(none)], len(lines)] == [f'it asked for {query}', none, 3]
+    assert [lines[1], lines[2][: len(no_taker)], len(lines)] == [f'it asked for {query}', no_taker, 3]
 
     compute = small.ecompute(queues=True)
     reached(small, record_of(small, 'web1'), 'active')
     assert small.eschedule('--count', '3', SMALL).code == 0
-    full = small.eschedule('--queue', '--flavor', 'small', '--name', 'web2')
-    assert (full.code, full.stderr) == (0, '')
+    queued_behind = small.eschedule('--queue', '--flavor', 'small', '--name', 'web2')
+    assert (queued_behind.code, queued_behind.stderr) == (0, '')
     queue(small, '--name', 'web3')
     lines = small.eschedule('why', 'web3').stdout.splitlines()
     assert lines[0].endswith(', behind 1 other')
     host, lack = socket.gethostname(), 'VCPU short by 1 (free 0 of 4); MEMORY_MB short by 128 (free 0 of 512)'
     assert lines[1:] == [f'it asked for {query}', f'{host}: {lack}']
-    told = json.loads(small.eschedule('why', 'web3', '-f', 'json').stdout)['waits']
+    waits = json.loads(small.eschedule('why', 'web3', '-f', 'json').stdout)['waits']
     lacks = {'compute': compute.uuid, 'host': host, 'lacks': lack}
-    assert told == {
-        'flavor': 'small', 'since': told['since'], 'before': 1, 'taker': None, 'claimed_on': None, 'computes': [lacks],
+    assert waits == {
+        'flavor': 'small', 'since': waits['since'], 'before': 1, 'taker': None, 'claimed_on': None, 'computes': [lacks],
     }  # fmt: skip
     assert small.eschedule('destroy', '--wait', 'web1', 'web2', 'web3').code == 0
 
 
 def record_of(control: Control, name: str) -> str:
-    """The uuid of who is called so."""
+    """Return the uuid of the instance with this name."""
     return str(json.loads(control.eschedule('show', name, '-f', 'json').stdout)['instance'])
 
 
@@ -143,11 +146,11 @@ def test_the_same_again_changes_nothing(small: Control) -> None:
     one_line(small.eschedule(*words, 'http://images.invalid/another.qcow2'), 5, 'exists, asked for by')
     compute = small.ecompute(queues=True)
     reached(small, instance, 'active')
-    taken = small.eschedule(*words)
-    assert taken.stdout == f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n'
-    one_line(taken, 0, f'{instance} was requested before: nothing is changed')
-    (told,) = json.loads(small.eschedule(*words, '-f', 'json').stdout)
-    assert told == {'instance': instance, 'compute': compute.uuid, 'host': socket.gethostname(), 'name': 'web1'}
+    repeated = small.eschedule(*words)
+    assert repeated.stdout == f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n'
+    one_line(repeated, 0, f'{instance} was requested before: nothing is changed')
+    (document,) = json.loads(small.eschedule(*words, '-f', 'json').stdout)
+    assert document == {'instance': instance, 'compute': compute.uuid, 'host': socket.gethostname(), 'name': 'web1'}
     settled(small, compute)
 
 
@@ -163,7 +166,7 @@ def test_user_data_rides_by_its_hash(small: Control) -> None:
 
 
 def test_what_is_asked_wrongly(small: Control) -> None:
-    for words, said in {
+    for words, message in {
         (SMALL,): 'give a --flavor',
         (SMALL, '--flavor', 'small'): 'takes no query on top',
         ('--flavor', 'small', '--on', 'hv1'): '--on does not go with --queue',
@@ -174,7 +177,7 @@ def test_what_is_asked_wrongly(small: Control) -> None:
     }.items():
         assert small.eschedule('flavor', 'set', 'half', 'resources=VCPU:1').code == 0
         write_config(small.schedule_yaml, small.etcd.endpoint, small.placement.url, flavors={'here': SMALL})
-        one_line(small.eschedule('--queue', *words), 2, said)
+        one_line(small.eschedule('--queue', *words), 2, message)
     one_line(small.eschedule('--queue', '--flavor', 'none'), 4, 'none: no such flavor')
     one_line(small.eschedule('list', '--queue'), 2, '--queue does not go with this form')
     assert waiting(small) == []
@@ -185,34 +188,34 @@ def test_only_what_fits_is_taken_and_the_oldest_first(small: Control) -> None:
     assert small.eschedule('flavor', 'set', 'fast', f'{SMALL}&required=CUSTOM_NEVER').code == 0
     never = queue(small, '--flavor', 'fast')
     large, another = queue(small, '--flavor', 'large'), queue(small, '--flavor', 'large')
-    few = [queue(small), queue(small)]
+    small_ones = [queue(small), queue(small)]
     compute = small.ecompute(queues=True)  # with room for four
     reached(small, large, 'active')
-    reached(small, few[0], 'active')
-    assert set(waiting(small)) == {never, another, few[1]}
-    # What leaves makes room for what has waited longest and fits.
+    reached(small, small_ones[0], 'active')
+    assert set(waiting(small)) == {never, another, small_ones[1]}
+    # A removed instance makes room for the oldest request that fits.
     assert small.eschedule('destroy', '--wait', large).code == 0
     reached(small, another, 'active')
-    assert set(waiting(small)) == {never, few[1]}
+    assert set(waiting(small)) == {never, small_ones[1]}
     other = small.ecompute(queues=True)
-    reached(small, few[1], 'active')
+    reached(small, small_ones[1], 'active')
     assert waiting(small) == [never]
     assert small.eschedule('destroy', never).code == 0
     settled(small, compute, other)
 
 
 def test_one_that_placement_refuses_holds_up_no_other(small: Control) -> None:
-    """Its project's id is longer than placement takes: another client has put it there."""
+    """Its project's id is longer than placement allows: another client wrote it."""
     poison = str(uuid.uuid4())
     value = {
         **{'version': 1, 'instance': poison, 'flavor': 'small', 'query': SMALL, 'image': IMAGE},
         **{'user_id': 'u', 'project_id': 'p' * 300, 'stages': {'requested': '2026-11-21T08:00:00.000Z'}},
     }
     small.etcd.put(f'/queues/small/{poison}', json.dumps(value))
-    good = [queue(small) for _ in range(3)]
+    valid = [queue(small) for _ in range(3)]
     compute = small.ecompute(queues=True)
-    for each in good:
-        reached(small, each, 'active')
+    for instance in valid:
+        reached(small, instance, 'active')
     assert 'placement refuses its claim' in reached(small, poison, 'error')['error']['reason']
     one_line(small.eschedule(poison), 1, 'placement refuses its claim')
     assert logs(compute, ' ERROR ', poison, 'placement refuses its claim')
@@ -223,24 +226,24 @@ def test_one_that_placement_refuses_holds_up_no_other(small: Control) -> None:
 def test_placed_and_taken_side_by_side(small: Control) -> None:
     compute = small.ecompute(queues=True)
     pushed = [place(small)[1] for _ in range(3)]
-    taken, waits = queue(small), queue(small)
-    reached(small, taken, 'active')
-    assert waiting(small) == [waits]
+    taken_first, waiting_one = queue(small), queue(small)
+    reached(small, taken_first, 'active')
+    assert waiting(small) == [waiting_one]
     assert small.eschedule('destroy', pushed[0]).code == 0
-    reached(small, waits, 'active')
+    reached(small, waiting_one, 'active')
     settled(small, compute)
 
 
 def test_a_compute_that_is_disabled_takes_nothing(small: Control) -> None:
-    """From the moment that `host disable` has returned, however lately the compute looked; and again once enabled."""
-    with overheard(small) as (placement, asked):
-        # That it looks again within 20 s is shown in less.
+    """The disable counts even just after a check of the traits; enabled, it takes again."""
+    with overheard(small) as (placement, requested_paths):
+        # The compute checks again within 20 s; the test shortens that.
         compute = tuned(small, TOY, numbers={'queue.BELIEVED': 2}, placement=placement, queues=True)
-        addressed(small, queue(small))  # so it has just looked, and knows of room for more
+        addressed(small, queue(small))  # so it has just checked its traits and knows that it has room
         assert called(small, 'host', 'disable', compute.uuid).code == 0
-        asked.clear()
+        requested_paths.clear()
         instance = queue(small)
-        leaves_it(small, asked, compute, instance)
+        leaves_it(small, requested_paths, compute, instance)
         other = small.ecompute(queues=True)
         assert reached(small, instance, 'active')['compute'] == other.uuid
         other.stop()
@@ -252,7 +255,7 @@ def test_a_compute_that_is_disabled_takes_nothing(small: Control) -> None:
         settled(small, compute, other)
 
 
-# What waits in a queue under a uuid that was used before, as another client may put it: refused, or destroyed.
+# A queued request whose uuid was used before, as another client may write it: it is refused or destroyed.
 
 
 SHARED = ('/names/web1', '/groups/web', '/quotas/shop')
@@ -260,13 +263,16 @@ WORDS = ('--project', 'shop', '--name', 'web1', '--group', 'web', '--policy', 'a
 
 
 def used(control: Control) -> int:
-    """How many instances the quota counts."""
+    """Return the number of instances that the quota counts."""
     shown = called(control, 'quota', 'show', 'shop', '-f', 'json')
     return int(json.loads(shown.stdout)['used'].get('instances', 0))
 
 
 def with_past(control: Control, compute: str, state: str) -> tuple[str, Record]:
-    """An instance that waits with a name, a group and a quota, and has a past on the compute; and that record."""
+    """Queue a request with a name, a group and a quota, whose uuid has a record on the compute.
+
+    Returns the instance and that record.
+    """
     assert called(control, 'quota', 'set', 'shop', 'instances=5').code == 0
     instance = queue(control, *WORDS)
     past = Record(instance, compute, state, resources={'VCPU': 1}, user_id='u', project_id='shop')
@@ -295,9 +301,9 @@ def test_a_uuid_that_was_used_on_the_compute_is_refused(small: Control, compute:
     assert shares_nothing(small)
     assert allocations(small) == {}
     after = everything(small)[f'/instances/{compute.uuid}/{instance}']
-    found = from_json(after.value)
-    assert (found.state, found.error, after.lease > 0) == (state, past.error, True)
-    assert 'Fix: use another uuid' in (found.fault or '')
+    last_record = from_json(after.value)
+    assert (last_record.state, last_record.error, after.lease > 0) == (state, past.error, True)
+    assert 'Fix: use another uuid' in (last_record.fault or '')
     assert 'Fix: use another uuid' in called(small, 'show', instance).stdout
     reached(small, queue(small), 'active')
     settled(small, compute)
@@ -308,14 +314,14 @@ def test_a_uuid_that_lives_on_the_compute_is_taken_out_of_the_queue_alone(small:
     _, instance = place(small, SMALL.replace('VCPU:1', 'VCPU:2'), *WORDS)
     reached(small, instance, 'active')
     compute.pause()
-    shared = [small.etcd.get(each) for each in SHARED]
+    shared = [small.etcd.get(key) for key in SHARED]
     other = queue(small)
     value = json.loads(small.etcd.get(f'/queues/small/{other}') or '')
     small.etcd.put(f'/queues/small/{instance}', json.dumps({**value, 'instance': instance, 'project_id': 'shop'}))
     compute.resume()
     until(lambda: waiting(small) == [], 20, 'it is refused')
     assert logs(compute, ' ERROR ', instance, 'Fix: use another uuid')
-    assert [small.etcd.get(each) for each in SHARED] == shared
+    assert [small.etcd.get(key) for key in SHARED] == shared
     assert allocations(small)[instance] == {compute.uuid: {'VCPU': 2, 'DISK_GB': 1, 'MEMORY_MB': 128}}
     reached(small, instance, 'active')
     settled(small, compute)
@@ -333,19 +339,19 @@ def test_a_destroy_takes_it_out_of_its_queue(small: Control, where: str, state: 
         one_line(called(small, 'destroy', instance), 4, instance, 'gone')
 
 
-# The pull queue where something is odd: a mark of nobody, a value nobody understands, what has changed meanwhile.
+# The pull queue with stale taker keys, malformed values, and changes during a take.
 
 
+# Seconds for which a compute of these tests trusts its own room and traits.
 SHORTLY = 0.5
-"""Seconds for which a compute of these tests believes what it saw of its own room."""
 
 
 def test_a_mark_that_nobody_is_behind_any_more(small: Control) -> None:
     instance = queue(small)
-    mark = json.dumps({'version': 1, 'compute': str(uuid.uuid4())})
+    taker_key = json.dumps({'version': 1, 'compute': str(uuid.uuid4())})
     lease = small.etcd.call('lease/grant', {'TTL': 3600})['ID']
     key = f'/queues/small/{instance}/taker'
-    small.etcd.call('kv/put', {'key': b64(key), 'value': b64(mark), 'lease': lease})
+    small.etcd.call('kv/put', {'key': b64(key), 'value': b64(taker_key), 'lease': lease})
     compute = small.ecompute(queues=True)
     later = queue(small)
     reached(small, later, 'active')
@@ -378,7 +384,7 @@ def test_groups_and_quotas_hold_for_what_is_taken(small: Control) -> None:
     assert called(small, 'quota', 'set', 'shop', 'instances=4').code == 0
     words = ('--project', 'shop', '--group', 'web', '--policy', 'anti-affinity')
     instances = [queue(small, *words) for _ in range(3)]
-    # It counts from the moment it waits, and what a group is its first one says, though it is nowhere yet.
+    # A request counts from the moment it waits, and the first member defines the group even before it is placed.
     assert json.loads(called(small, 'quota', 'show', 'shop', '-f', 'json').stdout)['used']['instances'] == 3
     one_line(called(small, '--queue', '--flavor', 'small', '--group', 'web', '--soft'), 5, 'strict anti-affinity')
     one_line(called(small, '--queue', '--flavor', 'small', '--group', 'new'), 2, 'no group new yet')
@@ -387,24 +393,24 @@ def test_groups_and_quotas_hold_for_what_is_taken(small: Control) -> None:
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     assert 'the quota of project shop does not allow it: instances: limit 4, used 4, asked 1' in refused.stderr
     one, other = small.ecompute(TOY, queues=True), small.ecompute(TOY, queues=True)
-    taken = until(lambda: len(waiting(small)) == 1 and allocations(small), 30, 'all but one are taken')
-    assert taken
-    (left,) = waiting(small)
-    assert left in instances
-    found = json.loads(called(small, 'group', 'show', 'web', '-f', 'json').stdout)['members']
-    on = {each['instance']: each['compute'] for each in found}
-    assert {on[each] for each in instances if each != left} == {one.uuid, other.uuid}
-    assert on[left] is None
-    # With the end of one the next is taken, and cancelled it would be gone from both.
-    first = next(each for each in instances if each != left)
+    allocated = until(lambda: len(waiting(small)) == 1 and allocations(small), 30, 'all but one are taken')
+    assert allocated
+    (waiting_one,) = waiting(small)
+    assert waiting_one in instances
+    group_members = json.loads(called(small, 'group', 'show', 'web', '-f', 'json').stdout)['members']
+    compute_of = {member['instance']: member['compute'] for member in group_members}
+    assert {compute_of[instance] for instance in instances if instance != waiting_one} == {one.uuid, other.uuid}
+    assert compute_of[waiting_one] is None
+    # The end of one member lets the next be taken; a cancelled request leaves group and quota.
+    first = next(instance for instance in instances if instance != waiting_one)
     assert called(small, 'destroy', '--wait', first).code == 0
     until(lambda: waiting(small) == [], 30, 'the last one is taken')
-    addressed(small, left)
+    addressed(small, waiting_one)
     last = queue(small, '--project', 'shop', '--group', 'web')
     assert called(small, 'destroy', last).code == 0
     assert json.loads(called(small, 'quota', 'show', 'shop', '-f', 'json').stdout)['used']['instances'] == 3
     assert last not in called(small, 'group', 'show', 'web').stdout
-    assert 'took it by itself' in called(small, 'why', left).stdout
+    assert 'took it by itself' in called(small, 'why', waiting_one).stdout
     settled(small, one, other)
 
 
@@ -417,9 +423,9 @@ def test_a_group_that_cannot_be_understood_holds_up_nobody_else(small: Control) 
     addressed(small, other)
     assert waiting(small) == [stuck]
     one_line(called(small, '--queue', '--flavor', 'small', '--group', 'web'), 1, '/groups/web', 'etcdctl del')
-    found = called(small, 'audit')
-    assert (found.code, found.stdout.count('group-unreadable')) == (8, 1), found
-    # With the cure that it names, it is taken.
+    audit_result = called(small, 'audit')
+    assert (audit_result.code, audit_result.stdout.count('group-unreadable')) == (8, 1), audit_result
+    # After the printed cure the request is taken.
     small.etcd.delete('/groups/web')
     addressed(small, stuck)
     assert stuck in called(small, 'group', 'show', 'web').stdout
@@ -428,65 +434,65 @@ def test_a_group_that_cannot_be_understood_holds_up_nobody_else(small: Control) 
 @pytest.mark.unaudited('the audit finds those that wait in vain')
 def test_those_whose_flavor_is_gone_hold_up_nobody_else(small: Control) -> None:
     compute = small.ecompute(queues=True)
-    for _ in range(3):  # the fuller it is, the longer it lets others go first
+    for _ in range(3):  # a fuller compute waits longer before it takes
         addressed(small, place(small)[1])
     flavors = [f'old-{number}' for number in range(20)]
-    compute.pause()  # it is to find all of them without their flavors
-    for each in flavors:
-        assert called(small, 'flavor', 'set', each, SMALL).code == 0
-        queue(small, '--flavor', each)
+    compute.pause()  # so that it finds all of them without their flavors
+    for flavor in flavors:
+        assert called(small, 'flavor', 'set', flavor, SMALL).code == 0
+        queue(small, '--flavor', flavor)
         words = 'nobody takes what still waits in its queue (1): set it again, or destroy those'
-        one_line(called(small, 'flavor', 'delete', each), 0, f'flavor {each}: removed', words)
-    good = queue(small)
+        one_line(called(small, 'flavor', 'delete', flavor), 0, f'flavor {flavor}: removed', words)
+    valid = queue(small)
     compute.resume()
-    reached(small, good, 'active')
+    reached(small, valid, 'active')
     assert len(waiting(small)) == len(flavors)
-    found = called(small, 'audit')
-    assert (found.code, found.stdout.count('queued-flavorless')) == (8, len(flavors)), found
-    # With its flavor the oldest of them is taken as soon as there is room.
-    assert called(small, 'destroy', '--wait', good).code == 0
+    audit_result = called(small, 'audit')
+    assert (audit_result.code, audit_result.stdout.count('queued-flavorless')) == (8, len(flavors)), audit_result
+    # With its flavor set again, the oldest of them is taken as soon as there is room.
+    assert called(small, 'destroy', '--wait', valid).code == 0
     last = waiting(small)
     assert called(small, 'flavor', 'set', flavors[0], SMALL).code == 0
     until(lambda: len(waiting(small)) < len(last), 20, 'one is taken')
-    (taken,) = set(last) - set(waiting(small))
-    addressed(small, taken)
+    (taken_instance,) = set(last) - set(waiting(small))
+    addressed(small, taken_instance)
 
 
 def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
-    """However many wait for work: else a thousand would ask for each."""
-    with overheard(small) as (placement, asked):
+    """Otherwise a thousand waiting computes would each query placement for one request."""
+    with overheard(small) as (placement, requested_paths):
         computes = [tuned(small, TOY, placement=placement, queues=True) for _ in range(6)]
-        looks = {f'/resource_providers/{each.uuid}/traits' for each in computes}
-        asked.clear()
+        trait_paths = {f'/resource_providers/{taker.uuid}/traits' for taker in computes}
+        requested_paths.clear()
         instance = queue(small)
         addressed(small, instance)
-        took = known(small, instance)
-        assert set(asked) & looks == {f'/resource_providers/{took["compute"]}/traits'}
+        active_record = known(small, instance)
+        assert set(requested_paths) & trait_paths == {f'/resource_providers/{active_record["compute"]}/traits'}
         settled(small, *computes)
 
 
 def test_what_placement_says_by_now_counts(small: Control) -> None:
-    """Disabled unseen by the compute: it finds out when it is about to take, and another takes it."""
-    with overheard(small) as (placement, asked):
+    """A compute that was disabled unseen notices before it takes, and another one takes."""
+    with overheard(small) as (placement, requested_paths):
         one = tuned(small, TOY, numbers={'queue.BELIEVED': SHORTLY}, placement=placement, queues=True)
-        addressed(small, queue(small))  # it has looked
-        time.sleep(2 * SHORTLY)  # until it does not believe what it saw
+        addressed(small, queue(small))  # it has read its traits
+        time.sleep(2 * SHORTLY)  # until it no longer trusts them
         trait = f'/resource_providers/{one.uuid}/traits'
-        now = small.placement.call('GET', trait)
-        generation = now['resource_provider_generation']
-        body = {'traits': ['COMPUTE_STATUS_DISABLED', *now['traits']], 'resource_provider_generation': generation}
+        current = small.placement.call('GET', trait)
+        generation = current['resource_provider_generation']
+        body = {'traits': ['COMPUTE_STATUS_DISABLED', *current['traits']], 'resource_provider_generation': generation}
         small.placement.call('PUT', trait, body)
-        asked.clear()
+        requested_paths.clear()
         instance = queue(small)
-        leaves_it(small, asked, one, instance)
+        leaves_it(small, requested_paths, one, instance)
         other = small.ecompute(TOY, queues=True)
         addressed(small, instance)
-        took = known(small, instance)
-        assert took['compute'] == other.uuid
+        active_record = known(small, instance)
+        assert active_record['compute'] == other.uuid
         settled(small, one, other)
 
 
-# Story 6: many requests in a queue, many computes that take them, half of them killed while they do.
+# Many requests in a queue, and many computes that take them, half of which are killed while they do.
 
 
 ROOM = 'VCPU:16,DISK_GB:100,MEMORY_MB:16384'
@@ -498,33 +504,33 @@ MANY = pytest.param(50, 500, id='many', marks=[pytest.mark.slow, pytest.mark.tim
 
 
 def computes(control: Control, count: int) -> list[Tuned]:
-    """So many that take from queues, not started."""
+    """Make computes that take from queues, without starting them."""
     return [tuned(control, ROOM, start=False, queues=True) for _ in range(count)]
 
 
 def start(made: Sequence[Armed]) -> None:
-    """Start them, a few side by side."""
+    """Start the computes, four at a time."""
     for first in range(0, len(made), 4):
-        few = made[first : first + 4]
-        # Not in threads of their own: whoever starts one takes it along when it ends.
-        for each in few:
-            each.launch()
-        for each in few:
-            each.wait_ready()
+        batch = made[first : first + 4]
+        # No threads here: a process that a thread starts would end together with the thread.
+        for taker in batch:
+            taker.launch()
+        for taker in batch:
+            taker.wait_ready()
 
 
 def enqueue(control: Control, count: int) -> set[str]:
-    """Put so many into the queue."""
+    """Queue this many requests; return their uuids."""
     return {queue(control) for _ in range(count)}
 
 
 def states(control: Control) -> dict[str, str]:
-    """The state of every instance that etcd knows of; that none is in two places is settled()'s to say."""
+    """Return the state of each instance in etcd; settled() checks that none is in two places."""
     queued, scheduled, recorded = {}, {}, {}
-    for key, kept in everything(control).items():
+    for key, stored in everything(control).items():
         family, name = key.split('/')[1], key.rsplit('/', 1)[1]
         if family == 'instances':
-            recorded[name] = json.loads(kept.value)['state']
+            recorded[name] = json.loads(stored.value)['state']
         elif family == 'hosts':
             scheduled[name] = 'scheduled'
         elif family == 'queues' and name != 'taker':
@@ -533,59 +539,59 @@ def states(control: Control) -> dict[str, str]:
 
 
 def balance(control: Control, made: Sequence[Armed]) -> float:
-    """The largest share of used VCPU less the smallest."""
+    """Return the difference between the largest and the smallest share of used VCPU."""
     used = Counter(provider for held in allocations(control).values() for provider in held)
-    shares = [used[each.uuid] / 16 for each in made]
+    shares = [used[taker.uuid] / 16 for taker in made]
     return max(shares) - min(shares)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('count', 'requests'), [FEW, MANY])
 def test_half_of_the_computes_are_killed_while_they_take(small: Control, count: int, requests: int) -> None:
-    made = computes(small, count)
-    dying = made[: count // 2]
-    for number, each in enumerate(dying):
-        each.failpoint = f'{STEPS[number % len(STEPS)]}:kill'
-    start(made)
+    all_computes = computes(small, count)
+    dying = all_computes[: count // 2]
+    for number, victim in enumerate(dying):
+        victim.failpoint = f'{STEPS[number % len(STEPS)]}:kill'
+    start(all_computes)
     instances = enqueue(small, requests)
-    for each in dying:
-        killed_at(each, each.failpoint.removesuffix(':kill'), LONG)
-        each.failpoint = ''
+    for victim in dying:
+        killed_at(victim, victim.failpoint.removesuffix(':kill'), LONG)
+        victim.failpoint = ''
     start(dying)
     until(lambda: set(states(small).values()) == {'active'}, LONG, 'all are active')
     assert states(small).keys() == instances
     held = allocations(small)
     assert held.keys() == instances
     assert all(len(providers) == 1 for providers in held.values())
-    settled(small, *made)
-    there = [instance for each in made for instance in guests(each)]
-    assert sorted(there) == sorted(instances), 'each has one guest, on one compute'
+    settled(small, *all_computes)
+    all_guests = [instance for taker in all_computes for instance in guests(taker)]
+    assert sorted(all_guests) == sorted(instances), 'each has one guest, on one compute'
 
 
 def test_an_idle_one_takes_before_one_that_is_nearly_full(small: Control) -> None:
-    made = computes(small, 2)
-    start(made)
-    full, idle = made
+    both_computes = computes(small, 2)
+    start(both_computes)
+    full, idle = both_computes
     done = called(small, SMALL, '--count', '15', '--on', full.uuid)
     assert done.code == 0, done
-    # One after the other: so each is for the two of them, and the full one waits nearly 0.2 s longer.
+    # One after the other, so that both can take each; the full one waits nearly 0.2 s longer.
     for _ in range(4):
         (instance,) = enqueue(small, 1)
         assert reached(small, instance, 'active')['compute'] == idle.uuid
-    settled(small, *made)
+    settled(small, *both_computes)
 
 
-# How even it is in the end hangs on waits of a few ms, which a busy machine's clocks do not keep.
+# The final balance depends on waits of a few ms, which a busy machine does not keep.
 @pytest.mark.slow
 @pytest.mark.parametrize(('count', 'requests'), [FEW, MANY])
 def test_the_idlest_take_first(small: Control, count: int, requests: int) -> None:
-    """The balance of the pull queue against that of eschedule's own spread, on the same load."""
-    made = computes(small, count)
-    start(made)
+    """The pull queue must balance about as well as eschedule's own spread under the same load."""
+    all_computes = computes(small, count)
+    start(all_computes)
     for _ in range(requests):
         assert called(small, SMALL).code == 0
-    pushed = balance(small, made)
-    # A few at a time: all at once would be more than this placement, of one thread, answers in time.
+    pushed = balance(small, all_computes)
+    # Ten at a time: more would exceed what this single-threaded placement answers in time.
     until(lambda: set(states(small).values()) == {'active'}, LONG, 'all of them are active')
     placed = sorted(allocations(small))
     for first in range(0, len(placed), 10):
@@ -593,10 +599,10 @@ def test_the_idlest_take_first(small: Control, count: int, requests: int) -> Non
 
     instances = enqueue(small, requests)
 
-    # etcd is asked and not placement, which has enough to do.
+    # Poll etcd and not placement, which is busy.
     until(lambda: Counter(states(small).values())['active'] == requests, LONG, 'all of them are active')
     assert allocations(small).keys() == instances
-    pulled = balance(small, made)
+    pulled = balance(small, all_computes)
     sys.stdout.write(f'\n{count} computes, {requests} requests: spread {pushed:.3f}, pull {pulled:.3f}\n')
     assert pulled <= pushed + 0.2
-    settled(small, *made)
+    settled(small, *all_computes)

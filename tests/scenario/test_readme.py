@@ -1,9 +1,9 @@
-"""The commands of the README, the tutorial and the how-tos, in a copy of the repository as a fresh clone has it.
+"""The commands of README, tutorial and how-tos, typed in a copy of the repository.
 
-On a machine of their own: a lab of the same name beside it is another one.
-A block after `<!-- runs in: … -->` is typed into one shell, page after page, in the clone or in the lab. Of each
-command, every line the page shows must be there, in that order. Uuids, addresses, times and sizes may be others; but
-what a command of a page names is one and the same thing wherever it stands on that page.
+They run on a machine of their own, so that a lab of the same name on this one is not disturbed. A block after
+`<!-- runs in: … -->` is typed into one shell, page after page, in the clone or in the lab. Every line that the page
+shows must appear in the output, in order. Uuids, addresses, times and sizes may differ, but a uuid or address in a
+command of the page must stand for the same real one everywhere on that page.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tests.kit.tree import copy_tree
 
 BLOCK = re.compile(r'<!-- runs in: (\w+) -->\n```console\n(.*?)```', re.DOTALL)
 END = '@@end-of-command@@'
+# The places where blocks are typed, and the commands that go there from the clone.
 PLACES = {'clone': 'true', 'lab': '. .venv/bin/activate; cd /var/lib/elab/lab'}
-"""Where a block is typed, and how one gets there from the clone."""
 
-# What may differ from run to run.
+# Patterns of what may differ from run to run.
 UUID = re.compile(r'[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}')
 ADDRESS = re.compile(r'\b10\.\d+\.\d+\.\d+\b|\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b')
 TIME = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
-# Where an instance is: spread puts it on any of them.
+# The host of an instance: spread may choose any of them.
 HOST = re.compile(
     r'\bhv\d(?=:?/| carries it out$| +\d{4}-)|(?<=is on )hv\d|(?<=[0-9a-f]{12} )hv\d$|(?<= on )hv\d$|'
     r'(?<=^host )hv\d$'
 )
-SHARE = re.compile(r'\b\d+/\d+\b')  # used/free: of a class of a host
+SHARE = re.compile(r'\b\d+/\d+\b')  # used and capacity of a resource class of a host
 WEIGHT = re.compile(r'\b[01]\.\d\d\b')
 SHA256 = re.compile(r'\b[0-9a-f]{64}\b')
 BAR = re.compile(r'\|[ =]+\|')
@@ -48,7 +48,7 @@ AMOUNT = re.compile(
 
 @dataclass
 class Step:
-    """A command and what the page shows of its output."""
+    """A command and the output that the page shows."""
 
     command: str
     shown: list[str]
@@ -56,22 +56,24 @@ class Step:
 
 @dataclass
 class Names:
-    """Which real uuid each one stands for that a page's commands name; any other may be any."""
+    """The real uuids of the names that a page's commands use; any other uuid matches any uuid."""
 
     named: set[str]
     known: dict[str, str] = field(default_factory=dict)
 
     def into(self, text: str) -> str:
-        """The text with every name of the page replaced by the real one."""
+        """Replace every name of the page in the text by the real one."""
         for name, real in self.known.items():
             text = text.replace(name, real)
         return text
 
     def matches(self, shown: str, real: str) -> bool:
-        """Whether a real line is the one shown; names seen for the first time are then known."""
+        """True if a real line matches the shown one; new names are recorded."""
         pattern, groups = '', []
-        varying = '|'.join(each.pattern for each in (UUID, ADDRESS, TIME, HOST, SHARE, WEIGHT, SHA256, BAR, AMOUNT))
-        for part in re.split(f'({varying})', _plain(shown)):
+        varying_pattern = '|'.join(
+            pattern_type.pattern for pattern_type in (UUID, ADDRESS, TIME, HOST, SHARE, WEIGHT, SHA256, BAR, AMOUNT)
+        )
+        for part in re.split(f'({varying_pattern})', _plain(shown)):
             if UUID.fullmatch(part) or ADDRESS.fullmatch(part):
                 if part in self.known:
                     pattern += re.escape(self.known[part])
@@ -84,16 +86,18 @@ class Names:
                 pattern += TIME.pattern
             elif re.fullmatch(r'hv\d', part):
                 pattern += r'hv\d'
-            elif alike := [each for each in (SHARE, WEIGHT, SHA256, BAR) if each.fullmatch(part)]:
-                pattern += alike[0].pattern
+            elif matching := [
+                pattern_type for pattern_type in (SHARE, WEIGHT, SHA256, BAR) if pattern_type.fullmatch(part)
+            ]:
+                pattern += matching[0].pattern
             elif part and AMOUNT.match(part + ' s'):
                 pattern += r'[\w.]+(?:[\w.-]| (?=3\.))*'
             else:
                 pattern += re.escape(part)
-        found = re.fullmatch(pattern, _plain(real))
-        if found:
-            self.known.update(zip(groups, found.groups(), strict=True))
-        return found is not None
+        match = re.fullmatch(pattern, _plain(real))
+        if match:
+            self.known.update(zip(groups, match.groups(), strict=True))
+        return match is not None
 
 
 def test_the_shell_of_this_test_can_fail() -> None:
@@ -120,7 +124,7 @@ def test_the_shell_of_this_test_can_fail() -> None:
 def test_the_commands_of_the_pages(copy: Path, own_machine: Machine) -> None:
     shell = subprocess.Popen(
         own_machine.inside(['bash', '--norc'], copy),
-        # Compiling what none of the pages imports is most of what installing takes.
+        # Compiling modules that no page imports would be most of the installation time.
         env={**{n: v for n, v in os.environ.items() if n not in ('PYTHONPATH', 'VIRTUAL_ENV')}, 'PIP_NO_COMPILE': '1'},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -143,27 +147,27 @@ def test_the_commands_of_the_pages(copy: Path, own_machine: Machine) -> None:
 
 
 def test_a_page_s_block_is_in_a_place_that_there_is() -> None:
-    found = {page.name: [where for where, _ in BLOCK.findall(page.read_text())] for page in pages(TOP)}
-    assert found['README.md'][0] == 'clone'
-    assert {where for each in found.values() for where in each} == set(PLACES)
-    assert sum(page.read_text().count('<!-- runs in') for page in pages(TOP)) == sum(map(len, found.values()))
+    places_by_page = {page.name: [where for where, _ in BLOCK.findall(page.read_text())] for page in pages(TOP)}
+    assert places_by_page['README.md'][0] == 'clone'
+    assert {where for places in places_by_page.values() for where in places} == set(PLACES)
+    assert sum(page.read_text().count('<!-- runs in') for page in pages(TOP)) == sum(map(len, places_by_page.values()))
 
 
 def pages(top: Path) -> list[Path]:
-    """The pages whose commands are typed, in that order: the README's make the lab."""
+    """Return the pages to type, in order: the README's commands make the lab."""
     return [top / 'README.md', top / 'docs/tutorial.md', *sorted((top / 'docs/howto').glob('*.md'))]
 
 
 @pytest.fixture
 def own_machine() -> Iterator[Machine]:
     assert not lacking(), lacking()
-    with machine() as made:
-        yield made
+    with machine() as started:
+        yield started
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Iterator[Path]:
-    """The repository as it stands, without what git ignores: no .venv above all."""
+    """Provide a copy of the repository without the files that git ignores, such as .venv."""
     directory = tmp_path / 'ecomp'
     copy_tree(directory)
     yield directory
@@ -171,20 +175,20 @@ def copy(tmp_path: Path) -> Iterator[Path]:
 
 
 def steps(text: str) -> list[Step]:
-    """The commands of a console block with their output; `…` stands for lines left out."""
-    found: list[Step] = []
+    """Return the commands of a console block with their output; `…` stands for omitted lines."""
+    parsed: list[Step] = []
     for line in text.splitlines():
         if line.startswith('$ '):
-            found.append(Step(line[2:], []))
+            parsed.append(Step(line[2:], []))
         elif line.startswith('> '):
-            found[-1].command += '\n' + line[2:]
+            parsed[-1].command += '\n' + line[2:]
         elif line.strip() not in ('', '…'):
-            found[-1].shown.append(line)
-    return found
+            parsed[-1].shown.append(line)
+    return parsed
 
 
 def type_it(shell: subprocess.Popen[str], step: Step, names: Names) -> None:
-    """Run a step; every line that the page shows has to be in what it prints."""
+    """Run a step and check that each shown line is in the output."""
     real = run(shell, names.into(step.command))
     lines = iter(real)
     for shown in step.shown:
@@ -194,10 +198,10 @@ def type_it(shell: subprocess.Popen[str], step: Step, names: Names) -> None:
 
 
 def run(shell: subprocess.Popen[str], command: str) -> list[str]:
-    """Type a command into the shell; the lines it prints."""
+    """Type a command into the shell; return the lines that it prints."""
     assert shell.stdin
     assert shell.stdout
-    # A command that reads its standard input must not eat the next one.
+    # A command that reads its standard input must not consume the next one.
     shell.stdin.write(f'{{ {command}\n}} </dev/null; echo; echo {END}\n')
     shell.stdin.flush()
     lines: list[str] = []
@@ -209,5 +213,5 @@ def run(shell: subprocess.Popen[str], command: str) -> list[str]:
 
 
 def _plain(line: str) -> str:
-    """Columns are as wide as their widest cell, which may differ."""
+    """Collapse spaces: a column is as wide as its widest cell, which may differ."""
     return ' '.join(line.split())
