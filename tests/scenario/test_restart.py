@@ -1,4 +1,4 @@
-"""What ends and begins again: computes by signals and kill -9, etcd and placement under a running compute."""
+"""Restarts: computes by signals and kill -9, etcd and placement under a running compute."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tests.kit.tuned import tuned
 
 
 def refused_start(compute: Ecompute) -> Result:
-    """How an ecompute ends that must not start; its log is its stderr."""
+    """Launch an ecompute that must refuse to start; return its result, with its log as stderr."""
     compute.launch()
     assert compute._process is not None
     return Result(compute._process.wait(30), '', compute.log.read_text())
 
 
 def complaint(result: Result) -> str:
-    """The one line ecompute says on its way out, beside its log's lines."""
+    """Return the one line of stderr that ecompute prints beside its log."""
     assert 'Traceback' not in result.stderr, result
     lines = [line for line in result.stderr.splitlines() if line.startswith('ecompute: ')]
     assert len(lines) == 1, result
@@ -50,13 +50,13 @@ def complaint(result: Result) -> str:
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, compute: Ecompute, number: int) -> None:
-    _, kept = place(cluster)
+    _, guest = place(cluster)
     _, doomed = place(cluster)
-    address = addressed(cluster, kept)
+    address = addressed(cluster, guest)
     addressed(cluster, doomed)
     # In flight while it ends: delivered, and not seen yet.
     compute.pause()
-    _, meanwhile = place(cluster)
+    _, delivered = place(cluster)
 
     assert compute.stop(number) == 0
 
@@ -66,18 +66,18 @@ def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, 
     assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
     assert refused.code == 3
     one_line(cluster.eschedule('destroy', doomed), 0, 'destroy accepted', 'silent now')
-    assert cluster.eschedule(kept).stdout == f'{address}\n'  # the guests go on
+    assert cluster.eschedule(guest).stdout == f'{address}\n'  # the guests keep running
     check(cluster)
 
     compute.start()
 
     assert reserved(cluster, compute.uuid) == 0
-    reached(cluster, meanwhile, 'active')
+    reached(cluster, delivered, 'active')
     reached(cluster, doomed, 'gone')
-    found = known(cluster, kept)
-    assert found['state'] == 'active'
-    assert found['addresses'][0]['address'] == address
-    assert len(logs(compute, 'INSTANTIATE', kept)) == 1
+    guest_record = known(cluster, guest)
+    assert guest_record['state'] == 'active'
+    assert guest_record['addresses'][0]['address'] == address
+    assert len(logs(compute, 'INSTANTIATE', guest)) == 1
     assert logs(compute, 'resource provider', compute.uuid, 'is there, with usages')
     place(cluster)
 
@@ -88,11 +88,11 @@ def test_killed_at_any_moment_nothing_is_lost_or_doubled(cluster: Control) -> No
     doomed: list[str] = []
     for _ in range(3):
         results = at_once(cluster, [[SMALL]] * 3, width=3)
-        placed = [notified(each)[1] for each in results]
+        placed = [notified(result)[1] for result in results]
         instances += placed[1:]
         doomed += placed[:1]
         assert cluster.eschedule('destroy', placed[0]).code == 0
-        # Right after the requests: seen, half done or done, as it happens to be.
+        # The compute is killed right after the requests, which are unseen, half done or done.
         compute.kill()
         _, unseen = place(cluster)
         instances.append(unseen)
@@ -132,7 +132,7 @@ def test_the_same_uuid_in_another_state_directory(cluster: Control, tmp_path: Pa
     assert cluster.placement.inventory(first.uuid) == before
     place(cluster)
     check(cluster, first)
-    # Once the first is gone in order, the second may have its name.
+    # After the first has stopped in order, the second may use its uuid.
     first.stop()
     second.start()
     second.stop()
@@ -141,7 +141,7 @@ def test_the_same_uuid_in_another_state_directory(cluster: Control, tmp_path: Pa
 def test_placement_killed_and_back(own_control: Control) -> None:
     compute = own_control.ecompute()
     before = boot(own_control)
-    # Claimed and delivered; placement is gone before the compute can ask.
+    # The request is claimed and delivered; placement is gone before the compute can confirm it.
     compute.pause()
     _, delivered = place(own_control)
     one_line(own_control.eschedule('destroy', before), 0, 'accepted')
@@ -151,7 +151,7 @@ def test_placement_killed_and_back(own_control: Control) -> None:
     until(lambda: logged(compute, 'placement', 'trying again'), 20, 'the loss is logged')
     one_line(own_control.eschedule(SMALL), 7, 'placement', own_control.placement.url)
     assert own_control.etcd.keys('/requests/') == []
-    # Neither built nor failed for want of an answer.
+    # A lack of answers neither builds nor fails the instance.
     assert (record(own_control, delivered) or {}).get('state') in (None, 'scheduled')
     assert own_control.eschedule('list').code == 0
     own_control.placement.start()
@@ -179,14 +179,14 @@ def test_stopping_while_the_control_plane_is_away(own_control: Control, compute:
 @pytest.mark.parametrize('away', ['etcd', 'placement'])
 def test_a_start_without_a_backend(own_control: Control, away: str) -> None:
     backend = {'etcd': own_control.etcd, 'placement': own_control.placement}[away]
-    where = {'etcd': own_control.etcd.endpoint, 'placement': own_control.placement.url}[away]
+    address = {'etcd': own_control.etcd.endpoint, 'placement': own_control.placement.url}[away]
     backend.kill()
     compute = Ecompute(own_control.etcd.endpoint, own_control.placement.url, directory=own_control.directory / 'one')
     refused = refused_start(compute)
     assert refused.code == 7
     line = complaint(refused)
     assert away in line
-    assert where in line
+    assert address in line
     assert 'cannot be reached' in line
     backend.start()
     assert own_control.etcd.keys('/computes/') == []
@@ -200,8 +200,8 @@ def test_a_start_without_a_backend(own_control: Control, away: str) -> None:
 
 def test_who_loses_its_uuid_to_another_only_watches(cluster: Control, compute: Ecompute) -> None:
     boot(cluster)
-    theirs = json.dumps({'hostname': 'other', 'version': '1', 'since': 'now', 'token': 'theirs'})
-    cluster.etcd.put(f'/computes/{compute.uuid}', theirs, cluster.etcd.grant())
+    other_presence = json.dumps({'hostname': 'other', 'version': '1', 'since': 'now', 'token': 'theirs'})
+    cluster.etcd.put(f'/computes/{compute.uuid}', other_presence, cluster.etcd.grant())
     until(lambda: logged(compute, 'on other since now', 'this one only watches'), 20, 'it notices')
     before = {key: value for key, value in everything(cluster).items() if key.startswith('/instances/')}
     _, unseen = place(cluster)
@@ -210,25 +210,25 @@ def test_who_loses_its_uuid_to_another_only_watches(cluster: Control, compute: E
     assert after == before, 'it wrote nothing more'
     assert json.loads(everything(cluster)[f'/computes/{compute.uuid}'].value)['token'] == 'theirs'
     assert reserved(cluster, compute.uuid) == 0, 'nor closed what is not its own any more'
-    # The one whose uuid it is now: what was asked for meanwhile is carried out.
+    # The key of the other compute is gone: requests of that time are carried out.
     cluster.etcd.delete(f'/computes/{compute.uuid}')
     compute.start()
     addressed(cluster, unseen)
 
 
 def test_a_compute_whose_state_directory_was_copied(cluster: Control, tmp_path: Path) -> None:
-    """As with an image of a machine that had run ecompute: one of the two only watches, and nothing is made twice."""
+    """For example a cloned machine image: one of the two only watches."""
     original = cluster.ecompute()
-    kept = boot(cluster)
+    guest = boot(cluster)
     original.stop()
     directory = tmp_path / 'copy'
     shutil.copytree(original.directory / 'state', directory / 'state')
     original.start()
     copy = cluster.ecompute(directory=directory, uuid=original.uuid)
     until(lambda: logged(original, 'one state directory is a copy of the other', 'only watches'), 40, 'it notices')
-    made = boot_all(cluster, 3)
-    assert guests(original).keys() == {kept}
-    assert guests(copy).keys() == {kept, *made}
+    new_guests = boot_all(cluster, 3)
+    assert guests(original).keys() == {guest}
+    assert guests(copy).keys() == {guest, *new_guests}
     assert original.stop() == 0
     assert reserved(cluster, copy.uuid) == 0, 'it closes nothing that is the other one\'s'
     check(cluster, copy)

@@ -1,4 +1,4 @@
-"""ecompute while nothing happens, and as a service: idle, leases, threads, many computes."""
+"""Running daemons: load when idle, leases, threads, many computes in a process, systemd."""
 
 from __future__ import annotations
 
@@ -35,43 +35,46 @@ from tests.kit.story import IMAGE, SMALL, addressed, called, notified, one_line,
 from tests.kit.tuned import patched, tuned
 from tests.scenario.queued import overheard, queue
 
-# What computes cost that have nothing to do: threads of their process, calls to placement, operations of etcd.
+# The load of idle computes: threads of their process, calls to placement, operations of etcd.
 
 
+# Length of a periodic check's interval in these tests, in place of a minute.
 MINUTE = 0.5
-"""Seconds of a compute's minute here."""
 MINUTES = 12
+# Maximum number of periods, of INTERVALS each, that are measured.
 TIMES = 4
-"""How often so many minutes are looked at, at most."""
 
 
 def done(etcd: Etcd) -> Counter[str]:
-    """How often etcd was asked, by its own count: {'KV/Range': …, 'Lease/LeaseKeepAlive': …}."""
+    """Return etcd's own count of requests: {'KV/Range': …, 'Lease/LeaseKeepAlive': …}."""
     with urllib.request.urlopen(f'http://{etcd.endpoint}/metrics', timeout=10) as answer:
         text = answer.read().decode()
-    found = re.findall(r'^grpc_server_started_total\{grpc_method="(\w+)",grpc_service="etcdserverpb\.(\w+)".*\} (\d+)',
-                       text, re.MULTILINE)
-    return Counter({f'{service}/{method}': int(number) for method, service, number in found})
+    rows = re.findall(
+        r'^grpc_server_started_total\{grpc_method="(\w+)",grpc_service="etcdserverpb\.(\w+)".*\} (\d+)',
+        text,
+        re.MULTILINE,
+    )
+    return Counter({f'{service}/{method}': int(number) for method, service, number in rows})
 
 
 @pytest.mark.parametrize('queues', [False, True])
 def test_a_minute_of_one_is_one_question_and_no_write(cluster: Control, queues: bool) -> None:
-    with overheard(cluster) as (placement, asked):
+    with overheard(cluster) as (placement, requested_paths):
         numbers = {'EVERY': MINUTE, 'NAMED': 1000, 'host.claims.BELIEVED': 1000}
         compute = tuned(cluster, numbers=numbers, placement=placement, queues=queues)
         addressed(cluster, notified(cluster.eschedule(SMALL))[1])
         provider = f'/resource_providers/{compute.uuid}'
-        until(lambda: asked[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
-        # What a slow machine is late with (the guest's last stage, a lease) falls into the first minutes; what is
-        # written again and again falls into all of them.
-        beyond = [more_than_a_question(cluster.etcd, asked, provider)]
-        while beyond[-1] and len(beyond) < TIMES:
-            beyond.append(more_than_a_question(cluster.etcd, asked, provider))
-        assert not beyond[-1], beyond
+        until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
+        # Late work of a slow machine (the guest's last stage, a lease) falls into the first period; repeated writes
+        # fall into every period.
+        excess = [more_than_a_question(cluster.etcd, requested_paths, provider)]
+        while excess[-1] and len(excess) < TIMES:
+            excess.append(more_than_a_question(cluster.etcd, requested_paths, provider))
+        assert not excess[-1], excess
 
 
 def more_than_a_question(etcd: Etcd, asked: list[str], provider: str) -> Counter[str]:
-    """What is done in so many minutes, beyond asking for the provider and renewing the lease every ten seconds."""
+    """Return the operations of INTERVALS beyond queries of the provider and lease renewals."""
     asked.clear()
     before = done(etcd)
     until(lambda: len(asked) >= MINUTES, 400, f'{MINUTES} minutes have passed')
@@ -81,17 +84,21 @@ def more_than_a_question(etcd: Etcd, asked: list[str], provider: str) -> Counter
 
 
 def test_what_is_claimed_or_changed_is_looked_at(cluster: Control) -> None:
-    with overheard(cluster) as (placement, asked):
+    with overheard(cluster) as (placement, requested_paths):
         numbers = {'EVERY': MINUTE, 'host.claims.BELIEVED': 1000}
         compute = tuned(cluster, numbers=numbers, placement=placement)
         provider = f'/resource_providers/{compute.uuid}'
-        until(lambda: asked[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
+        until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
         generation = cluster.placement.call('GET', provider)['generation']
         body = {'traits': ['COMPUTE_NODE'], 'resource_provider_generation': generation}
         cluster.placement.call('PUT', f'{provider}/traits', body)
-        asked.clear()
-        until(lambda: {f'{provider}/allocations', f'{provider}/traits'} <= set(asked), 20, 'all of it is looked at')
-        until(lambda: asked[-4:] == [provider] * 4, 40, 'and then no more')
+        requested_paths.clear()
+        until(
+            lambda: {f'{provider}/allocations', f'{provider}/traits'} <= set(requested_paths),
+            20,
+            'all of it is looked at',
+        )
+        until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'and then no more')
 
 
 def threads(pid: int) -> int:
@@ -99,66 +106,66 @@ def threads(pid: int) -> int:
 
 
 def test_of_many_the_threads_are_as_those_of_a_few(cluster: Control) -> None:
-    found = []
+    counts = []
     for count in (16, 64):
         many = Many(cluster, count, queues=True, state=f'state-{count}')
         many.start()
         for instance in [notified(cluster.eschedule(SMALL))[1] for _ in range(2)]:
             addressed(cluster, instance)
-        found.append(threads(many.pid))
+        counts.append(threads(many.pid))
         assert many.stop() == 0
-    few, more = found
-    assert more < 64, f'{few} of 16 computes, {more} of 64'
+    few_threads, many_threads = counts
+    assert many_threads < 64, f'{few_threads} of 16 computes, {many_threads} of 64'
 
 
 def test_an_idle_minute_of_many_is_one_question_for_all(cluster: Control) -> None:
-    with overheard(cluster) as (placement, asked):
+    with overheard(cluster) as (placement, requested_paths):
         many = Many(cluster, 20, placement=placement, queues=True)
         many.start()
         computes = many.computes
 
-        def said() -> bool:
-            return all(b'"room"' in (cluster.etcd.get(f'/computes/{each}') or b'') for each in computes)
+        def have_published() -> bool:
+            return all(b'"room"' in (cluster.etcd.get(f'/computes/{compute}') or b'') for compute in computes)
 
-        until(said, 30, 'each has said what room it has, once')
-        asked.clear()
-        before, began = done(cluster.etcd), cluster.etcd.get('/cluster')
+        until(have_published, 30, 'each has said what room it has, once')
+        requested_paths.clear()
+        before, cluster_key = done(cluster.etcd), cluster.etcd.get('/cluster')
         time.sleep(12)  # one renewal, and a fifth of a minute
         more = done(cluster.etcd) - before
         assert more['Lease/LeaseKeepAlive'] <= 2, 'one lease for all of them'
         assert more['KV/Txn'] == more['Lease/LeaseGrant'] == more['KV/Put'] == 0
-        assert set(asked) <= {'/resource_providers'}, 'and none for each'
+        assert set(requested_paths) <= {'/resource_providers'}, 'and none for each'
         assert len(computes) == 20
-        assert cluster.etcd.get('/cluster') == began
+        assert cluster.etcd.get('/cluster') == cluster_key
 
 
-# No command leaves a lease in etcd without a key: thousands of them would fill its memory for a day or a week.
+# No command leaves a lease without a key in etcd: thousands of them would fill its memory for a day or a week.
 
 
+# With the kit's patience factor it is shorter than the shortest lease of a command: 60 s of an attempt.
 WAIT_SECONDS = 10.0
-"""Shorter, times the kit's patience, than the shortest lease of a command: 60 s of an attempt."""
 
 
 def leases_without_a_key(control: Control) -> set[str]:
-    """The leases that etcd holds and that no key is attached to."""
-    found = set()
+    """Return the leases that have no key."""
+    empty_leases = set()
     for lease in control.etcd.call('lease/leases', {}).get('leases', []):
-        told = control.etcd.call('lease/timetolive', {'ID': lease['ID'], 'keys': True})
-        if int(told.get('TTL', 0)) > 0 and not told.get('keys'):
-            found.add(lease['ID'])
-    return found
+        lease_state = control.etcd.call('lease/timetolive', {'ID': lease['ID'], 'keys': True})
+        if int(lease_state.get('TTL', 0)) > 0 and not lease_state.get('keys'):
+            empty_leases.add(lease['ID'])
+    return empty_leases
 
 
 @contextlib.contextmanager
 def no_lease_left(control: Control) -> Iterator[None]:
-    """What runs in this block leaves no more leases without a key than there were."""
+    """Check that the block leaves no additional leases without a key."""
     before = leases_without_a_key(control)
     yield
     until(lambda: leases_without_a_key(control) <= before, WAIT_SECONDS, 'no lease without a key is left')
 
 
 def fail(control: Control, compute: str, name: str = 'failed') -> str:
-    """An instance in error, which holds its name on its record's lease."""
+    """Make an instance in error, which keeps its name on its record's lease."""
     instance = str(uuid.uuid4())
     control.etcd.put(f'/hosts/{compute}/{instance}', json.dumps({'name': name}))
     reached(control, instance, 'error')
@@ -196,16 +203,16 @@ def test_user_data_on_a_short_lease_gets_one_of_its_own(small: Control, user_dat
     small.etcd.put(key, 'somebody else wrote this', small.etcd.grant(60))
     small.ecompute()
     assert called(small, '--count', '2', '--user-data', user_data, SMALL).code == 0
-    told = small.etcd.call('lease/timetolive', {'ID': everything(small)[key].lease})
-    assert int(told['TTL']) > 3600
+    lease_state = small.etcd.call('lease/timetolive', {'ID': everything(small)[key].lease})
+    assert int(lease_state['TTL']) > 3600
 
 
 def test_clear_ends_the_leases_of_what_it_removes(small: Control) -> None:
     compute = small.ecompute()
     with no_lease_left(small):
         instances = [place(small, SMALL)[1] for _ in range(2)]
-        for each in instances:
-            addressed(small, each)
+        for instance_uuid in instances:
+            addressed(small, instance_uuid)
         assert called(small, 'destroy', '--wait', *instances).code == 0
         fail(small, compute.uuid)
         compute.stop()
@@ -218,7 +225,7 @@ def test_a_destroy_of_what_failed_ends_its_lease(small: Control) -> None:
     compute = small.ecompute()
     with no_lease_left(small):
         assert called(small, 'destroy', fail(small, compute.uuid)).code == 0
-        # By the tombstone that another client writes: the record says gone, on a lease of its own.
+        # Another client writes the tombstone: the record becomes gone, on a lease of its own.
         instance = fail(small, compute.uuid)
         small.etcd.put(f'/hosts/{compute.uuid}/{instance}', to_json(Request(instance, {}, user_id='u', project_id='p')))
         reached(small, instance, 'gone')
@@ -238,48 +245,49 @@ def test_a_host_that_is_forgotten_leaves_no_lease_without_a_key(small: Control) 
         failed = fail(small, compute.uuid)
         compute.kill()
         small.etcd.call('lease/revoke', {'ID': everything(small)[f'/computes/{compute.uuid}'].lease})
-        for each in (instance, failed):
-            assert called(small, 'destroy', each).code == 0
+        for instance_uuid in (instance, failed):
+            assert called(small, 'destroy', instance_uuid).code == 0
         assert called(small, 'host', 'forget', '--fenced', compute.uuid).code == 0
 
 
-# The threads of a running ecompute are those that the map of ecomp.agent names, and each of these can be met.
+# The threads of a running ecompute are in the table of ecomp.agent's docstring, and each name in it exists.
 
 
-ALWAYS = frozenset({
-    *('turns', 'planner_N', 'build_N', 'task_N', 'minute_N', 'presence', 'audits_N', 'follow /hosts/'),
-    *('follow /audit/', 'known etcd', 'etcd'),
-})
-"""Those that every ecompute has that carries something out."""
+# Threads of every ecompute that carries out requests.
+ALWAYS = frozenset(
+    {
+        *('turns', 'planner_N', 'build_N', 'task_N', 'minute_N', 'presence', 'audits_N', 'follow /hosts/'),
+        *('follow /audit/', 'known etcd', 'etcd'),
+    }
+)
 WITH_LIBVIRT = frozenset({'libvirt-events', 'libvirt-open', 'libvirt-reopen', 'to a worker', 'scrub', 'Thread-N'})
 
 
 STARTS = ('Thread', 'ThreadPoolExecutor')
+# Callables that start threads; for some modules there are more.
 STARTERS = {'turns.py': ('Thread', 'TurnThreads')}
-"""What starts threads, by the module's name where it is more."""
 
 
 def named() -> set[str]:
-    """The names of the map."""
+    """Return the names in the table."""
     return set(re.findall(r'^    (\S.*?)  +\S', ecomp.agent.__doc__ or '', re.MULTILINE))
 
 
 def met(trace: Path) -> set[str]:
-    """The names in a trace, as the map has them."""
+    """Return the names in a trace, in the form of the table."""
     names = (re.sub('[0-9a-f]{8}-[0-9a-f-]{27}/', '', line) for line in trace.read_text().splitlines())
-    return {re.sub(r'^Thread-\d+.*', 'Thread-N', re.sub(r'_\d+$', '_N', each)) for each in names}
+    return {re.sub(r'^Thread-\d+.*', 'Thread-N', re.sub(r'_\d+$', '_N', name)) for name in names}
 
 
 class Traced(Many):
-    """Pretended computes, which note the name of each thread that they start."""
+    """Fake computes that record the name of each thread that they start."""
 
     @property
     def trace(self) -> Path:
-        """The file."""
         return self.directory / 'threads'
 
     def command(self) -> list[str]:
-        """The same from inside of Python."""
+        """Return the command that starts them with the recording patch."""
         python, _, _, *words = super().command()
         return [python, '-c', patched({}, self.trace), *words]
 
@@ -312,24 +320,28 @@ def test_every_thread_that_the_product_starts_is_in_the_map() -> None:
     for room in ('agent', 'store', 'virt'):
         for path in (TOP / 'ecomp' / room).rglob('*.py'):
             if path.name == 'history.py':
-                continue  # what eschedule alone does: `events`
+                continue  # for eschedule alone: `events`
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(STARTERS.get(path.name, STARTS)):
-                    given = {each.arg: ast.unparse(each.value) for each in node.keywords}
-                    name = given.get('name') or given.get('thread_name_prefix')
+                    arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                    name = arguments.get('name') or arguments.get('thread_name_prefix')
                     if path.name == 'turns.py' and ast.unparse(node.func) == 'TurnThreads':
                         name = ast.unparse(node.args[0])
                     elif path.name == 'turns.py' and name != "'turns'":
-                        continue  # one of TurnThreads, by whose name it is known
+                        continue  # one of TurnThreads, identified by that name
                     assert name, f'{path}:{node.lineno}: a thread without a name'
                     names.add(name.lstrip('f').strip("'").partition('{')[0])
-    there = {re.sub('_N$', '', each) for each in named()}
-    assert {name for name in names if not any(each.startswith(name) for each in there)} == set()
-    known = {each for each in there if any(each.startswith(name) for name in names)}
-    assert there - known == {'main', 'Thread-N'}
+    documented = {re.sub('_N$', '', documented_name) for documented_name in named()}
+    assert {
+        name for name in names if not any(documented_name.startswith(name) for documented_name in documented)
+    } == set()
+    matched = {
+        documented_name for documented_name in documented if any(documented_name.startswith(name) for name in names)
+    }
+    assert documented - matched == {'main', 'Thread-N'}
 
 
-# `ecompute --fake … --count N`: many pretended computes in one process, each as good as one of its own.
+# `ecompute --fake … --count N`: many fake computes in one process, each like one with its own process.
 
 
 TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
@@ -346,7 +358,7 @@ def test_five_in_one_process(cluster: Control) -> None:
 
     done = cluster.eschedule(SMALL, '--count', '20', '-f', 'json')
     assert done.code == 0, done
-    placed = {each['instance']: each['compute'] for each in json.loads(done.stdout)}
+    placed = {row['instance']: row['compute'] for row in json.loads(done.stdout)}
     assert Counter(placed.values()) == dict.fromkeys(computes, 4)
     for instance, compute in placed.items():
         assert reached(cluster, instance, 'active')['compute'] == compute
@@ -372,26 +384,30 @@ def test_killed_and_started_again_they_are_the_same(cluster: Control) -> None:
     for instance in placed:
         addressed(cluster, instance)
     many.pause()
-    # Asked of computes that are not there to hear it.
-    meanwhile = notified(cluster.eschedule(SMALL))[1]
-    doomed, *kept = placed
+    # These requests are for computes that do not run now.
+    unseen = notified(cluster.eschedule(SMALL))[1]
+    doomed, *remaining = placed
     assert cluster.eschedule('destroy', doomed).code == 0
     many.kill()
     many.start()
     assert many.computes == computes
-    addressed(cluster, meanwhile)
-    until(lambda: (found := record(cluster, doomed)) is None or found['state'] == 'gone', 20, f'{doomed} is gone')
-    for instance in kept:
+    addressed(cluster, unseen)
+    until(
+        lambda: (last_record := record(cluster, doomed)) is None or last_record['state'] == 'gone',
+        20,
+        f'{doomed} is gone',
+    )
+    for instance in remaining:
         assert reached(cluster, instance, 'active')['compute'] == placed[instance]
     assert {path.name for path in (cluster.directory / 'state').iterdir() if path.is_dir()} == set('12345')
     check(cluster)
-    # Fewer are the first of them; and those that are left out come back.
+    # A smaller count starts the first of them; the others come back with the larger count.
     assert many.stop() == 0
     many.count = 2
     many.start()
-    few = many.computes
-    assert len(few) == 2
-    assert few < computes
+    first_computes = many.computes
+    assert len(first_computes) == 2
+    assert first_computes < computes
     assert many.stop() == 0
     many.count = 5
     many.start()
@@ -405,9 +421,9 @@ def test_they_take_from_queues(cluster: Control) -> None:
     many.start()
     assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
     queued = [cluster.eschedule('--queue', '--flavor', 'small').stdout.split()[-1] for _ in range(15)]
-    taken = Counter(reached(cluster, instance, 'active')['compute'] for instance in queued)
-    assert taken.keys() <= many.computes
-    assert max(taken.values()) <= 4
+    count_by_compute = Counter(reached(cluster, instance, 'active')['compute'] for instance in queued)
+    assert count_by_compute.keys() <= many.computes
+    assert max(count_by_compute.values()) <= 4
     check(cluster)
     assert cluster.eschedule('destroy', '--wait', *queued).code == 0
 
@@ -435,7 +451,7 @@ def test_what_does_not_go_together(tmp_path: Path, words: list[str], says: str) 
     one_line(run('ecomp.compute', *words, directory=tmp_path), 2, says, command='ecompute')
 
 
-# Each daemon as systemd's service: it says when it is ready, that it lives and that it ends, and nobody else does.
+# Each daemon as a systemd service: it alone reports that it is ready, alive and stopping.
 
 
 WATCHDOG = 1.0
@@ -443,23 +459,23 @@ BEAT = ['WATCHDOG=1']
 
 
 class Served(Ecompute):
-    """An ecompute that somebody listens to."""
+    """An ecompute with a notification socket."""
 
     ear: Ear
 
     def environment(self) -> dict[str, str]:
-        """With what systemd would tell it."""
+        """Return the environment, with the variables that systemd sets."""
         return {**super().environment(), **self.ear.environment(WATCHDOG)}
 
 
 @pytest.fixture
 def ear() -> Iterator[Ear]:
-    with Ear() as made:
-        yield made
+    with Ear() as started:
+        yield started
 
 
 def begun(control: Control, ear: Ear) -> Served:
-    """A started fake ecompute."""
+    """Start a fake ecompute as a service."""
     compute = Served(control.etcd.endpoint, control.placement.url)
     compute.ear = ear
     return control.at_exit.enter_context(compute)
@@ -507,7 +523,7 @@ def test_an_ecompute_that_cannot_start_is_never_ready(tmp_path: Path, ear: Ear) 
 
 @contextmanager
 def running(*words: str, ear: Ear, cwd: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command of Python's, as a service."""
+    """Run a Python command as a service."""
     env = environment() | ear.environment(WATCHDOG)
     with (cwd / 'log').open('wb') as log:
         process = subprocess.Popen([sys.executable, *words], cwd=cwd, env=env, stdout=log, stderr=log)
@@ -523,9 +539,9 @@ def test_a_metadata_server_is_ready_when_it_listens(tmp_path: Path, ear: Ear) ->
     words = [str(TOP / 'md_server/mdserver/server.py'), '--listen', f'127.0.0.1:{port}', '--guests', str(tmp_path)]
     with running(*words, ear=ear, cwd=tmp_path) as process:
         assert ear.heard() == (process.pid, ['READY=1'])
-        asked = http.client.HTTPConnection('127.0.0.1', port, timeout=10)
-        asked.request('GET', '/')
-        assert asked.getresponse().status == 200
+        connection = http.client.HTTPConnection('127.0.0.1', port, timeout=10)
+        connection.request('GET', '/')
+        assert connection.getresponse().status == 200
         process.terminate()
         assert process.wait(20) == 0
 
@@ -534,7 +550,7 @@ def test_a_control_host_is_ready_when_both_answer(tmp_path: Path, ear: Ear) -> N
     etcd, placement = free_port(), free_port()
     words = ['-m', 'ecomp.lab.elab', 'control', '--etcd-port', str(etcd), '--placement-port', str(placement)]
     with running(*words, ear=ear, cwd=tmp_path) as process:
-        # etcd and stunnel know of NOTIFY_SOCKET, too: neither may speak for the whole.
+        # etcd and stunnel get NOTIFY_SOCKET, too, but must not report for the whole.
         assert ear.heard(60) == (process.pid, ['READY=1', 'STATUS=etcd and placement answer at 127.0.0.1'])
         assert etcd_healthy(f'http://127.0.0.1:{etcd}')
         assert placement_answers(f'http://127.0.0.1:{placement}')
