@@ -19,7 +19,7 @@ from tests.kit.invariants import everything
 from tests.kit.sharing import all_notified, members, started, used
 from tests.kit.story import IMAGE, SMALL, addressed, at_once, called, notified, one_line, place, reached, record
 
-# Many in one request: placed in one go, all or none, and never half delivered.
+# Sets: many instances in one request, placed all or none and never half delivered.
 
 
 TOY = 'VCPU:8,DISK_GB:100,MEMORY_MB:4096'
@@ -27,31 +27,33 @@ SCRIPT = '#!/bin/sh\necho canary\n'
 
 
 def held(cluster: Control, computes: list[Ecompute]) -> dict[str, dict[str, int]]:
-    """What each consumer on these computes holds."""
-    return {name: each for compute in computes for name, each in cluster.placement.consumers(compute.uuid).items()}
+    """Return the allocation of each consumer on these computes."""
+    return {
+        name: amounts for compute in computes for name, amounts in cluster.placement.consumers(compute.uuid).items()
+    }
 
 
 @pytest.mark.parametrize('count', [40, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_hundred_cost_one_question_and_one_claim(cluster: Control, count: int) -> None:
     computes = started(cluster, *[TOY] * (count // 5))
-    asked: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
     with FaultyPlacement(cluster.placement.port) as placement:
-        # Every request passes, and is written down.
-        placement.fail('broken', lambda method, path: bool(asked.append((method, path.split('?')[0]))))
+        # Every request passes and is recorded.
+        placement.fail('broken', lambda method, path: bool(calls.append((method, path.split('?')[0]))))
         config = write_config(cluster.directory / 'counted.yaml', cluster.etcd.endpoint, placement.url)
         done = eschedule(config, SMALL, IMAGE, '--count', '100', '--name', 'web')
         assert done.code == 2
         assert '1 to 60 with names' in done.stderr
-        assert asked == []
+        assert calls == []
         done = eschedule(config, SMALL, IMAGE, '--count', str(count))
     assert done.code == 0, done
-    assert Counter(asked)['GET', '/allocation_candidates'] == 1
-    assert 1 <= Counter(asked)['POST', '/allocations'] <= 2
-    assert {path for _, path in asked} == {'/allocation_candidates', '/allocations'}
+    assert Counter(calls)['GET', '/allocation_candidates'] == 1
+    assert 1 <= Counter(calls)['POST', '/allocations'] <= 2
+    assert {path for _, path in calls} == {'/allocation_candidates', '/allocations'}
     pairs = all_notified(done.stdout)
     assert len({instance for _, instance in pairs}) == count
-    # Spread: five on each.
-    assert Counter(compute for compute, _ in pairs) == {each.uuid: 5 for each in computes}
+    # Spread puts five on each.
+    assert Counter(compute for compute, _ in pairs) == {host.uuid: 5 for host in computes}
     for _, instance in pairs:
         reached(cluster, instance, 'active')
     small = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
@@ -69,21 +71,21 @@ def test_all_or_none_and_at_least(cluster: Control) -> None:
         assert cluster.etcd.keys('/requests/') == cluster.etcd.keys('/hosts/') == []
     done = cluster.eschedule(SMALL, IMAGE, '--count', '10', '--min', '4', '-f', 'json')
     one_line(done, 0, '9 of 10 are placed')
-    told = json.loads(done.stdout)
-    assert Counter(each['compute'] for each in told) == {each.uuid: 3 for each in computes}
-    assert held(cluster, computes).keys() == {each['instance'] for each in told}
+    placed = json.loads(done.stdout)
+    assert Counter(row['compute'] for row in placed) == {row.uuid: 3 for row in computes}
+    assert held(cluster, computes).keys() == {row['instance'] for row in placed}
     many = cluster.directory / 'keys.pub'
     blob = base64.b64encode(b'\0\0\0\x0bssh-ed25519\0\0\x02\0' + bytes(512)).decode()
     many.write_text(''.join(f'ssh-ed25519 {blob} {number}\n' for number in range(40)))
     done = cluster.eschedule(SMALL, IMAGE, '--count', '100', '--ssh-key', str(many))
     one_line(done, 2, 'bytes of ssh keys each', 'more than etcd takes at once')
-    # They are delivered in one transaction with their user-data.
+    # The keys are delivered in one transaction with the user-data.
     many.write_text(''.join(f'ssh-ed25519 {blob} {number}\n' for number in range(17)))
     data = cluster.directory / 'user-data'
     data.write_text('#!/bin/sh\n' + '#' * 200_000)
     done = cluster.eschedule(SMALL, IMAGE, '--count', '100', '--ssh-key', str(many), '--user-data', str(data))
     one_line(done, 2, 'bytes of user-data', 'more than etcd takes at once')
-    assert cluster.placement.database.allocations().keys() == {each['instance'] for each in told}
+    assert cluster.placement.database.allocations().keys() == {row['instance'] for row in placed}
 
 
 def test_names_data_and_waiting(cluster: Control, tmp_path: Path) -> None:
@@ -96,26 +98,26 @@ def test_names_data_and_waiting(cluster: Control, tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     instances = [instance for _, instance in all_notified('\n'.join(lines[:3]) + '\n')]
     assert lines[3:] == [addressed(cluster, instance) for instance in instances]
-    named = [json.loads(cluster.eschedule('show', name, '-f', 'json').stdout) for name in ('web-1', 'web-2', 'web-3')]
-    assert [each['instance'] for each in named] == instances
-    # In etcd once, and nowhere else.
+    records = [json.loads(cluster.eschedule('show', name, '-f', 'json').stdout) for name in ('web-1', 'web-2', 'web-3')]
+    assert [record_of_name['instance'] for record_of_name in records] == instances
+    # It is in etcd once, and not in the requests.
     assert len(cluster.etcd.keys('/user-data/')) == 1
-    told = {
+    user_data_by_name = {
         data['hostname']: data['user_data']
         for compute in computes
         for path in (compute.directory / 'state/metadata').glob('*.json')
         if (data := json.loads(path.read_text()))
     }
-    assert told == dict.fromkeys(('web-1', 'web-2', 'web-3'), SCRIPT)
-    # Asked again, the same changes nothing and says so; another thing is a conflict.
+    assert user_data_by_name == dict.fromkeys(('web-1', 'web-2', 'web-3'), SCRIPT)
+    # The same request again changes nothing and reports that; a different one is a conflict.
     before = {key: value for key, value in everything(cluster).items() if key.startswith('/')}
     again = cluster.eschedule(*words)
     assert again.code == 0, again
     assert again.stdout.splitlines() == lines[:3]
     assert again.stderr.count('requested before: nothing is changed') == 3
-    # The set's uuid is no instance's, an instance's is no set's, and another number of them is another request.
-    whole = words[-1]
-    one_line(cluster.eschedule(SMALL, IMAGE, '--uuid', whole), 5, 'is the uuid of a set')
+    # A set's uuid is not an instance's and the reverse, and another count is another request.
+    set_uuid = words[-1]
+    one_line(cluster.eschedule(SMALL, IMAGE, '--uuid', set_uuid), 5, 'is the uuid of a set')
     one_line(cluster.eschedule(SMALL, IMAGE, '--count', '2', '--uuid', instances[0]), 5, 'is the uuid of an instance')
     fewer = tuple('2' if word == '3' else word for word in words)
     one_line(cluster.eschedule(*fewer), 5, 'one of 3 that were asked for at once')
@@ -133,57 +135,58 @@ def test_user_data_that_is_gone_from_etcd_is_said(cluster: Control, tmp_path: Pa
     lapse(cluster, key)
     compute.resume()
     for _, instance in all_notified(done.stdout):
-        found = reached(cluster, instance, 'error')
-        assert 'its user-data is not in etcd any more' in found['error']['reason']
+        failed_record = reached(cluster, instance, 'error')
+        assert 'its user-data is not in etcd any more' in failed_record['error']['reason']
     settled(cluster, compute)
 
 
 def test_sets_that_race_are_whole_or_not_at_all(cluster: Control) -> None:
-    """Room for 24, and four sets of ten: two get all of theirs, two nothing."""
+    """With room for 24, of four sets of ten two are placed whole and two are refused."""
     computes = started(cluster, *['VCPU:8,DISK_GB:100,MEMORY_MB:4096'] * 3)
     with ThreadPoolExecutor(4) as threads:
-        racing = [threads.submit(cluster.eschedule, SMALL, IMAGE, '--count', '10') for _ in range(4)]
-        results = [each.result() for each in racing]
-    assert all(each.code in (0, 3) for each in results), results
-    placed = [pair for each in results for pair in (all_notified(each.stdout) if each.code == 0 else [])]
+        futures = [threads.submit(cluster.eschedule, SMALL, IMAGE, '--count', '10') for _ in range(4)]
+        results = [result.result() for result in futures]
+    assert all(result.code in (0, 3) for result in results), results
+    placed = [pair for result in results for pair in (all_notified(result.stdout) if result.code == 0 else [])]
     assert len(placed) in (10, 20)
     assert held(cluster, computes).keys() == {instance for _, instance in placed}
     assert len(cluster.etcd.keys('/hosts/')) == len(placed)
     assert cluster.etcd.keys('/requests/') == []
 
 
-# Groups: together or apart, however many ask at once; and what is said where that cannot be.
+# Groups: together or apart under concurrent requests, and the reasons of refusals.
 
 
 ROOMY = 'VCPU:20,DISK_GB:100,MEMORY_MB:4096'
-APART, TOGETHER = ('--policy', 'anti-affinity'), ('--policy', 'affinity')
+APART = ('--policy', 'anti-affinity')
+TOGETHER = ('--policy', 'affinity')
 
 
 def called_so(compute: str) -> str:
-    """What a compute is called: those of a test have all one host."""
+    """Return the displayed name of a compute: all computes of a test are on one host."""
     return f'{socket.gethostname()} ({compute})'
 
 
 def test_apart_until_there_is_no_other_compute(cluster: Control) -> None:
     computes = started(cluster, ROOMY, ROOMY)
     first, second = (place(cluster, SMALL, '--group', 'web', *APART) for _ in range(2))
-    assert {first[0], second[0]} == {each.uuid for each in computes}
+    assert {first[0], second[0]} == {compute.uuid for compute in computes}
     assert members(cluster, 'web') == {first[1]: first[0], second[1]: second[0]}
     refused = called(cluster, SMALL, '--group', 'web')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     assert 'there is room, but not where group web allows it (strict anti-affinity)' in refused.stderr
     assert refused.stderr.count('group web has a member there (strict anti-affinity)') == 2
     assert 'the smallest change that fits: ask without --group web' in refused.stderr
-    # And that change fits indeed.
+    # The suggested change does fit.
     other = place(cluster, SMALL)
     listed = called(cluster, 'group', 'list').stdout
     assert listed.splitlines()[1].split() == ['web', 'strict', 'anti-affinity', '2', '2']
     shown = json.loads(called(cluster, 'group', 'show', 'web', '-f', 'json').stdout)
-    assert {each['instance']: each['compute'] for each in shown['members']} == members(cluster, 'web')
+    assert {member['instance']: member['compute'] for member in shown['members']} == members(cluster, 'web')
     assert first[1] in called(cluster, 'group', 'show', 'web').stdout
     for _, instance in (first, second, other):
         addressed(cluster, instance)
-    # Whoever ends makes room for the next, and with the last one the group is gone.
+    # A destroyed member makes room for the next, and the last one removes the group.
     assert called(cluster, 'destroy', '--wait', first[1]).code == 0
     assert members(cluster, 'web') == {second[1]: second[0]}
     third = place(cluster, SMALL, '--group', 'web')
@@ -197,8 +200,8 @@ def test_apart_until_there_is_no_other_compute(cluster: Control) -> None:
 
 def test_together_where_all_of_them_fit(cluster: Control) -> None:
     computes = started(cluster, 'VCPU:2,DISK_GB:10,MEMORY_MB:512', 'VCPU:4,DISK_GB:10,MEMORY_MB:1024')
-    found = all_notified(called(cluster, SMALL, '--count', '3', '--group', 'db', *TOGETHER).stdout)
-    assert {compute for compute, _ in found} == {computes[1].uuid}
+    pairs = all_notified(called(cluster, SMALL, '--count', '3', '--group', 'db', *TOGETHER).stdout)
+    assert {compute for compute, _ in pairs} == {computes[1].uuid}
     assert place(cluster, SMALL, '--group', 'db')[0] == computes[1].uuid
     refused = called(cluster, SMALL, '--group', 'db')
     assert refused.code == 3
@@ -209,10 +212,10 @@ def test_together_where_all_of_them_fit(cluster: Control) -> None:
 
 def test_softly(cluster: Control) -> None:
     computes = started(cluster, 'VCPU:2,DISK_GB:10,MEMORY_MB:512', 'VCPU:2,DISK_GB:10,MEMORY_MB:512')
-    found = all_notified(called(cluster, SMALL, '--count', '3', '--group', 'web', *APART, '--soft').stdout)
-    assert sorted(Counter(compute for compute, _ in found).values()) == [1, 2]
-    called(cluster, 'destroy', '--wait', *(instance for _, instance in found))
-    # Spread, they would be one on each.
+    pairs = all_notified(called(cluster, SMALL, '--count', '3', '--group', 'web', *APART, '--soft').stdout)
+    assert sorted(Counter(compute for compute, _ in pairs).values()) == [1, 2]
+    called(cluster, 'destroy', '--wait', *(instance for _, instance in pairs))
+    # Without the group, spread would put one on each.
     two = called(cluster, SMALL, '--count', '2', '--group', 'db', *TOGETHER, '--soft')
     (first, second) = (compute for compute, _ in all_notified(two.stdout))
     assert first == second
@@ -238,10 +241,10 @@ def test_a_set_that_is_to_be_apart_is_all_or_none(cluster: Control) -> None:
     assert refused.code == 3
     assert 'there is room for 3 of 4 in group web (strict anti-affinity)' in refused.stderr
     assert 'the smallest change that fits: --count 3' in refused.stderr
-    assert [cluster.placement.consumers(each.uuid) for each in computes] == [{}, {}, {}]
+    assert [cluster.placement.consumers(host.uuid) for host in computes] == [{}, {}, {}]
     assert members(cluster, 'web') == {}
-    found = all_notified(called(cluster, SMALL, '--count', '4', '--min', '2', '--group', 'web', *APART).stdout)
-    assert {compute for compute, _ in found} == {each.uuid for each in computes}
+    pairs = all_notified(called(cluster, SMALL, '--count', '4', '--min', '2', '--group', 'web', *APART).stdout)
+    assert {compute for compute, _ in pairs} == {host.uuid for host in computes}
     settled(cluster, *computes)
 
 
@@ -251,7 +254,7 @@ def test_plan_and_then_the_real_thing(cluster: Control) -> None:
     for _ in range(2):
         planned = json.loads(called(cluster, 'plan', SMALL, '--group', 'web', '-f', 'json').stdout)
         compute, _ = place(cluster, SMALL, '--group', 'web')
-        assert compute in {each['compute'] for each in planned}
+        assert compute in {row['compute'] for row in planned}
         assert len(planned) == 3 - len(members(cluster, 'web')) + 1
     assert called(cluster, 'plan', SMALL, '--group', 'web').code == 3
 
@@ -262,12 +265,12 @@ def test_never_two_on_a_compute_however_many_ask_at_once(cluster: Control, racer
     computes = started(cluster, *[ROOMY] * size)
     words = [SMALL, '--group', 'web', *APART]
     results = at_once(cluster, [words] * racers, width=racers)
-    placed = [all_notified(each.stdout)[0] for each in results if each.code == 0]
-    assert Counter(each.code for each in results) == {0: size, 3: racers - size}
+    placed = [all_notified(result.stdout)[0] for result in results if result.code == 0]
+    assert Counter(result.code for result in results) == {0: size, 3: racers - size}
     assert len({compute for compute, _ in placed}) == size
     assert members(cluster, 'web') == {instance: compute for compute, instance in placed}
-    for each in results:
-        assert each.code == 0 or 'not where group web allows it (strict anti-affinity)' in each.stderr, each
+    for result in results:
+        assert result.code == 0 or 'not where group web allows it (strict anti-affinity)' in result.stderr, result
     for _, instance in placed:
         reached(cluster, instance, 'active')
     settled(cluster, *computes)
@@ -278,23 +281,23 @@ def test_why_it_is_where_it_is(cluster: Control) -> None:
     first, second = (place(cluster, SMALL, '--group', 'web', *APART) for _ in range(2))
     for _, instance in (first, second):
         addressed(cluster, instance)
-    told = called(cluster, 'why', first[1]).stdout.splitlines()
-    assert told[0].startswith(f'{first[1]} is on ')
-    assert first[0] in told[0]
-    assert told[1] == f'it asked for {SMALL}'
-    assert told[2].startswith('2 computes could have taken it then; spread (the emptiest first) was asked for, and')
-    assert told[3].endswith(f'(strict anti-affinity), apart from its others: {second[1]} on {called_so(second[0])}')
+    reasons = called(cluster, 'why', first[1]).stdout.splitlines()
+    assert reasons[0].startswith(f'{first[1]} is on ')
+    assert first[0] in reasons[0]
+    assert reasons[1] == f'it asked for {SMALL}'
+    assert reasons[2].startswith('2 computes could have taken it then; spread (the emptiest first) was asked for, and')
+    assert reasons[3].endswith(f'(strict anti-affinity), apart from its others: {second[1]} on {called_so(second[0])}')
     data = json.loads(called(cluster, 'why', second[1], '-f', 'json').stdout)
     assert data['why'] == {'weigh': 'spread', 'weight': 0.95, 'of': 1}
     assert data['group']['others'] == {first[1]: first[0]}
-    # Also of one that is gone, as long as its record is there.
+    # It also explains a gone instance as long as its record exists.
     assert called(cluster, 'destroy', '--wait', first[1]).code == 0
     assert '2 computes could have taken it' in called(cluster, 'why', first[1]).stdout
     one_line(called(cluster, 'why', 'nobody-1'), 4, 'nobody-1')
     settled(cluster, *computes)
 
 
-# Quotas: what a project may have, however many ask at once; counted right whatever comes and goes.
+# Quotas: the limits of a project, counted exactly under concurrent requests and changes.
 
 
 ROOM_FOR_ALL = 'VCPU:60,DISK_GB:100,MEMORY_MB:8192'
@@ -302,7 +305,7 @@ ROOM_FOR_ALL = 'VCPU:60,DISK_GB:100,MEMORY_MB:8192'
 
 def test_limit_used_and_asked_are_named(cluster: Control) -> None:
     computes = started(cluster, ROOM_FOR_ALL)
-    place(cluster, SMALL, '--project', 'web')  # before there is a limit: counted all the same
+    place(cluster, SMALL, '--project', 'web')  # before the limit is set, and counted nevertheless
     place(cluster, SMALL, '--project', 'other')
     one_line(called(cluster, 'quota', 'set', 'web', 'VCPU=3', 'instances=5'), 0, 'web: VCPU 1/3, instances 1/5')
     _, second = place(cluster, SMALL, '--project', 'web')
@@ -310,7 +313,7 @@ def test_limit_used_and_asked_are_named(cluster: Control) -> None:
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     one_line(refused, 3, 'the quota of project web does not allow it: VCPU: limit 3, used 2, asked 2')
     assert len(cluster.placement.consumers(computes[0].uuid)) == 3
-    # At least one of two does.
+    # With --min 1, one of the two is placed.
     assert len(all_notified(called(cluster, SMALL, '--count', '2', '--min', '1', '--project', 'web').stdout)) == 1
     assert used(cluster, 'web') == {'VCPU': 3, 'DISK_GB': 3, 'MEMORY_MB': 384, 'instances': 3}
     table = called(cluster, 'quota', 'show', 'web').stdout.splitlines()
@@ -320,7 +323,7 @@ def test_limit_used_and_asked_are_named(cluster: Control) -> None:
     ]
     assert called(cluster, 'quota', 'list').stdout.splitlines()[1].split()[0] == 'web'
     assert json.loads(called(cluster, 'quota', 'list', '-f', 'json').stdout)[0]['limits'] == {'VCPU': 3, 'instances': 5}
-    # What ends makes room, to the last one.
+    # Each destroyed instance makes room.
     addressed(cluster, second)
     assert called(cluster, 'destroy', '--wait', second).code == 0
     assert used(cluster, 'web')['VCPU'] == 2
@@ -351,15 +354,15 @@ def test_however_many_ask_at_once_it_is_just_so_many(cluster: Control, racers: i
     computes = started(cluster, ROOM_FOR_ALL, ROOM_FOR_ALL)
     called(cluster, 'quota', 'set', 'web', f'instances={most}')
     results = at_once(cluster, [[SMALL, '--project', 'web']] * racers, width=racers)
-    assert Counter(each.code for each in results) == {0: most, 3: racers - most}, results
+    assert Counter(result.code for result in results) == {0: most, 3: racers - most}, results
     assert used(cluster, 'web')['instances'] == most
-    for each in results:
-        assert each.code == 0 or f'instances: limit {most}, used ' in each.stderr
-    placed = [all_notified(each.stdout)[0][1] for each in results if each.code == 0]
+    for result in results:
+        assert result.code == 0 or f'instances: limit {most}, used ' in result.stderr
+    placed = [all_notified(result.stdout)[0][1] for result in results if result.code == 0]
     for instance in placed:
         addressed(cluster, instance)
-    ended = at_once(cluster, [['destroy', '--wait', each] for each in placed], width=most)
-    assert {each.code for each in ended} == {0}
+    destroys = at_once(cluster, [['destroy', '--wait', instance_uuid] for instance_uuid in placed], width=most)
+    assert {result.code for result in destroys} == {0}
     assert used(cluster, 'web') == {}
     settled(cluster, *computes)
 
@@ -369,12 +372,12 @@ def test_what_is_delivered_while_a_quota_is_made_is_counted(cluster: Control) ->
     place(cluster, SMALL, '--project', 'web')
     words = [[SMALL, '--project', 'web'] for _ in range(6)]
     words[2:2] = [['quota', 'set', 'web', 'instances=100']]
-    assert {each.code for each in at_once(cluster, words, width=7)} == {0}
+    assert {result.code for result in at_once(cluster, words, width=7)} == {0}
     assert used(cluster, 'web')['instances'] == 7
     settled(cluster, compute)
 
 
-# Flavors: made by an operator, asked for by name, also in a plan and a set.
+# Flavors: set by an operator, requested by name, also in a plan and a set.
 
 
 def test_made_listed_asked_for_and_removed(cluster: Control) -> None:
@@ -404,7 +407,7 @@ def test_schedule_yaml_comes_first(cluster: Control) -> None:
     flavors = {'flavors': {'small': SMALL, 'none': f'{SMALL}&required=HW_CPU_X86_AVX512F'}}
     write_config(cluster.schedule_yaml, cluster.etcd.endpoint, cluster.placement.url, **flavors)
     listed = json.loads(cluster.eschedule('flavor', 'list', '-f', 'json').stdout)
-    assert [(each['name'], each['source'], each['resources']['VCPU']) for each in listed] == [
+    assert [(row['name'], row['source'], row['resources']['VCPU']) for row in listed] == [
         ('none', 'schedule.yaml', 1),
         ('small', 'schedule.yaml', 1),
     ]

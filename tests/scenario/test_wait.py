@@ -1,4 +1,4 @@
-"""Waiting: for a stage, for the end, not longer than asked, and with the reason when it is in vain."""
+"""Waiting: for a stage or the end, with a time limit, and with the reason of a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kit.story import NOBODY, SMALL, addressed, known, notified, one_line,
 
 @contextmanager
 def waiting_for(control: Control, instance: str) -> Iterator[Eschedule]:
-    """An eschedule that waits for a new instance, which has been delivered."""
+    """Start an eschedule that waits for a new instance, and yield it after the delivery."""
     with Eschedule(control, '--uuid', instance, '--wait', SMALL) as waiting:
         until(lambda: any(key.endswith(instance) for key in control.etcd.keys('/hosts/')), 20, 'it is delivered')
         yield waiting
@@ -31,10 +31,10 @@ def test_wait_for_each_stage(cluster: Control) -> None:
         done = cluster.eschedule(*words, SMALL)
         first, *rest = done.stdout.splitlines()
         _, instance = notified(Result(done.code, f'{first}\n', done.stderr))
-        assert done.stderr == ''  # the live line is for a terminal
-        found = known(cluster, instance)
-        assert found['state'] == 'active'
-        # A fake has its address at once, so it may be there for `started`, too.
+        assert done.stderr == ''  # the status line is for a terminal
+        active_record = known(cluster, instance)
+        assert active_record['state'] == 'active'
+        # A fake gets its address immediately, so it may already be printed for `started`.
         assert rest == [addressed(cluster, instance)] or (printed is None and rest == [])
 
 
@@ -42,19 +42,19 @@ def test_waiting_for_some_that_are_there(cluster: Control, compute: Ecompute) ->
     instances = [place(cluster)[1] for _ in range(3)]
     done = cluster.eschedule('wait', *instances)
     assert (done.code, done.stderr) == (0, '')
-    assert done.stdout.splitlines() == [addressed(cluster, each) for each in instances]
+    assert done.stdout.splitlines() == [addressed(cluster, instance) for instance in instances]
     for stage in STAGES[: STAGES.index('addressed')]:
         assert cluster.eschedule('wait', '--for', stage, *instances) == (0, '', '')
-    # Whatever becomes of one, the others are waited for; the first failure is the exit code.
+    # The others are waited for even if one fails; the first failure is the exit code.
     mixed = cluster.eschedule('wait', NOBODY, *instances[:2], '--timeout', '10')
-    assert (mixed.code, mixed.stdout.splitlines()) == (4, [addressed(cluster, each) for each in instances[:2]])
+    assert (mixed.code, mixed.stdout.splitlines()) == (4, [addressed(cluster, instance) for instance in instances[:2]])
     assert mixed.stderr == f'eschedule: {NOBODY}: no such instance\n'
     compute.pause()
     assert cluster.eschedule('destroy', instances[0]).code == 0
     one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'is being destroyed')
     late = place(cluster)[1]
-    in_vain = cluster.eschedule('wait', late, '--timeout', '0.5')
-    one_line(in_vain, 6, '0.5 s are up', 'waiting for: its compute to take it', 'it goes on')
+    late_result = cluster.eschedule('wait', late, '--timeout', '0.5')
+    one_line(late_result, 6, '0.5 s are up', 'waiting for: its compute to take it', 'it goes on')
     compute.resume()
     reached(cluster, instances[0], 'gone')
     one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'gone since')
@@ -72,10 +72,10 @@ def test_the_timeline_of_some(cluster: Control) -> None:
     assert (two.code, two.stderr) == (4, f'eschedule: {NOBODY}: no such instance\n')
     assert two.stdout.splitlines()[0].startswith(second)
     assert two.stdout.splitlines()[-1].split()[:2] == ['total', '2']
-    told = json.loads(cluster.eschedule('timeline', '-f', 'json', first, second).stdout)
-    # A pretended guest has no cloud-init that could be through.
-    known = list(STAGES[: STAGES.index('ready')])
-    assert [[stage['stage'] for stage in each['stages']] for each in told['instances']] == [known] * 2
+    report = json.loads(cluster.eschedule('timeline', '-f', 'json', first, second).stdout)
+    # A fake guest has no cloud-init that could become ready.
+    stages = list(STAGES[: STAGES.index('ready')])
+    assert [[stage['stage'] for stage in timeline['stages']] for timeline in report['instances']] == [stages] * 2
 
 
 def test_a_wait_ends_in_time_and_the_work_goes_on(cluster: Control, compute: Ecompute) -> None:
@@ -86,9 +86,9 @@ def test_a_wait_ends_in_time_and_the_work_goes_on(cluster: Control, compute: Eco
         line = one_line(done, 6, instance, f'{seconds} s are up', 'still waiting for', 'it goes on')
         assert 'did not answer' not in line
         one_line(cluster.eschedule(instance), 6, instance, 'no address yet', 'scheduled')
-    in_vain = cluster.eschedule('destroy', '--wait', '--timeout', '0', instance)
-    assert in_vain.code == 6
-    accepted, late = in_vain.stderr.splitlines()
+    destroy_result = cluster.eschedule('destroy', '--wait', '--timeout', '0', instance)
+    assert destroy_result.code == 6
+    accepted, late = destroy_result.stderr.splitlines()
     assert 'destroy accepted' in accepted
     assert 'its compute to destroy it' in late
     compute.resume()
@@ -99,8 +99,8 @@ def test_an_interrupted_wait_stops_nothing(cluster: Control, compute: Ecompute) 
     compute.pause()
     instance = str(uuid.uuid4())
     with waiting_for(cluster, instance) as waiting:
-        said = until(lambda: waiting.stdout, 20, 'it says where it is')
-        assert notified(Result(0, said, '')) == (compute.uuid, instance)
+        output = until(lambda: waiting.stdout, 20, 'it says where it is')
+        assert notified(Result(0, output, '')) == (compute.uuid, instance)
         waiting.send(signal.SIGINT)
         again = f'eschedule --config {cluster.schedule_yaml} wait {instance}'
         one_line(waiting.end(30), 6, f'interrupted, and it goes on: {again}')
@@ -120,7 +120,7 @@ def test_waiting_for_what_fails(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     instance = str(uuid.uuid4())
     with waiting_for(cluster, instance) as waiting:
-        # Somebody takes its allocation away: it must not be built any more.
+        # Its allocation is deleted, so it must not be built.
         cluster.placement.call('DELETE', f'/allocations/{instance}')
         compute.resume()
         ended = waiting.end(30)
