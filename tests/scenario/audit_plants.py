@@ -62,8 +62,8 @@ def change(name: str, of_nobody: bool = False, on_two: bool = False, **changed: 
 
     def plant(scene: Scene) -> str:
         instance = new() if of_nobody else scene.instance
-        own = {key: scene.one.uuid if value == '$one' else value for key, value in changed.items()}
-        scene.guest(scene.two if on_two else scene.one, instance, **own)
+        properties = {key: scene.one.uuid if value == '$one' else value for key, value in changed.items()}
+        scene.guest(scene.two if on_two else scene.one, instance, **properties)
         return instance
 
     plant.__name__ = name
@@ -157,11 +157,11 @@ def request_ended(scene: Scene) -> str:
 
 def waits(scene: Scene, instance: str, flavor: str) -> str:
     """Queue a request for the instance; only the flavor small exists."""
-    waiting = {
+    request = {
         'version': 1, 'instance': instance, 'flavor': flavor, 'query': SMALL, 'image': 'http://images.invalid/i',
         'user_id': 'u', 'project_id': 'p', 'stages': {},
     }  # fmt: skip
-    scene.put(f'/queues/{flavor}/{instance}', waiting)
+    scene.put(f'/queues/{flavor}/{instance}', request)
     scene.put('/flavors/small', {'resources': SIZE})
     return instance
 

@@ -85,8 +85,8 @@ class Scene:
     def guest(self, on: Ecompute, instance: str, **changed: Any) -> None:
         """Change a guest in the file of a fake compute, whose ecompute is restarted."""
         guests = {guest['instance']: guest for guest in json.loads(guests_file(on).read_text())}
-        whole = {'instance': instance, 'compute': on.uuid, 'defined': True, 'running': True, 'disk': True}
-        guests[instance] = {**whole, **guests.get(instance, {}), **changed}
+        defaults = {'instance': instance, 'compute': on.uuid, 'defined': True, 'running': True, 'disk': True}
+        guests[instance] = {**defaults, **guests.get(instance, {}), **changed}
         on.stop()
         guests_file(on).write_text(json.dumps(list(guests.values())))
         on.start()
@@ -96,7 +96,6 @@ class Scene:
         old_record = record(self.control, instance)
         assert old_record is not None
         self.put(self.control.etcd.record_key(instance), {**old_record, **changed}, seconds)
-
 
     def join(self, members: dict[str, str]) -> None:
         """Make the instance a member of a group with these members."""
@@ -112,7 +111,11 @@ class Scene:
         for compute in (self.one, self.two):
             if compute.is_running:
                 compute.resume()
-        rewritten = [compute for compute in (self.one, self.two) if guests_file(compute).read_text() != before.guests[compute.uuid]]
+        rewritten = [
+            compute
+            for compute in (self.one, self.two)
+            if guests_file(compute).read_text() != before.guests[compute.uuid]
+        ]
         for compute in rewritten:
             compute.stop()
             guests_file(compute).write_text(before.guests[compute.uuid])
@@ -137,8 +140,8 @@ class Scene:
                     body = {'uuid': compute.uuid, 'name': compute.uuid}
                     self.control.placement.call('POST', '/resource_providers', body)
             self.inventory(compute.uuid, VCPU=64, DISK_GB=64, MEMORY_MB=65536)
-        for consumer, held in before.held.items():
-            self.hold(consumer, held)
+        for consumer, amounts in before.held.items():
+            self.hold(consumer, amounts)
         for path in (*self.one.directory.glob('state/images/*.part'), self.seed()):
             path.unlink(missing_ok=True)
         until(lambda: self.found() == [], SOON, f'all is as it was; {self.found()}')

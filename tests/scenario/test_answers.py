@@ -32,15 +32,15 @@ def shaped(done: Result, name: str) -> Any:
 
 def test_one_document_for_whatever_is_asked(cluster: Control) -> None:
     compute = cluster.ecompute('VCPU:4,DISK_GB:10,MEMORY_MB:1024')
-    (one,) = told(cluster, 'create', SMALL, '--name', 'one', '--wait')
-    assert (one['state'], one['compute'], one['error']) == ('active', compute.uuid, None)
-    assert one['address'] == addressed(cluster, one['instance'])
+    (created,) = told(cluster, 'create', SMALL, '--name', 'one', '--wait')
+    assert (created['state'], created['compute'], created['error']) == ('active', compute.uuid, None)
+    assert created['address'] == addressed(cluster, created['instance'])
     members = told(cluster, 'create', SMALL, '--name', 'pair', '--count', '2')
     assert [member['name'] for member in members] == ['pair-1', 'pair-2']
     outcomes = told(cluster, 'wait', 'wait', 'pair-1', 'pair-2', 'nobody', code=4)
     assert [result['state'] for result in outcomes] == ['active', 'active', None]
     assert outcomes[2]['error']['code'] == 4
-    assert told(cluster, 'query', 'one')['address'] == one['address']
+    assert told(cluster, 'query', 'one')['address'] == created['address']
     assert [record['name'] for record in told(cluster, 'show', 'show', 'pair-2', 'one')] == ['pair-2', 'one']
     assert told(cluster, 'show', 'show', 'one')['name'] == 'one'
     for command, state in (('stop', 'stopped'), ('start', 'active'), ('reboot', 'active')):
@@ -77,7 +77,10 @@ def test_a_destroy_of_many_asks_for_all_and_then_waits(cluster: Control, compute
         destroy.send(signal.SIGINT)
         result = destroy.end(30)
     command_line = f'eschedule --config {cluster.schedule_yaml} destroy --wait web-1 web-2 web-3'
-    assert (result.code, result.stderr.splitlines()[3:]) == (6, [f'eschedule: interrupted, and it goes on: {command_line}'])
+    assert (result.code, result.stderr.splitlines()[3:]) == (
+        6,
+        [f'eschedule: interrupted, and it goes on: {command_line}'],
+    )
     assert [outcome['error']['code'] for outcome in shaped(result, 'destroy')] == [6, 6, 6]
     compute.resume()
     for instance in instances:

@@ -56,8 +56,8 @@ class Screen:
 
     def _read(self) -> None:
         with suppress(OSError):  # EIO: the other end is closed
-            while more := os.read(self._ours, 4096):
-                self.said += more.decode()
+            while chunk := os.read(self._ours, 4096):
+                self.said += chunk.decode()
         os.close(self._ours)
 
     def end(self) -> tuple[int, str]:
@@ -79,10 +79,12 @@ def screen(control: Control, *words: str, height: int = 24) -> Iterator[Screen]:
 
 def lines(control: Control, *words: str, columns: int = 80, **more: str) -> list[str]:
     """Return the lines that a successful command writes on a terminal."""
-    began, terminal = time.monotonic(), Screen(control, *words, columns=columns, **more)
+    started_at, terminal = time.monotonic(), Screen(control, *words, columns=columns, **more)
     code, err = terminal.end()
     # The journal gets the output as it would be without a terminal: in one line.
-    JOURNAL.ended(words, code, (' '.join(terminal.said.split('\r\n')).strip() + '\n', err), began, terminal.process.pid)
+    JOURNAL.ended(
+        words, code, (' '.join(terminal.said.split('\r\n')).strip() + '\n', err), started_at, terminal.process.pid
+    )
     assert code == 0, (words, terminal.said, err)
     return terminal.said.replace('\r\n', '\n').removesuffix('\n').split('\n')
 

@@ -39,17 +39,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     pytest.importorskip('placement', reason="openstack-placement is not installed: pip install '.[lab]'")
     with Etcd() as etcd, PlacementServer() as server, contextlib.ExitStack() as at_exit:
         control = Control(etcd, server, tmp_path_factory.mktemp('audit'), at_exit)
-        one, two = control.ecompute(BIG), control.ecompute(BIG)
-        query = f'{SMALL}&in_tree={one.uuid}'
+        first, second = control.ecompute(BIG), control.ecompute(BIG)
+        query = f'{SMALL}&in_tree={first.uuid}'
         instance, gone = place(control, query, '--name', NAME)[1], place(control, query)[1]
         addressed(control, instance)
         reached(control, gone, 'active')
         assert control.eschedule('destroy', '--wait', gone).code == 0
-        guests_file(two).write_text('[]')
+        guests_file(second).write_text('[]')
         store, placement = Store(EtcdConfig((etcd.endpoint,))), Placement(server.url)
         at_exit.callback(store.close)
         at_exit.callback(placement.close)
-        yield Scene(control, one, two, instance, gone, store, placement)
+        yield Scene(control, first, second, instance, gone, store, placement)
 
 
 @pytest.fixture
@@ -264,11 +264,11 @@ def test_what_changes_after_the_second_audit_is_left_alone(scene: Scene) -> None
 
 def test_fix_touches_nothing_it_does_not_understand(scene: Scene) -> None:
     """Domains are left alone, running or not."""
-    guest, off = plants.domain_orphaned(scene), new()
-    scene.guest(scene.two, off, running=False)
+    guest, stopped = plants.domain_orphaned(scene), new()
+    scene.guest(scene.two, stopped, running=False)
     doubled = plants.domain_doubled(scene)
     before = scene.audit().findings
-    assert {finding.subject for finding in before} == {guest, off, doubled}
+    assert {finding.subject for finding in before} == {guest, stopped, doubled}
     messages: list[str] = []
     after = fix(scene.store, scene.placement, messages.append, apart=0.2)
     assert messages == []

@@ -109,7 +109,7 @@ def test_a_request_that_differs_from_its_allocation_is_not_built(cluster: Contro
 
 
 def test_values_that_are_no_requests(cluster: Control, compute: Ecompute) -> None:
-    here = compute.uuid
+    compute_uuid = compute.uuid
     boot(cluster)
     wrong: list[tuple[Any, list[str]]] = [
         ('{"allocations": ', ['not JSON']),
@@ -125,14 +125,14 @@ def test_values_that_are_no_requests(cluster: Control, compute: Ecompute) -> Non
         ({'instance': NOBODY}, [NOBODY, 'its key says']),
         ({'instance': 17}, ['17', 'its key says']),
         ({'allocations': []}, ['allocations', 'list']),
-        ({'allocations': {here: {'resources': {}}}}, ['no resources']),
-        ({'allocations': {here: 3}}, ['no resources']),
-        ({'allocations': {here: {'resources': {**RESOURCES, 'VCPU': '1'}}}}, ['VCPU', "'1'"]),
-        ({'allocations': {here: {'resources': {**RESOURCES, 'VCPU': True}}}}, ['VCPU', 'True']),
-        ({'allocations': {here: {'resources': {**RESOURCES, 'VCPU': 0}}}}, ['VCPU is 0']),
-        ({'allocations': {here: {'resources': {**RESOURCES, 'VCPU': -1}}}}, ['VCPU is -1']),
-        ({'allocations': {here: {'resources': {**RESOURCES, 'VCPU': 1.5}}}}, ['VCPU is 1.5']),
-        ({'allocations': {here: {'resources': {'VCPU': 1, 'MEMORY_MB': 1}}}}, ['no DISK_GB']),
+        ({'allocations': {compute_uuid: {'resources': {}}}}, ['no resources']),
+        ({'allocations': {compute_uuid: 3}}, ['no resources']),
+        ({'allocations': {compute_uuid: {'resources': {**RESOURCES, 'VCPU': '1'}}}}, ['VCPU', "'1'"]),
+        ({'allocations': {compute_uuid: {'resources': {**RESOURCES, 'VCPU': True}}}}, ['VCPU', 'True']),
+        ({'allocations': {compute_uuid: {'resources': {**RESOURCES, 'VCPU': 0}}}}, ['VCPU is 0']),
+        ({'allocations': {compute_uuid: {'resources': {**RESOURCES, 'VCPU': -1}}}}, ['VCPU is -1']),
+        ({'allocations': {compute_uuid: {'resources': {**RESOURCES, 'VCPU': 1.5}}}}, ['VCPU is 1.5']),
+        ({'allocations': {compute_uuid: {'resources': {'VCPU': 1, 'MEMORY_MB': 1}}}}, ['no DISK_GB']),
         ({'allocations': {NOBODY: {'resources': RESOURCES}}}, [NOBODY, 'not for this compute']),
         ({'image': None}, ['image', 'None']),
         ({'image': 7}, ['image', '7']),
@@ -152,12 +152,12 @@ def test_values_that_are_no_requests(cluster: Control, compute: Ecompute) -> Non
     for value, words in wrong:
         instance = str(uuid.uuid4())
         if isinstance(value, dict):
-            message = value if ... in value.values() else request(here, instance, **value)
+            message = value if ... in value.values() else request(compute_uuid, instance, **value)
             value = {name: instance if field is ... else field for name, field in message.items()}
         expected_words[instance] = words
-        write(cluster, here, instance, value)
+        write(cluster, compute_uuid, instance, value)
     for instance, words in expected_words.items():
-        refused(cluster, here, instance, *words)
+        refused(cluster, compute_uuid, instance, *words)
     check(cluster, compute)
 
     # Each refusal is logged in one line; a value above the size limit also logs that it is not kept. Other requests are

@@ -136,8 +136,8 @@ def test_a_stock_cloud_image_boots_as_it_was_asked_to(guests: Mapping[str, Guest
         *('hostname', 'cat /var/tmp/ran', 'df --output=size -B1 / | tail -n 1', 'cloud-init status'),
         *('cloud-init query subplatform', 'cloud-init query instance_id'),
     )
-    hostname, ran, size, status, source, instance = guest.says('; '.join(commands)).splitlines()
-    assert (hostname, ran, instance) == (guest.name, f'root on {guest.name}', guest.instance)
+    hostname, script_output, size, status, source, instance = guest.says('; '.join(commands)).splitlines()
+    assert (hostname, script_output, instance) == (guest.name, f'root on {guest.name}', guest.instance)
     assert 2.7 * 2**30 < int(size) < 3 * 2**30
     assert status == 'status: done'
     assert source.startswith({'network': 'seed-dir (dmi,http://169.254.169.254/', 'iso': 'config-disk (/dev/vdb)'}[way])
@@ -335,8 +335,8 @@ PIP = [path for path in (Path('/etc/pip.conf'),) if path.exists()]
 @pytest.fixture(scope='module')
 def trixie(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """Provide Debian 13 with this tree at CLONE and without the packages that it needs."""
-    if why := lacking():
-        pytest.skip(why)
+    if reason := lacking():
+        pytest.skip(reason)
     root = tmp_path_factory.mktemp('trixie') / 'root'
     root.mkdir(mode=0o755)
     try:

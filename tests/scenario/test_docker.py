@@ -92,8 +92,8 @@ def test_up_used_down(engine: Engine, run: Run, tmp_path: Path) -> None:
     containers = started(engine)
     assert set(containers) == {'ecomp-etcd', 'ecomp-postgres', 'ecomp-placement'}
 
-    again = succeeded(run(SCRIPT))
-    assert again.count('running already') == 3
+    second_run = succeeded(run(SCRIPT))
+    assert second_run.count('running already') == 3
     assert started(engine) == containers
     assert succeeded(run('bash', '-c', ASKED)).splitlines() == [
         *('404 etcd as a page', '421 etcd by another name', '200 etcd by its own'),
@@ -156,8 +156,8 @@ def test_other_ports(engine: Engine, run: Run) -> None:
     succeeded(run(SCRIPT))
     assert count_rules() == expected_rules
     before = started(engine)
-    changed = succeeded(run(SCRIPT, PLACEMENT_PORT='18080', BIND_ADDRESS='0.0.0.0', INSECURE='1'))
-    assert 'placement at http://localhost:18080/' in changed
+    output = succeeded(run(SCRIPT, PLACEMENT_PORT='18080', BIND_ADDRESS='0.0.0.0', INSECURE='1'))
+    assert 'placement at http://localhost:18080/' in output
     after = started(engine)
     assert {name for name in after if after[name] != before[name]} == {'ecomp-etcd', 'ecomp-placement'}
     assert '0.0.0.0:18080' in engine.docker('port', 'ecomp-placement')
@@ -189,15 +189,15 @@ def test_for_others_behind_certificates(engine: Engine, run: Run, tmp_path: Path
     assert succeeded(run(SCRIPT, **paths)).count('running already') == 3
 
     succeeded(run(tools / 'elab', 'certs', 'certs', '--control', address, '--operator', 'ann'))
-    own = tmp_path / 'certs/operator-ann'
+    operator_dir = tmp_path / 'certs/operator-ann'
     hosts = (sys.executable, '-m', 'ecomp.schedule', '--config')
-    succeeded(run(*hosts, own / 'schedule.yaml', 'hosts'))
-    curl = ('curl', '-s', '-o', '/dev/null', '-m', '120', '-w', '%{http_code}', '--cacert', own / 'ca.crt')
+    succeeded(run(*hosts, operator_dir / 'schedule.yaml', 'hosts'))
+    curl = ('curl', '-s', '-o', '/dev/null', '-m', '120', '-w', '%{http_code}', '--cacert', operator_dir / 'ca.crt')
     url = f'https://{address}:8080/resource_providers'
     assert run(*curl, '-H', 'X-Auth-Token: admin', url).stdout == '000'
     assert run(*curl, f'https://{address}:2379/version').stdout == '000'
-    client_certificate = ('--cert', own / 'client.crt', '--key', own / 'client.key')
-    token_header = f'X-Auth-Token: {(own / "token").read_text().strip()}'
+    client_certificate = ('--cert', operator_dir / 'client.crt', '--key', operator_dir / 'client.key')
+    token_header = f'X-Auth-Token: {(operator_dir / "token").read_text().strip()}'
     assert run(*curl, *client_certificate, '-H', 'X-Auth-Token: admin', '-H', 'X-Roles: admin', url).stdout == '401'
     assert run(*curl, *client_certificate, '-H', token_header, url).stdout == '200'
     # More clients than the server has threads connect and stall after one byte.
@@ -209,7 +209,7 @@ def test_for_others_behind_certificates(engine: Engine, run: Run, tmp_path: Path
     (tmp_path / 'certs/placement/server.crt').unlink()
     succeeded(run(tools / 'elab', 'certs', 'certs', '--control', address))
     until(lambda: succeeded(run('sh', '-c', print_serial)) != before, 20, 'the new certificate is shown')
-    succeeded(run(*hosts, own / 'schedule.yaml', 'hosts'))
+    succeeded(run(*hosts, operator_dir / 'schedule.yaml', 'hosts'))
 
 
 def with_elab(tools: Path) -> Path:
@@ -229,10 +229,10 @@ def test_on_localhost_behind_certificates_where_it_is_told_to(engine: Engine, ru
     policies = [engine.docker('inspect', '-f', '{{.HostConfig.RestartPolicy.Name}}', name) for name in started(engine)]
     assert set(policies) == {'unless-stopped'}
     succeeded(run('elab', 'certs', 'certs', '--operator', 'ann', **paths))
-    own = tmp_path / 'certs/operator-ann'
-    succeeded(run(sys.executable, '-m', 'ecomp.schedule', '--config', own / 'schedule.yaml', 'hosts'))
+    operator_dir = tmp_path / 'certs/operator-ann'
+    succeeded(run(sys.executable, '-m', 'ecomp.schedule', '--config', operator_dir / 'schedule.yaml', 'hosts'))
     for url in ('https://localhost:2379/version', 'https://127.0.0.1:8080/resource_providers'):
-        refused = run('curl', '-s', '-m', '30', '--cacert', own / 'ca.crt', url)
+        refused = run('curl', '-s', '-m', '30', '--cacert', operator_dir / 'ca.crt', url)
         assert (refused.returncode != 0, refused.stdout) == (True, '')
 
 

@@ -61,12 +61,12 @@ def test_a_compute_of_another_version(cluster: Control) -> None:
     other = '0b5e55ed-0000-4000-8000-000000000000'
     cluster.etcd.put('/computes/none', '[', lease)
     try:
-        for version, named in (('0.9', ['version']), ("0.9\n'; reboot; '", [])):  # users type cures
+        for version, expected_checks in (('0.9', ['version']), ("0.9\n'; reboot; '", [])):  # users type cures
             presence = {'token': 'x', 'version': version, 'hostname': 'old'}
             cluster.etcd.put(f'/computes/{other}', json.dumps(presence), lease)
             found_by_check = findings(cluster)
-            assert list(found_by_check) == named
-            if named:
+            assert list(found_by_check) == expected_checks
+            if expected_checks:
                 assert found_by_check['version']['what'] == f'compute old runs ecomp 0.9, and this is {read_version()}'
     finally:
         cluster.etcd.delete(f'/computes/{other}')
@@ -142,14 +142,14 @@ def placed_on(control: Control, *computes: Ecompute) -> None:
 
 
 def test_every_host_that_is_up_has_one_and_of_others_it_is_said_why_not(cluster: Control) -> None:
-    one, two, disabled, closed = (cluster.ecompute() for _ in range(4))
+    first, second, disabled, closed = (cluster.ecompute() for _ in range(4))
     full = cluster.ecompute('VCPU:1,DISK_GB:1,MEMORY_MB:128')
     assert cluster.eschedule('host', 'disable', disabled.uuid).code == 0
     closed.stop()
     result = canary(cluster)
     assert findings_of(result) == []
     outcomes = {outcome['compute']: outcome for outcome in said(result)['canaries']}
-    for compute in (one, two):
+    for compute in (first, second):
         outcome = outcomes.pop(compute.uuid)
         assert outcome['name'] == f'canary-{outcome["instance"][:8]}'
         assert (outcome['reached'], outcome['seconds'] > 0, outcome['gone']) == ('addressed', True, True)
@@ -164,7 +164,7 @@ def test_every_host_that_is_up_has_one_and_of_others_it_is_said_why_not(cluster:
         (None, None, None)
     }
     assert result.stderr.count(': no canary: ') == 3
-    nothing_is_left(cluster, one, two, full)
+    nothing_is_left(cluster, first, second, full)
     # In a table only findings are data.
     table = cluster.eschedule('doctor', '--canary', SMALL)
     assert not [line for line in table.stdout.splitlines() if line.startswith('canary:')]
@@ -172,27 +172,27 @@ def test_every_host_that_is_up_has_one_and_of_others_it_is_said_why_not(cluster:
 
 
 def test_one_host_alone_and_a_flavor(cluster: Control) -> None:
-    one, two = cluster.ecompute(), cluster.ecompute()
+    first, second = cluster.ecompute(), cluster.ecompute()
     assert cluster.eschedule('flavor', 'set', 'tiny', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:16').code == 0
     image = 'http://images.example/small.qcow2'
-    [outcome] = said(canary(cluster, '--on', two.uuid, '--flavor', 'tiny', image, '--for', 'disk'))['canaries']
-    assert (outcome['compute'], outcome['reached'], outcome['said']) == (two.uuid, 'disk', NO_KEY)
-    assert f'INSTANTIATE INSTANCE {outcome["instance"]} WITH IMAGE {image}' in two.log.read_text()
-    assert outcome['instance'] not in one.log.read_text()
-    nothing_is_left(cluster, one, two)
+    [outcome] = said(canary(cluster, '--on', second.uuid, '--flavor', 'tiny', image, '--for', 'disk'))['canaries']
+    assert (outcome['compute'], outcome['reached'], outcome['said']) == (second.uuid, 'disk', NO_KEY)
+    assert f'INSTANTIATE INSTANCE {outcome["instance"]} WITH IMAGE {image}' in second.log.read_text()
+    assert outcome['instance'] not in first.log.read_text()
+    nothing_is_left(cluster, first, second)
 
 
 def test_a_query_that_no_guest_can_be_made_of_is_nothing_of_a_host(cluster: Control, compute: Ecompute) -> None:
-    for query, why in (('resources=VCPU:1', 'a guest needs'), ('resources=VCPU:1,NONE:1', 'no resource class NONE')):
+    for query, reason in (('resources=VCPU:1', 'a guest needs'), ('resources=VCPU:1,NONE:1', 'no resource class NONE')):
         refused = canary(cluster, query)
         assert (refused.code, refused.stdout) == (2, '')
-        assert why in refused.stderr
+        assert reason in refused.stderr
     nothing_is_left(cluster, compute)
 
 
 def test_where_there_is_room_nowhere_that_is_found(cluster: Control, compute: Ecompute) -> None:
-    [(what, cure)] = findings_of(canary(cluster, 'resources=VCPU:99,DISK_GB:1,MEMORY_MB:16'))
-    assert what.startswith('no canary was placed: ')
+    [(problem, cure)] = findings_of(canary(cluster, 'resources=VCPU:99,DISK_GB:1,MEMORY_MB:16'))
+    assert problem.startswith('no canary was placed: ')
     assert cure.startswith('eschedule hosts ')
     nothing_is_left(cluster, compute)
 
@@ -201,8 +201,8 @@ def test_a_guest_that_never_says_it_is_ready(cluster: Control, compute: Ecompute
     """With a key the canary must become ready, because the doctor logs in to it."""
     (cluster.directory / 'key.pub').write_text(KEY)
     result = canary(cluster, '--ssh-key', str(cluster.directory / 'key.pub'), '--timeout', '1')
-    [(what, cure)] = findings_of(result)
-    assert what.endswith(' a canary did not come through: 1 s are up, still waiting for: cloud-init to finish')
+    [(problem, cure)] = findings_of(result)
+    assert problem.endswith(' a canary did not come through: 1 s are up, still waiting for: cloud-init to finish')
     assert '--for addressed' in cure
     [outcome] = said(result)['canaries']
     assert (outcome['reached'], outcome['seconds'], outcome['gone']) == ('addressed', None, True)
@@ -260,8 +260,8 @@ def test_who_does_not_wait_for_the_end_is_told_what_may_be_left(cluster: Control
 
         until(interrupt, 60, 'it does not wait any more')
         result = doctor.end()
-    [(what, cure)] = findings_of(result)
-    assert what.endswith(' may be left: interrupted')
+    [(problem, cure)] = findings_of(result)
+    assert problem.endswith(' may be left: interrupted')
     compute.resume()
     assert cluster.eschedule(*cure.split()[1:]).code in (0, 4)
     assert cluster.eschedule('clear').code == 0
@@ -296,9 +296,9 @@ def test_real_guests_boot_and_go(lab: Lab) -> None:
     assert not any(map(lab.disks, lab.hosts))
     failed_result = lab.eschedule('doctor', '--canary', '-f', 'json', SMALL, lab.url('nowhere.qcow2'))
     assert len(findings_of(failed_result)) == len(lab.hosts)
-    for what, cure in findings_of(failed_result):
-        assert 'failed at stage image' in what
-        assert 'nowhere.qcow2' in what
+    for problem, cure in findings_of(failed_result):
+        assert 'failed at stage image' in problem
+        assert 'nowhere.qcow2' in problem
         assert 'IMAGE_URL' in cure
     assert {outcome['gone'] for outcome in said(failed_result)['canaries']} == {True}
     assert lab.etcd('/instances/') == {}

@@ -178,18 +178,18 @@ def test_closed_and_silent_it_goes_by_its_name_until_it_is_forgotten(cluster: Co
 
 
 def test_two_of_one_name_are_told_apart_by_their_uuids(cluster: Control) -> None:
-    one, two = cluster.ecompute(), cluster.ecompute()
-    name = str(hosts(cluster)[one.uuid]['hostname'])
+    first, second = cluster.ecompute(), cluster.ecompute()
+    name = str(hosts(cluster)[first.uuid]['hostname'])
     for words in (('--on', name, SMALL), ('host', 'drain', name), ('host', 'forget', name)):
-        one_line(cluster.eschedule(*words), 5, f'{name} is the host name of 2 computes', one.uuid, two.uuid)
-    assert place(cluster, SMALL, '--on', two.uuid[:6])[0] == two.uuid
+        one_line(cluster.eschedule(*words), 5, f'{name} is the host name of 2 computes', first.uuid, second.uuid)
+    assert place(cluster, SMALL, '--on', second.uuid[:6])[0] == second.uuid
     # The dead one keeps its name until it is forgotten, for example after the host was installed again.
     until(lambda: len(cluster.etcd.keys('/hostnames/')) == 2, 30, 'both have written down their names')
-    one.stop()
+    first.stop()
     for words in (('--on', name, SMALL), ('host', 'forget', name)):
-        one_line(cluster.eschedule(*words), 5, f'{name} is the host name of 2 computes', one.uuid, two.uuid)
-    assert cluster.eschedule('host', 'forget', one.uuid[:8]).code == 0
-    assert place(cluster, SMALL, '--on', name)[0] == two.uuid
+        one_line(cluster.eschedule(*words), 5, f'{name} is the host name of 2 computes', first.uuid, second.uuid)
+    assert cluster.eschedule('host', 'forget', first.uuid[:8]).code == 0
+    assert place(cluster, SMALL, '--on', name)[0] == second.uuid
     ambiguous = ['feed0000-0000-4000-8000-00000000000' + digit for digit in '12']
     for compute in ambiguous:
         cluster.etcd.put(f'/hostnames/{compute}', '{"version": 1, "hostname": "hv9"}')
@@ -255,29 +255,29 @@ def refused(control: Control, *words: str) -> list[str]:
 
 
 def test_disabled_it_gets_nothing_while_others_do_and_enabled_it_does(cluster: Control) -> None:
-    one, two = cluster.ecompute(), cluster.ecompute()
-    guest = place(cluster, f'{SMALL}&in_tree={one.uuid}')[1]
+    first, second = cluster.ecompute(), cluster.ecompute()
+    guest = place(cluster, f'{SMALL}&in_tree={first.uuid}')[1]
     address = addressed(cluster, guest)
-    assert host(cluster, 'disable', one.uuid) == [
-        f'{one.uuid}: disabled: nothing new is placed there, and what lives there goes on'
+    assert host(cluster, 'disable', first.uuid) == [
+        f'{first.uuid}: disabled: nothing new is placed there, and what lives there goes on'
     ]
-    assert host(cluster, 'disable', one.uuid.upper()) == [f'{one.uuid}: is disabled already']
-    assert states(cluster) == {one.uuid: 'disabled', two.uuid: 'up'}
-    assert f'{one.uuid}  ' in cluster.eschedule('hosts').stdout
-    assert [row['disabled'] for row in hosts(cluster).values()] == [row == one.uuid for row in hosts(cluster)]
+    assert host(cluster, 'disable', first.uuid.upper()) == [f'{first.uuid}: is disabled already']
+    assert states(cluster) == {first.uuid: 'disabled', second.uuid: 'up'}
+    assert f'{first.uuid}  ' in cluster.eschedule('hosts').stdout
+    assert [row['disabled'] for row in hosts(cluster).values()] == [row == first.uuid for row in hosts(cluster)]
     # The other compute has room for four. --count and plan respect the disabled state, too.
     plan = cluster.eschedule('plan', SMALL).stdout
-    assert two.uuid in plan
-    assert one.uuid not in plan
+    assert second.uuid in plan
+    assert first.uuid not in plan
     placed = cluster.eschedule('--count', '4', SMALL)
     assert placed.code == 0, placed
-    assert placed.stdout.count(f'NOTIFIED TARGET, {two.uuid}, ') == 4
+    assert placed.stdout.count(f'NOTIFIED TARGET, {second.uuid}, ') == 4
     assert any('is disabled (eschedule host enable ' in line for line in refused(cluster))
     assert addressed(cluster, guest) == address
-    assert host(cluster, 'enable', one.uuid) == [f'{one.uuid}: enabled']
-    assert host(cluster, 'enable', one.uuid) == [f'{one.uuid}: is enabled already']
-    assert place(cluster)[0] == one.uuid
-    check(cluster, one, two)
+    assert host(cluster, 'enable', first.uuid) == [f'{first.uuid}: enabled']
+    assert host(cluster, 'enable', first.uuid) == [f'{first.uuid}: is enabled already']
+    assert place(cluster)[0] == first.uuid
+    check(cluster, first, second)
 
 
 def test_by_its_host_name_and_what_is_none(cluster: Control) -> None:
@@ -301,8 +301,8 @@ def test_by_its_host_name_and_what_is_none(cluster: Control) -> None:
         one_line(cluster.eschedule('host', command), 2, 'which compute?')
     cluster.placement.call('POST', '/resource_providers', {'uuid': NOBODY, 'name': 'nova-compute-7'})
     one_line(cluster.eschedule('host', 'disable', NOBODY), 4, 'no ecompute made it')
-    two, _ = named(cluster)
-    one_line(cluster.eschedule('host', 'disable', name), 5, 'the host name of 2 computes', compute.uuid, two.uuid)
+    second, _ = named(cluster)
+    one_line(cluster.eschedule('host', 'disable', name), 5, 'the host name of 2 computes', compute.uuid, second.uuid)
 
 
 def test_who_asks_for_disabled_ones_gets_them(cluster: Control, compute: Ecompute) -> None:
@@ -363,9 +363,9 @@ def test_drain_says_what_lives_there_and_waits_for_it(cluster: Control, compute:
     messages = host(cluster, 'drain', compute.uuid)
     assert messages[1] == f'{compute.uuid}: 2 instances there'
     assert messages[2:] == [f'{"web1" if instance == web1 else instance}: active' for instance in instances]
-    late = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
-    assert late.code == 6, late
-    assert 'still waiting for: 2 instances to go; it stays disabled' in late.stderr.splitlines()[-1]
+    timed_out = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
+    assert timed_out.code == 6, timed_out
+    assert 'still waiting for: 2 instances to go; it stays disabled' in timed_out.stderr.splitlines()[-1]
     with Eschedule(cluster, 'host', 'drain', '--wait', compute.uuid) as draining:
         # Draining destroys nothing by itself.
         assert cluster.eschedule('destroy', '--wait', instances[0]).code == 0
@@ -390,8 +390,8 @@ def draining_in_sight(control: Control, compute: Ecompute, looks: int = 2) -> It
         config = write_config(control.directory / 'drain.yaml', control.etcd.endpoint, placement.url)
         with Eschedule(control, 'host', 'drain', '--wait', compute.uuid, config=config) as draining:
             # The allocations are read once for the message, and then at each check, after the attempts in flight.
-            held = f'/resource_providers/{compute.uuid}/allocations'
-            until(lambda: requested_paths.count(held) > looks, 40, 'it has looked')
+            allocations_path = f'/resource_providers/{compute.uuid}/allocations'
+            until(lambda: requested_paths.count(allocations_path) > looks, 40, 'it has looked')
             yield draining
 
 
@@ -425,9 +425,9 @@ def test_drain_waits_for_one_that_is_being_taken_from_a_queue(cluster: Control) 
         cluster.etcd.put(key, f'{{"version": 1, "compute": "{compute.uuid}"}}', cluster.etcd.grant())
 
     put_taker_key()
-    late = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
-    assert late.code == 6, late
-    assert 'requests under way, which may be for it; it stays disabled' in late.stderr.splitlines()[-1]
+    timed_out = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
+    assert timed_out.code == 6, timed_out
+    assert 'requests under way, which may be for it; it stays disabled' in timed_out.stderr.splitlines()[-1]
     # A taker key of the first two seconds may belong to a taker that checked its compute before it was disabled.
     with draining_in_sight(cluster, compute, looks=6) as draining:
         assert not draining.has_ended
@@ -452,11 +452,11 @@ def test_enabled_in_the_moment_it_starts(cluster: Control) -> None:
 def test_traits_aggregates_and_ratios(cluster: Control) -> None:
     group, traits_of_one = NOBODY, ['CUSTOM_RACK_7', 'STORAGE_DISK_SSD']
     settings = {'traits': traits_of_one, 'aggregates': [group], 'allocation_ratios': {'VCPU': 2}}
-    one = cluster.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:512', **settings)
+    tuned_compute = cluster.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:512', **settings)
     cluster.ecompute()
-    assert traits(cluster, one) == {'CUSTOM_RACK_7', 'STORAGE_DISK_SSD'}, 'a fake has no processor'
-    assert place(cluster, f'{SMALL}&required=CUSTOM_RACK_7')[0] == one.uuid
-    assert place(cluster, f'{SMALL}&member_of={group}&required=STORAGE_DISK_SSD')[0] == one.uuid
+    assert traits(cluster, tuned_compute) == {'CUSTOM_RACK_7', 'STORAGE_DISK_SSD'}, 'a fake has no processor'
+    assert place(cluster, f'{SMALL}&required=CUSTOM_RACK_7')[0] == tuned_compute.uuid
+    assert place(cluster, f'{SMALL}&member_of={group}&required=STORAGE_DISK_SSD')[0] == tuned_compute.uuid
     messages = refused(cluster, f'{SMALL}&required=CUSTOM_RACK_7')
     assert any('VCPU short by 1 (free 0 of 2)' in line for line in messages), messages
     assert any(line.endswith('lacks CUSTOM_RACK_7') for line in messages), messages

@@ -59,10 +59,10 @@ def test_the_same_again_changes_nothing_and_says_so(cluster: Control, compute: E
     before = everything(cluster), allocations(cluster)
     revision = cluster.etcd.call('kv/range', {'key': 'AA=='})['header']['revision']
 
-    again = cluster.eschedule('--uuid', instance, SMALL, IMAGE)
+    repeated = cluster.eschedule('--uuid', instance, SMALL, IMAGE)
 
-    assert notified(again) == (compute.uuid, instance)
-    one_line(again, 0, instance, 'requested before', 'nothing is changed')
+    assert notified(repeated) == (compute.uuid, instance)
+    one_line(repeated, 0, instance, 'requested before', 'nothing is changed')
     # A uuid is compared without regard to case.
     assert notified(cluster.eschedule('--uuid', instance.upper(), SMALL, IMAGE))[1] == instance
     waited = cluster.eschedule('--uuid', instance, '--wait', SMALL, IMAGE)
@@ -199,18 +199,18 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
     from ecomp.scheduler.placing.create import create
     from ecomp.store.client import Store
 
-    one, other = cluster.ecompute(), cluster.ecompute()
+    first, second = cluster.ecompute(), cluster.ecompute()
     config = load_schedule(cluster.schedule_yaml)
 
     class Overtaken(Store):
         """A store in which another eschedule places the instance between check and claim."""
 
         def grant(self, seconds: int) -> int:
-            place(cluster, '--uuid', instance, f'{SMALL}&in_tree={one.uuid}')
-            one.pause()  # so that it writes no record
+            place(cluster, '--uuid', instance, f'{SMALL}&in_tree={first.uuid}')
+            first.pause()  # so that it writes no record
             return super().grant(seconds)
 
-    query = f'{SMALL}&in_tree={other.uuid}'
+    query = f'{SMALL}&in_tree={second.uuid}'
     placement = Placement(config.placement)
     backend: Future[tuple[Placement, Offer]] = Future()
     backend.set_result((placement, candidates(placement, query)))
@@ -230,11 +230,11 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
     finally:
         store.close()
         placement.close()
-    one.resume()
+    first.resume()
     assert addressed(cluster, instance)
     active_record = known(cluster, instance)
-    assert active_record['compute'] == one.uuid
-    check(cluster, one, other)
+    assert active_record['compute'] == first.uuid
+    check(cluster, first, second)
 
 
 # Many processes compete for the last slots: each slot is taken once, nothing fails, and few claims are refused.

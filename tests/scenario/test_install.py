@@ -76,9 +76,9 @@ def test_placing_and_pretending_need_no_libvirt(programs: Path, tmp_path: Path, 
         )
     try:
         until(lambda: ' ready: ' in (tmp_path / 'log').read_text(), 20, 'ecompute is ready')
-        began = time.monotonic()
+        started_at = time.monotonic()
         done = run(programs / 'eschedule', SMALL, '--wait=started', cwd=tmp_path)
-        JOURNAL.ended([SMALL, '--wait=started'], done.returncode, (done.stdout, done.stderr), began, 0)
+        JOURNAL.ended([SMALL, '--wait=started'], done.returncode, (done.stdout, done.stderr), started_at, 0)
         assert done.returncode == 0, done
         assert NOTIFIED.match(done.stdout)
     finally:

@@ -94,12 +94,12 @@ def test_what_fits_runs_and_the_rest_is_refused(lab: Lab) -> None:
 @pytest.mark.slow
 def test_destroy_of_one_whose_allocation_is_gone_already(lab: Lab) -> None:
     host, instance = lab.place(SMALL, lab.url('idle.raw'), '--wait=started')
-    held = lab.placement(f'/allocations/{instance}')
+    allocation = lab.placement(f'/allocations/{instance}')
     body = {
         'allocations': {},
-        'consumer_generation': held['consumer_generation'],
-        'project_id': held['project_id'],
-        'user_id': held['user_id'],
+        'consumer_generation': allocation['consumer_generation'],
+        'project_id': allocation['project_id'],
+        'user_id': allocation['user_id'],
         'consumer_type': 'INSTANCE',
     }
     lab.put_claim(instance, body)
@@ -278,7 +278,7 @@ SCRIPT = '#!/bin/sh\n# canary\necho "ecomp-guest: ran on $(hostname)"\n'
 def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     """One guest gets its data from mdserver.conf, and one beside it has its own."""
     host, instance = lab.place(QUERY, lab.url('guest.qcow2'), '--wait=ready')
-    named = given_its_own(lab, host)
+    own_guest = given_its_own(lab, host)
     address = lab.addressed(instance)
     assert answers(address)
 
@@ -287,12 +287,12 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     # The metadata server runs as an unprivileged user, who cannot open the files that it serves.
     children = psutil.Process(lab.ecompute_pid(host)).children()
     assert [set(process.uids()) for process in children if 'mdserver.server' in process.cmdline()] == [{int(USER)}]
-    own_data = lab.told(host, named)
-    assert (own_data['instance-id'], own_data['hostname'], own_data['key']) == ([named], ['web1'], [OTHER_KEY])
+    own_data = lab.told(host, own_guest)
+    assert (own_data['instance-id'], own_data['hostname'], own_data['key']) == ([own_guest], ['web1'], [OTHER_KEY])
     assert own_data['user-data'] == SCRIPT.splitlines()
     assert any('"local-hostname": "web1"' in line for line in own_data['seed'])
-    until(lambda: 'ecomp-guest: ran on web1' in lab.console(host, named), BOOT, 'its user-data was run')
-    assert lab.eschedule('web1').stdout == f'{lab.addressed(named)}\n'
+    until(lambda: 'ecomp-guest: ran on web1' in lab.console(host, own_guest), BOOT, 'its user-data was run')
+    assert lab.eschedule('web1').stdout == f'{lab.addressed(own_guest)}\n'
     assert 'canary' not in lab.log(host)
     lab.destroy('web1')
     assert not lab.etcd('/names/')
@@ -306,8 +306,8 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
 
     assert lab.domains(host)[instance] == 'running'
     compute = lab.compute(host)
-    held = lab.placement(f'/allocations/{instance}')['allocations']
-    assert held[compute]['resources'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 256}
+    allocated = lab.placement(f'/allocations/{instance}')['allocations']
+    assert allocated[compute]['resources'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 256}
     assert lab.etcd(f'/booted/{instance}') == {f'/booted/{instance}': address.encode()}
     assert list(lab.etcd(f'/hosts/{compute}/')) == [f'/hosts/{compute}/{instance}']
     record = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
@@ -324,7 +324,7 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     lab.check()
     assert lab.eschedule('start', '--wait', instance).code == 0
     until(lambda: answers(address), 60, f'{address} answers again')
-    assert lab.placement(f'/allocations/{instance}')['allocations'] == held
+    assert lab.placement(f'/allocations/{instance}')['allocations'] == allocated
     lab.check()
 
     # Each boot has its own address and readiness; a wait after a reboot waits for that boot.
@@ -343,9 +343,9 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     assert lab.placement(f'/allocations/{instance}')['allocations'] == {}
     assert not lab.etcd(f'/hosts/{compute}/')
     assert not lab.etcd('/booted/')
-    again = lab.eschedule('destroy', instance)
-    assert again.code == 4
-    assert 'gone since 20' in again.stderr
+    second_destroy = lab.eschedule('destroy', instance)
+    assert second_destroy.code == 4
+    assert 'gone since 20' in second_destroy.stderr
 
 
 def given_its_own(lab: Lab, host: str) -> str:
@@ -413,15 +413,15 @@ def test_the_address_is_known_before_the_boot_and_stays(lab: Lab, again: bool) -
 @pytest.mark.slow
 def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
     """The host is configured with `resize: False`, a bridge and a uuid."""
-    host, own = 'hv2', str(uuid.uuid4())
+    host, own_uuid = 'hv2', str(uuid.uuid4())
     config = lab.directory / host / 'compute.yaml'
     before = config.read_text()
     lab.stop_ecompute(host)
-    config.write_text(yaml.safe_dump({**yaml.safe_load(before), 'resize': False, 'bridge': 'br0', 'uuid': own}))
+    config.write_text(yaml.safe_dump({**yaml.safe_load(before), 'resize': False, 'bridge': 'br0', 'uuid': own_uuid}))
     try:
         lab.start_ecomputes()
-        assert lab.compute(host) == own
-        placed, instance = lab.place(f'{QUERY}&in_tree={own}', lab.url('guest.qcow2'))
+        assert lab.compute(host) == own_uuid
+        placed, instance = lab.place(f'{QUERY}&in_tree={own_uuid}', lab.url('guest.qcow2'))
         assert placed == host
         lab.addressed(instance)
         reported = lab.told(host, instance)
@@ -455,7 +455,7 @@ def test_guests_that_are_told_by_a_disk(lab: Lab) -> None:
     host = 'hv3'
     with lab.configured(host, metadata='iso') as in_tree:
         instance = lab.place(f'{QUERY}&{in_tree}', lab.url('guest.qcow2'), '--wait=ready')[1]
-        named = given_its_own(lab, host)
+        own_guest = given_its_own(lab, host)
         until(lambda: 'ecomp-guest: phoned' in lab.console(host, instance), 10, 'it has said so')
         reported = lab.told(host, instance)
         assert (reported['instance-id'], reported['hostname'], reported['key']) == (
@@ -467,13 +467,13 @@ def test_guests_that_are_told_by_a_disk(lab: Lab) -> None:
         assert reported['phoned'] == [f'http://169.254.169.254/phone-home/{instance}/']
         assert 'network-config' not in reported
         assert not any('dsmode' in line for line in reported['seed'])
-        lab.addressed(named)
-        own_data = lab.told(host, named)
-        assert (own_data['instance-id'], own_data['hostname'], own_data['key']) == ([named], ['web1'], [OTHER_KEY])
+        lab.addressed(own_guest)
+        own_data = lab.told(host, own_guest)
+        assert (own_data['instance-id'], own_data['hostname'], own_data['key']) == ([own_guest], ['web1'], [OTHER_KEY])
         assert own_data['user-data'] == SCRIPT.splitlines()
-        until(lambda: 'ecomp-guest: ran on web1' in lab.console(host, named), BOOT, 'its user-data was run')
+        until(lambda: 'ecomp-guest: ran on web1' in lab.console(host, own_guest), BOOT, 'its user-data was run')
         assert 'canary' not in lab.log(host)
-        assert lab.seeds(host) == {instance, named}
+        assert lab.seeds(host) == {instance, own_guest}
         serials = [entry.get('name') for entry in lab.domain(host, instance).iterfind('sysinfo/system/entry')]
         assert serials == ['uuid'], 'it is not told to ask the network'
         lab.check()
@@ -483,7 +483,7 @@ def test_guests_that_are_told_by_a_disk(lab: Lab) -> None:
     until(lambda: lab.console(host, instance).count('ecomp-guest: phoned') == 2, BOOT, 'it boots again')
     assert lab.told(host, instance) == {name: 2 * values for name, values in reported.items()} | {'power': ['button']}
     lab.check()
-    lab.destroy(named)
+    lab.destroy(own_guest)
     assert lab.seeds(host) == {instance}
     lab.destroy(instance)
     assert lab.seeds(host) == set()

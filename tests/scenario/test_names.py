@@ -60,27 +60,27 @@ def test_two_instances_on_one_host_each_get_their_own(cluster: Control) -> None:
     compute = cluster.ecompute()
     packed = gzip.compress(b'#cloud-config\n', mtime=0)
     file = written(cluster.directory, one=f'# mine\n{KEY}\n', two=OTHER_KEY, script=SCRIPT, packed=packed)
-    one = place(cluster, SMALL, '--name', 'web1', '--ssh-key', file['one'], '--user-data', file['script'])[1]
+    first = place(cluster, SMALL, '--name', 'web1', '--ssh-key', file['one'], '--user-data', file['script'])[1]
     keys = ['--ssh-key', file['two'], '--ssh-key', file['one'], '--ssh-key', file['two']]
-    two = place(cluster, SMALL, '--name', 'web2', *keys, '--user-data', file['packed'])[1]
-    three = place(cluster)[1]
-    for instance in (one, two, three):
+    second_instance = place(cluster, SMALL, '--name', 'web2', *keys, '--user-data', file['packed'])[1]
+    third = place(cluster)[1]
+    for instance in (first, second_instance, third):
         addressed(cluster, instance)
     data = guest_data(compute)
-    assert [data[one][field] for field in ('hostname', 'public_keys', 'user_data')] == ['web1', [KEY], SCRIPT]
-    assert [data[two][field] for field in ('hostname', 'public_keys')] == ['web2', [OTHER_KEY, KEY]]
-    assert data[two]['user_data'].encode(errors='surrogateescape') == packed
-    assert [data[three][field] for field in ('hostname', 'public_keys', 'user_data')] == [f'vm-{three[:8]}', None, None]
+    assert [data[first][field] for field in ('hostname', 'public_keys', 'user_data')] == ['web1', [KEY], SCRIPT]
+    assert [data[second_instance][field] for field in ('hostname', 'public_keys')] == ['web2', [OTHER_KEY, KEY]]
+    assert data[second_instance]['user_data'].encode(errors='surrogateescape') == packed
+    assert [data[third][field] for field in ('hostname', 'public_keys', 'user_data')] == [f'vm-{third[:8]}', None, None]
     # The data survives a kill of ecompute and is in no record and no log.
     compute.kill()
     compute.start()
     assert guest_data(compute) == data
-    assert (record(cluster, one) or {})['name'] == 'web1'
+    assert (record(cluster, first) or {})['name'] == 'web1'
     for text in (CANARY, KEY.split()[1]):
-        assert text not in json.dumps([record(cluster, name_holder) for name_holder in (one, two)])
+        assert text not in json.dumps([record(cluster, name_holder) for name_holder in (first, second_instance)])
         assert logged(compute, text) == []
     check(cluster, compute)
-    assert cluster.eschedule('destroy', '--wait', 'web1', 'web2', three[:13]).code == 0
+    assert cluster.eschedule('destroy', '--wait', 'web1', 'web2', third[:13]).code == 0
     assert guest_data(compute) == {}
     assert cluster.etcd.keys('/names/') == []
     for path in (compute.directory / 'state').rglob('*'):
@@ -122,9 +122,9 @@ def test_one_of_two_gets_it_and_the_next_one_when_it_is_free_again(cluster: Cont
     assert list(allocations(cluster)) == [winner]
     addressed(cluster, winner)
     assert cluster.eschedule('destroy', '--wait', 'web1').code == 0
-    again = place(cluster, SMALL, '--name', 'web1')[1]
-    assert again != winner
-    addressed(cluster, again)
+    second = place(cluster, SMALL, '--name', 'web1')[1]
+    assert second != winner
+    addressed(cluster, second)
     check(cluster, compute)
 
 
@@ -134,9 +134,9 @@ def test_the_same_again_and_another_at_the_same_uuid(cluster: Control) -> None:
     words = [SMALL, '--uuid', str(uuid.uuid4()), '--name', 'web1', '--ssh-key', file['key'], '--user-data']
     first = place(cluster, *words, file['script'])
     before = everything(cluster)
-    again = called(cluster, *words, file['script'])
-    assert notified(again) == first
-    one_line(again, 0, 'was requested before: nothing is changed')
+    repeated = called(cluster, *words, file['script'])
+    assert notified(repeated) == first
+    one_line(repeated, 0, 'was requested before: nothing is changed')
     written(cluster.directory, script=SCRIPT + '# another\n')
     one_line(called(cluster, *words, file['script']), 5, 'exists, with other user-data')
     written(cluster.directory, script=SCRIPT)
@@ -170,8 +170,8 @@ def test_a_destroy_before_its_compute_saw_it(cluster: Control, compute: Ecompute
     compute.pause()
     instance = place(cluster, SMALL, '--name', 'web1')[1]
     one_line(cluster.eschedule('destroy', 'web1'), 0, 'web1: destroy accepted')
-    again = cluster.eschedule(SMALL, '--name', 'web1')
-    one_line(again, 5, f'is the name of instance {instance}: it is being destroyed')
+    refused = cluster.eschedule(SMALL, '--name', 'web1')
+    one_line(refused, 5, f'is the name of instance {instance}: it is being destroyed')
     compute.resume()
     until(lambda: cluster.etcd.get('/names/web1') is None, 20, 'its name is free')
 
@@ -239,8 +239,8 @@ def test_what_schedule_yaml_says_holds_where_the_command_says_nothing(cluster: C
     config = yaml.safe_load(cluster.schedule_yaml.read_text())
     config |= {'ssh_keys': ['files/key'], 'user_data': 'files/script'}
     cluster.schedule_yaml.write_text(yaml.safe_dump(config))
-    one, two = place(cluster)[1], place(cluster, SMALL, '--ssh-key', other['other'])[1]
-    for instance, keys in ((one, [KEY]), (two, [OTHER_KEY])):
+    first, second = place(cluster)[1], place(cluster, SMALL, '--ssh-key', other['other'])[1]
+    for instance, keys in ((first, [KEY]), (second, [OTHER_KEY])):
         addressed(cluster, instance)
         metadata = guest_data(compute)[instance]
         assert (metadata['public_keys'], metadata['user_data']) == (keys, SCRIPT)
@@ -254,11 +254,11 @@ def test_what_schedule_yaml_says_holds_where_the_command_says_nothing(cluster: C
 def test_user_data_from_standard_input(cluster: Control, compute: Ecompute) -> None:
     command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(cluster.schedule_yaml), SMALL]
     for words, data in ((['--user-data', '-'], SCRIPT), ([], None)):
-        began = time.monotonic()
+        started_at = time.monotonic()
         done = subprocess.run(
             [*command, *words], input=SCRIPT, capture_output=True, text=True, check=True, timeout=60, env=environment()
         )
-        JOURNAL.ended([SMALL, *words], done.returncode, (done.stdout, done.stderr), began, 0)
+        JOURNAL.ended([SMALL, *words], done.returncode, (done.stdout, done.stderr), started_at, 0)
         instance = done.stdout.split()[-1]
         addressed(cluster, instance)
         assert guest_data(compute)[instance]['user_data'] == data

@@ -76,11 +76,11 @@ def test_the_plan_of_a_set_is_what_then_happens(cluster: Control) -> None:
             assert set(planned.values()) == {1}
     # Fourteen slots had two left; now one.
     assert sum(placed(cluster.eschedule(SMALL, IMAGE, '--count', '1')).values()) == 1
-    both = [cluster.eschedule(*words, SMALL, '--count', '2') for words in (('plan',), ())]
-    for done in both:
+    results = [cluster.eschedule(*words, SMALL, '--count', '2') for words in (('plan',), ())]
+    for done in results:
         assert (done.code, done.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
         assert 'there is room for 1 of 2' in done.stderr
-    assert both[0].stderr == both[1].stderr
+    assert results[0].stderr == results[1].stderr
     done = cluster.eschedule('plan', SMALL, '--count', '2', '--min', '1', '-f', 'json')
     assert sum(placed(done).values()) == 1
     assert '1 of 2 would be placed: there is no room, or no quota, for more' in done.stderr
@@ -105,12 +105,12 @@ def test_what_would_be_refused_is_not_planned(cluster: Control) -> None:
 
 
 def test_a_host_is_named_by_what_it_is_called(cluster: Control) -> None:
-    one = cluster.ecompute(TOY).uuid
-    assert place(cluster, SMALL, IMAGE, '--on', socket.gethostname())[0] == one
-    two = cluster.ecompute(TOY).uuid
+    first = cluster.ecompute(TOY).uuid
+    assert place(cluster, SMALL, IMAGE, '--on', socket.gethostname())[0] == first
+    second = cluster.ecompute(TOY).uuid
     done = cluster.eschedule(SMALL, IMAGE, '--on', socket.gethostname())
-    both = ', '.join(sorted([one, two]))
-    assert f'{socket.gethostname()} is the host name of 2 computes, say the uuid: {both}' in one_line(done, 5)
+    uuids = ', '.join(sorted([first, second]))
+    assert f'{socket.gethostname()} is the host name of 2 computes, say the uuid: {uuids}' in one_line(done, 5)
     done = cluster.eschedule('plan', SMALL, '--on', 'nowhere')
     assert done.code == 4
     assert 'nowhere: no compute has this host name or uuid' in done.stderr

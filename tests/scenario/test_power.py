@@ -62,9 +62,9 @@ def test_each_boot_has_its_stages_and_a_wait_is_for_the_one_that_comes(cluster: 
     compute.resume()
     assert cluster.eschedule('wait', instance) == (0, f'{address}\n', '')
     switched(cluster, 'stop', instance)
-    off = cluster.eschedule(instance)
-    assert (off.code, off.stdout) == (0, f'{address}\n')
-    one_line(off, 0, instance, 'it is stopped, since 20')
+    stopped_result = cluster.eschedule(instance)
+    assert (stopped_result.code, stopped_result.stdout) == (0, f'{address}\n')
+    one_line(stopped_result, 0, instance, 'it is stopped, since 20')
     one_line(cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'somebody to start it: it is stopped')
     switched(cluster, 'start', instance)
     assert cluster.eschedule('wait', instance) == (0, f'{address}\n', '')
@@ -121,9 +121,9 @@ def test_a_silent_compute_does_it_when_it_is_back(cluster: Control, compute: Eco
     instance = boot(cluster)
     compute.stop()
     one_line(cluster.eschedule('stop', instance), 0, 'stop accepted', 'when it is back: it is silent now')
-    late = cluster.eschedule('stop', '--wait', '--timeout', '0', instance)
-    assert late.code == 6
-    repeated, waited = late.stderr.splitlines()
+    timed_out = cluster.eschedule('stop', '--wait', '--timeout', '0', instance)
+    assert timed_out.code == 6
+    repeated, waited = timed_out.stderr.splitlines()
     assert f'{instance}: stop was asked for before, {socket.gethostname()} is at it' in repeated
     assert '0 s are up, still waiting for: its compute to take it; it goes on' in waited
     # Only the last request counts; a request that never began has no effect.
@@ -171,8 +171,8 @@ def test_a_start_that_fails_says_why_and_is_not_tried_again(cluster: Control, co
     switched(cluster, 'stop', instance)
     compute.stop()
     path = compute.directory / 'state' / 'fake.json'
-    whole = path.read_text()
-    path.write_text(json.dumps([{**guest, 'disk': False} for guest in json.loads(whole)]))
+    intact = path.read_text()
+    path.write_text(json.dumps([{**guest, 'disk': False} for guest in json.loads(intact)]))
     compute.start()
     failed = cluster.eschedule('start', '--wait', instance)
     assert failed.code == 1
@@ -181,7 +181,7 @@ def test_a_start_that_fails_says_why_and_is_not_tried_again(cluster: Control, co
     until(lambda: (record(cluster, instance) or {})['fault'] == 'its disk is gone', 20, 'the fault is what is seen')
     assert len(logs(compute, instance, 'it could not be started: its disk is gone')) == 1
     compute.stop()
-    path.write_text(whole)
+    path.write_text(intact)
     compute.start()
     until(lambda: (record(cluster, instance) or {})['fault'] is None, 20, 'it is mended')
     assert running(compute) == set(), 'what failed is over'
@@ -192,11 +192,11 @@ def test_a_start_that_fails_says_why_and_is_not_tried_again(cluster: Control, co
 def test_who_waits_learns_that_something_else_was_asked(cluster: Control, compute: Ecompute, meanwhile: str) -> None:
     instance = boot(cluster)
     compute.pause()
-    with Eschedule(cluster, 'stop', '--wait', instance) as waiting:
+    with Eschedule(cluster, 'stop', '--wait', instance) as stop_command:
         until(lambda: b'"stop"' in (cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') or b''), 20, 'it is asked')
         assert cluster.eschedule(meanwhile, instance).code == 0
         compute.resume()
-        ended = waiting.end()
+        ended = stop_command.end()
     code, message = {'start': (5, 'somebody has asked for something else'), 'destroy': (4, 'destroyed while waiting')}[
         meanwhile
     ]

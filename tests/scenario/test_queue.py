@@ -136,9 +136,9 @@ def test_the_same_again_changes_nothing(small: Control) -> None:
     words = '--queue', '--flavor', 'small', '--uuid', instance, '--name', 'web1'
     assert small.eschedule(*words).stdout == f'QUEUED INSTANCE {instance}\n'
     before = small.etcd.get(f'/queues/small/{instance}')
-    again = small.eschedule(*words)
-    assert again.stdout == f'QUEUED INSTANCE {instance}\n'
-    one_line(again, 0, 'requested before', 'nothing is changed')
+    second = small.eschedule(*words)
+    assert second.stdout == f'QUEUED INSTANCE {instance}\n'
+    one_line(second, 0, 'requested before', 'nothing is changed')
     assert small.etcd.get(f'/queues/small/{instance}') == before
     assert small.etcd.keys('/requests/') == []
     other = '--queue', '--flavor', 'small', '--uuid', instance
@@ -225,11 +225,11 @@ def test_one_that_placement_refuses_holds_up_no_other(small: Control) -> None:
 
 def test_placed_and_taken_side_by_side(small: Control) -> None:
     compute = small.ecompute(queues=True)
-    pushed = [place(small)[1] for _ in range(3)]
+    placed_first = [place(small)[1] for _ in range(3)]
     taken_first, waiting_one = queue(small), queue(small)
     reached(small, taken_first, 'active')
     assert waiting(small) == [waiting_one]
-    assert small.eschedule('destroy', pushed[0]).code == 0
+    assert small.eschedule('destroy', placed_first[0]).code == 0
     reached(small, waiting_one, 'active')
     settled(small, compute)
 
@@ -248,9 +248,9 @@ def test_a_compute_that_is_disabled_takes_nothing(small: Control) -> None:
         assert reached(small, instance, 'active')['compute'] == other.uuid
         other.stop()
         assert called(small, 'host', 'enable', compute.uuid).code == 0
-        again = queue(small)
+        next_request = queue(small)
         until(lambda: waiting(small) == [], 40, 'it has looked again, and takes it')
-        assert reached(small, again, 'active')['compute'] == compute.uuid
+        assert reached(small, next_request, 'active')['compute'] == compute.uuid
         other.start()
         settled(small, compute, other)
 
@@ -392,14 +392,17 @@ def test_groups_and_quotas_hold_for_what_is_taken(small: Control) -> None:
     refused = called(small, '--queue', '--flavor', 'small', '--project', 'shop')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     assert 'the quota of project shop does not allow it: instances: limit 4, used 4, asked 1' in refused.stderr
-    one, other = small.ecompute(TOY, queues=True), small.ecompute(TOY, queues=True)
+    first_compute, second_compute = small.ecompute(TOY, queues=True), small.ecompute(TOY, queues=True)
     allocated = until(lambda: len(waiting(small)) == 1 and allocations(small), 30, 'all but one are taken')
     assert allocated
     (waiting_one,) = waiting(small)
     assert waiting_one in instances
     group_members = json.loads(called(small, 'group', 'show', 'web', '-f', 'json').stdout)['members']
     compute_of = {member['instance']: member['compute'] for member in group_members}
-    assert {compute_of[instance] for instance in instances if instance != waiting_one} == {one.uuid, other.uuid}
+    assert {compute_of[instance] for instance in instances if instance != waiting_one} == {
+        first_compute.uuid,
+        second_compute.uuid,
+    }
     assert compute_of[waiting_one] is None
     # The end of one member lets the next be taken; a cancelled request leaves group and quota.
     first = next(instance for instance in instances if instance != waiting_one)
@@ -411,24 +414,24 @@ def test_groups_and_quotas_hold_for_what_is_taken(small: Control) -> None:
     assert json.loads(called(small, 'quota', 'show', 'shop', '-f', 'json').stdout)['used']['instances'] == 3
     assert last not in called(small, 'group', 'show', 'web').stdout
     assert 'took it by itself' in called(small, 'why', waiting_one).stdout
-    settled(small, one, other)
+    settled(small, first_compute, second_compute)
 
 
 @pytest.mark.unaudited('the audit finds the key that is planted here')
 def test_a_group_that_cannot_be_understood_holds_up_nobody_else(small: Control) -> None:
-    stuck = queue(small, '--group', 'web', '--policy', 'affinity')
+    blocked = queue(small, '--group', 'web', '--policy', 'affinity')
     small.etcd.put('/groups/web', '{"version": 99}')
     other = queue(small)
     small.ecompute(queues=True)
     addressed(small, other)
-    assert waiting(small) == [stuck]
+    assert waiting(small) == [blocked]
     one_line(called(small, '--queue', '--flavor', 'small', '--group', 'web'), 1, '/groups/web', 'etcdctl del')
     audit_result = called(small, 'audit')
     assert (audit_result.code, audit_result.stdout.count('group-unreadable')) == (8, 1), audit_result
     # After the printed cure the request is taken.
     small.etcd.delete('/groups/web')
-    addressed(small, stuck)
-    assert stuck in called(small, 'group', 'show', 'web').stdout
+    addressed(small, blocked)
+    assert blocked in called(small, 'group', 'show', 'web').stdout
 
 
 @pytest.mark.unaudited('the audit finds those that wait in vain')
@@ -474,22 +477,22 @@ def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
 def test_what_placement_says_by_now_counts(small: Control) -> None:
     """A compute that was disabled unseen notices before it takes, and another one takes."""
     with overheard(small) as (placement, requested_paths):
-        one = tuned(small, TOY, numbers={'queue.BELIEVED': SHORTLY}, placement=placement, queues=True)
+        disabled_compute = tuned(small, TOY, numbers={'queue.BELIEVED': SHORTLY}, placement=placement, queues=True)
         addressed(small, queue(small))  # it has read its traits
         time.sleep(2 * SHORTLY)  # until it no longer trusts them
-        trait = f'/resource_providers/{one.uuid}/traits'
+        trait = f'/resource_providers/{disabled_compute.uuid}/traits'
         current = small.placement.call('GET', trait)
         generation = current['resource_provider_generation']
         body = {'traits': ['COMPUTE_STATUS_DISABLED', *current['traits']], 'resource_provider_generation': generation}
         small.placement.call('PUT', trait, body)
         requested_paths.clear()
         instance = queue(small)
-        leaves_it(small, requested_paths, one, instance)
+        leaves_it(small, requested_paths, disabled_compute, instance)
         other = small.ecompute(TOY, queues=True)
         addressed(small, instance)
         active_record = known(small, instance)
         assert active_record['compute'] == other.uuid
-        settled(small, one, other)
+        settled(small, disabled_compute, other)
 
 
 # Many requests in a queue, and many computes that take them, half of which are killed while they do.
@@ -590,7 +593,7 @@ def test_the_idlest_take_first(small: Control, count: int, requests: int) -> Non
     start(all_computes)
     for _ in range(requests):
         assert called(small, SMALL).code == 0
-    pushed = balance(small, all_computes)
+    spread_imbalance = balance(small, all_computes)
     # Ten at a time: more would exceed what this single-threaded placement answers in time.
     until(lambda: set(states(small).values()) == {'active'}, LONG, 'all of them are active')
     placed = sorted(allocations(small))
@@ -602,7 +605,9 @@ def test_the_idlest_take_first(small: Control, count: int, requests: int) -> Non
     # Poll etcd and not placement, which is busy.
     until(lambda: Counter(states(small).values())['active'] == requests, LONG, 'all of them are active')
     assert allocations(small).keys() == instances
-    pulled = balance(small, all_computes)
-    sys.stdout.write(f'\n{count} computes, {requests} requests: spread {pushed:.3f}, pull {pulled:.3f}\n')
-    assert pulled <= pushed + 0.2
+    queue_imbalance = balance(small, all_computes)
+    sys.stdout.write(
+        f'\n{count} computes, {requests} requests: spread {spread_imbalance:.3f}, pull {queue_imbalance:.3f}\n'
+    )
+    assert queue_imbalance <= spread_imbalance + 0.2
     settled(small, *all_computes)

@@ -101,13 +101,13 @@ class Names:
 
 
 def test_the_shell_of_this_test_can_fail() -> None:
-    one, other, third = (f'{digit * 8}-2efb-47ba-be1d-7e277a42cde0' for digit in 'abc')
-    names = Names({one})
-    assert not names.matches(f'OF {one} at 10.1.2.3', f'OF {other}')
-    assert names.matches(f'OF {one} at 10.1.2.3', f'OF {other} at 10.9.9.9')
-    assert not names.matches(f'OF {one}', f'OF {third}')
-    assert names.into(f'x {one}') == f'x {other}'
-    assert names.matches(f'OF {third}', f'OF {one}')
+    first, second, third = (f'{digit * 8}-2efb-47ba-be1d-7e277a42cde0' for digit in 'abc')
+    names = Names({first})
+    assert not names.matches(f'OF {first} at 10.1.2.3', f'OF {second}')
+    assert names.matches(f'OF {first} at 10.1.2.3', f'OF {second} at 10.9.9.9')
+    assert not names.matches(f'OF {first}', f'OF {third}')
+    assert names.into(f'x {first}') == f'x {second}'
+    assert names.matches(f'OF {third}', f'OF {first}')
     assert names.matches('done in 3.4 s', 'done in 12.0 s')
     assert names.matches('hv1  up  0  0/4  0/8035', 'hv1  up  0  0/16  0/512')
     assert not names.matches('hv1  up  0  0/4', 'hv1  up  0  -')
@@ -135,8 +135,8 @@ def test_the_commands_of_the_pages(copy: Path, own_machine: Machine) -> None:
         for page in pages(copy):
             blocks = BLOCK.findall(page.read_text())
             names = Names({name for _, text in blocks for step in steps(text) for name in UUID.findall(step.command)})
-            for where, text in blocks:
-                run(shell, f'cd {copy}; {PLACES[where]}')
+            for place, text in blocks:
+                run(shell, f'cd {copy}; {PLACES[place]}')
                 for step in steps(text):
                     type_it(shell, step, names)
     finally:
@@ -147,9 +147,9 @@ def test_the_commands_of_the_pages(copy: Path, own_machine: Machine) -> None:
 
 
 def test_a_page_s_block_is_in_a_place_that_there_is() -> None:
-    places_by_page = {page.name: [where for where, _ in BLOCK.findall(page.read_text())] for page in pages(TOP)}
+    places_by_page = {page.name: [place for place, _ in BLOCK.findall(page.read_text())] for page in pages(TOP)}
     assert places_by_page['README.md'][0] == 'clone'
-    assert {where for places in places_by_page.values() for where in places} == set(PLACES)
+    assert {place for places in places_by_page.values() for place in places} == set(PLACES)
     assert sum(page.read_text().count('<!-- runs in') for page in pages(TOP)) == sum(map(len, places_by_page.values()))
 
 

@@ -224,7 +224,7 @@ def test_it_is_set_up_as_the_page_says(cluster: Cluster) -> None:
 def test_a_hypervisor_is_rebooted(cluster: Cluster) -> None:
     """Running guests start again at their addresses, and ecompute stops before any guest."""
     hypervisor = cluster.hypervisors['hv1']
-    ran, rests = (cluster.place(name, 'hv1') for name in ('runs', 'rests'))
+    running_guest, stopped_guest = (cluster.place(name, 'hv1') for name in ('runs', 'rests'))
     cluster.wait('ready', 'runs', 'rests')
     cluster.eschedule('stop', '--wait', 'rests')
     before, boot = cluster.record('runs')['addresses'], hypervisor.boot_id()
@@ -234,8 +234,8 @@ def test_a_hypervisor_is_rebooted(cluster: Cluster) -> None:
     assert cluster.record('runs')['addresses'] == before
     stopped = cluster.record('rests')
     assert (stopped['state'], stopped['fault'], len(stopped['boots'])) == ('stopped', None, 1)
-    assert set(qemus(hypervisor)) == {ran}
-    assert hypervisor.run('virsh', 'domstate', rests).strip() == 'shut off'
+    assert set(qemus(hypervisor)) == {running_guest}
+    assert hypervisor.run('virsh', 'domstate', stopped_guest).strip() == 'shut off'
     running(hypervisor, 'ecompute')
     assert ended(hypervisor) == ['ecompute', 'libvirt-guests', 'libvirtd']
     # The guest was asked to turn itself off, and did.
@@ -256,13 +256,13 @@ def ended(hypervisor: Booted) -> list[str]:
 def test_a_hypervisor_loses_its_power(cluster: Cluster) -> None:
     """Guests that ran start again and stopped ones do not, though no service could report."""
     hypervisor = cluster.hypervisors['hv2']
-    ran, _ = (cluster.place(name, 'hv2') for name in ('cut', 'off'))
+    running_guest, _ = (cluster.place(name, 'hv2') for name in ('cut', 'off'))
     cluster.wait('ready', 'cut', 'off')
     cluster.eschedule('stop', '--wait', 'off')
     hypervisor.end()
     hypervisor.start()
     cluster.wait_ready_again('cut')
-    assert set(qemus(hypervisor)) == {ran}
+    assert set(qemus(hypervisor)) == {running_guest}
     assert cluster.record('off')['state'] == 'stopped'
     cluster.wait_up('hv2')
     cluster.destroy('cut', 'off')

@@ -51,9 +51,9 @@ def complaint(result: Result) -> str:
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, compute: Ecompute, number: int) -> None:
     _, guest = place(cluster)
-    _, doomed = place(cluster)
+    _, destroyed = place(cluster)
     address = addressed(cluster, guest)
-    addressed(cluster, doomed)
+    addressed(cluster, destroyed)
     # In flight while it ends: delivered, and not seen yet.
     compute.pause()
     _, delivered = place(cluster)
@@ -65,7 +65,7 @@ def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, 
     refused = cluster.eschedule(SMALL)
     assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
     assert refused.code == 3
-    one_line(cluster.eschedule('destroy', doomed), 0, 'destroy accepted', 'silent now')
+    one_line(cluster.eschedule('destroy', destroyed), 0, 'destroy accepted', 'silent now')
     assert cluster.eschedule(guest).stdout == f'{address}\n'  # the guests keep running
     check(cluster)
 
@@ -73,7 +73,7 @@ def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, 
 
     assert reserved(cluster, compute.uuid) == 0
     reached(cluster, delivered, 'active')
-    reached(cluster, doomed, 'gone')
+    reached(cluster, destroyed, 'gone')
     guest_record = known(cluster, guest)
     assert guest_record['state'] == 'active'
     assert guest_record['addresses'][0]['address'] == address
@@ -85,12 +85,12 @@ def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, 
 def test_killed_at_any_moment_nothing_is_lost_or_doubled(cluster: Control) -> None:
     compute = cluster.ecompute('VCPU:64,DISK_GB:64,MEMORY_MB:65536')
     instances: list[str] = []
-    doomed: list[str] = []
+    destroyed: list[str] = []
     for _ in range(3):
         results = at_once(cluster, [[SMALL]] * 3, width=3)
         placed = [notified(result)[1] for result in results]
         instances += placed[1:]
-        doomed += placed[:1]
+        destroyed += placed[:1]
         assert cluster.eschedule('destroy', placed[0]).code == 0
         # The compute is killed right after the requests, which are unseen, half done or done.
         compute.kill()
@@ -99,7 +99,7 @@ def test_killed_at_any_moment_nothing_is_lost_or_doubled(cluster: Control) -> No
         compute.start()
     for instance in instances:
         reached(cluster, instance, 'active')
-    for instance in doomed:
+    for instance in destroyed:
         reached(cluster, instance, 'gone')
     check(cluster, compute)
     log_of(compute)

@@ -21,16 +21,18 @@ def room(cluster: Control, compute: str) -> dict[str, Any] | None:
 
 def test_a_compute_says_what_it_has_left_and_a_create_by_that_finds_it(cluster: Control, compute: Ecompute) -> None:
     until(lambda: room(cluster, compute.uuid), RENEWALS, 'it says what it has')
-    whole = room(cluster, compute.uuid)
-    assert whole is not None
-    assert {amount[1] for amount in whole.values()} == {100}
+    initial = room(cluster, compute.uuid)
+    assert initial is not None
+    assert {amount[1] for amount in initial.values()} == {100}
     place = notified(cluster.eschedule(SMALL))
     assert place[0] == compute.uuid
     addressed(cluster, place[1])
-    until(lambda: room(cluster, compute.uuid) not in (whole, None), RENEWALS, 'it says that something is used')
+    until(lambda: room(cluster, compute.uuid) not in (initial, None), RENEWALS, 'it says that something is used')
     current = room(cluster, compute.uuid)
     assert current is not None
-    assert {name: amount[0] for name, amount in current.items()} == {name: amount[0] for name, amount in whole.items()}
+    assert {name: amount[0] for name, amount in current.items()} == {
+        name: amount[0] for name, amount in initial.items()
+    }
     assert all(amount[1] < 100 for amount in current.values())
     assert cluster.eschedule('destroy', '--wait', place[1]).code == 0
-    until(lambda: room(cluster, compute.uuid) == whole, RENEWALS, 'it says that nothing is used any more')
+    until(lambda: room(cluster, compute.uuid) == initial, RENEWALS, 'it says that nothing is used any more')

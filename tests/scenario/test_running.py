@@ -78,9 +78,9 @@ def more_than_a_question(etcd: Etcd, asked: list[str], provider: str) -> Counter
     asked.clear()
     before = done(etcd)
     until(lambda: len(asked) >= MINUTES, 400, f'{MINUTES} minutes have passed')
-    more = done(etcd) - before + Counter(set(asked) - {provider})
-    del more['KV/Range'], more['Lease/LeaseKeepAlive']
-    return more
+    increase = done(etcd) - before + Counter(set(asked) - {provider})
+    del increase['KV/Range'], increase['Lease/LeaseKeepAlive']
+    return increase
 
 
 def test_what_is_claimed_or_changed_is_looked_at(cluster: Control) -> None:
@@ -131,9 +131,9 @@ def test_an_idle_minute_of_many_is_one_question_for_all(cluster: Control) -> Non
         requested_paths.clear()
         before, cluster_key = done(cluster.etcd), cluster.etcd.get('/cluster')
         time.sleep(12)  # one renewal, and a fifth of a minute
-        more = done(cluster.etcd) - before
-        assert more['Lease/LeaseKeepAlive'] <= 2, 'one lease for all of them'
-        assert more['KV/Txn'] == more['Lease/LeaseGrant'] == more['KV/Put'] == 0
+        increase = done(cluster.etcd) - before
+        assert increase['Lease/LeaseKeepAlive'] <= 2, 'one lease for all of them'
+        assert increase['KV/Txn'] == increase['Lease/LeaseGrant'] == increase['KV/Put'] == 0
         assert set(requested_paths) <= {'/resource_providers'}, 'and none for each'
         assert len(computes) == 20
         assert cluster.etcd.get('/cluster') == cluster_key
@@ -386,16 +386,16 @@ def test_killed_and_started_again_they_are_the_same(cluster: Control) -> None:
     many.pause()
     # These requests are for computes that do not run now.
     unseen = notified(cluster.eschedule(SMALL))[1]
-    doomed, *remaining = placed
-    assert cluster.eschedule('destroy', doomed).code == 0
+    destroyed, *remaining = placed
+    assert cluster.eschedule('destroy', destroyed).code == 0
     many.kill()
     many.start()
     assert many.computes == computes
     addressed(cluster, unseen)
     until(
-        lambda: (last_record := record(cluster, doomed)) is None or last_record['state'] == 'gone',
+        lambda: (last_record := record(cluster, destroyed)) is None or last_record['state'] == 'gone',
         20,
-        f'{doomed} is gone',
+        f'{destroyed} is gone',
     )
     for instance in remaining:
         assert reached(cluster, instance, 'active')['compute'] == placed[instance]

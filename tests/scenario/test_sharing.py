@@ -63,8 +63,8 @@ def test_a_hundred_cost_one_question_and_one_claim(cluster: Control, count: int)
 
 def test_all_or_none_and_at_least(cluster: Control) -> None:
     computes = started(cluster, *['VCPU:3,DISK_GB:100,MEMORY_MB:4096'] * 3)
-    for least in ((), ('--min', '10')):
-        done = cluster.eschedule(SMALL, IMAGE, '--count', '10', *least)
+    for min_option in ((), ('--min', '10')):
+        done = cluster.eschedule(SMALL, IMAGE, '--count', '10', *min_option)
         assert (done.code, done.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
         assert 'there is room for 9 of 10' in done.stderr
         assert held(cluster, computes) == {}
@@ -111,10 +111,10 @@ def test_names_data_and_waiting(cluster: Control, tmp_path: Path) -> None:
     assert user_data_by_name == dict.fromkeys(('web-1', 'web-2', 'web-3'), SCRIPT)
     # The same request again changes nothing and reports that; a different one is a conflict.
     before = {key: value for key, value in everything(cluster).items() if key.startswith('/')}
-    again = cluster.eschedule(*words)
-    assert again.code == 0, again
-    assert again.stdout.splitlines() == lines[:3]
-    assert again.stderr.count('requested before: nothing is changed') == 3
+    repeated = cluster.eschedule(*words)
+    assert repeated.code == 0, repeated
+    assert repeated.stdout.splitlines() == lines[:3]
+    assert repeated.stderr.count('requested before: nothing is changed') == 3
     # A set's uuid is not an instance's and the reverse, and another count is another request.
     set_uuid = words[-1]
     one_line(cluster.eschedule(SMALL, IMAGE, '--uuid', set_uuid), 5, 'is the uuid of a set')
@@ -216,8 +216,8 @@ def test_softly(cluster: Control) -> None:
     assert sorted(Counter(compute for compute, _ in pairs).values()) == [1, 2]
     called(cluster, 'destroy', '--wait', *(instance for _, instance in pairs))
     # Without the group, spread would put one on each.
-    two = called(cluster, SMALL, '--count', '2', '--group', 'db', *TOGETHER, '--soft')
-    (first, second) = (compute for compute, _ in all_notified(two.stdout))
+    pair_result = called(cluster, SMALL, '--count', '2', '--group', 'db', *TOGETHER, '--soft')
+    (first, second) = (compute for compute, _ in all_notified(pair_result.stdout))
     assert first == second
     assert place(cluster, SMALL, '--group', 'db')[0] != first, 'there is no room with them'
     settled(cluster, *computes)

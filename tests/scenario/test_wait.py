@@ -20,9 +20,9 @@ from tests.kit.story import NOBODY, SMALL, addressed, known, notified, one_line,
 @contextmanager
 def waiting_for(control: Control, instance: str) -> Iterator[Eschedule]:
     """Start an eschedule that waits for a new instance, and yield it after the delivery."""
-    with Eschedule(control, '--uuid', instance, '--wait', SMALL) as waiting:
+    with Eschedule(control, '--uuid', instance, '--wait', SMALL) as wait_command:
         until(lambda: any(key.endswith(instance) for key in control.etcd.keys('/hosts/')), 20, 'it is delivered')
-        yield waiting
+        yield wait_command
 
 
 @pytest.mark.usefixtures('compute')
@@ -52,26 +52,26 @@ def test_waiting_for_some_that_are_there(cluster: Control, compute: Ecompute) ->
     compute.pause()
     assert cluster.eschedule('destroy', instances[0]).code == 0
     one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'is being destroyed')
-    late = place(cluster)[1]
-    late_result = cluster.eschedule('wait', late, '--timeout', '0.5')
+    unseen = place(cluster)[1]
+    late_result = cluster.eschedule('wait', unseen, '--timeout', '0.5')
     one_line(late_result, 6, '0.5 s are up', 'waiting for: its compute to take it', 'it goes on')
     compute.resume()
     reached(cluster, instances[0], 'gone')
     one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'gone since')
-    assert cluster.eschedule('wait', late).stdout == f'{addressed(cluster, late)}\n'
+    assert cluster.eschedule('wait', unseen).stdout == f'{addressed(cluster, unseen)}\n'
 
 
 @pytest.mark.usefixtures('compute')
 def test_the_timeline_of_some(cluster: Control) -> None:
     first, second = (place(cluster)[1] for _ in range(2))
     assert cluster.eschedule('wait', first, second).code == 0
-    one = cluster.eschedule('timeline', first)
-    assert (one.code, one.stderr) == (0, '')
-    assert [line.split()[0] for line in one.stdout.splitlines()] == [first, *STAGES[1:], '0']
-    two = cluster.eschedule('timeline', second, NOBODY, first)
-    assert (two.code, two.stderr) == (4, f'eschedule: {NOBODY}: no such instance\n')
-    assert two.stdout.splitlines()[0].startswith(second)
-    assert two.stdout.splitlines()[-1].split()[:2] == ['total', '2']
+    single_result = cluster.eschedule('timeline', first)
+    assert (single_result.code, single_result.stderr) == (0, '')
+    assert [line.split()[0] for line in single_result.stdout.splitlines()] == [first, *STAGES[1:], '0']
+    pair_result = cluster.eschedule('timeline', second, NOBODY, first)
+    assert (pair_result.code, pair_result.stderr) == (4, f'eschedule: {NOBODY}: no such instance\n')
+    assert pair_result.stdout.splitlines()[0].startswith(second)
+    assert pair_result.stdout.splitlines()[-1].split()[:2] == ['total', '2']
     report = json.loads(cluster.eschedule('timeline', '-f', 'json', first, second).stdout)
     # A fake guest has no cloud-init that could become ready.
     stages = list(STAGES[: STAGES.index('ready')])
@@ -88,9 +88,9 @@ def test_a_wait_ends_in_time_and_the_work_goes_on(cluster: Control, compute: Eco
         one_line(cluster.eschedule(instance), 6, instance, 'no address yet', 'scheduled')
     destroy_result = cluster.eschedule('destroy', '--wait', '--timeout', '0', instance)
     assert destroy_result.code == 6
-    accepted, late = destroy_result.stderr.splitlines()
+    accepted, timed_out = destroy_result.stderr.splitlines()
     assert 'destroy accepted' in accepted
-    assert 'its compute to destroy it' in late
+    assert 'its compute to destroy it' in timed_out
     compute.resume()
     reached(cluster, instance, 'gone')
 
@@ -98,12 +98,12 @@ def test_a_wait_ends_in_time_and_the_work_goes_on(cluster: Control, compute: Eco
 def test_an_interrupted_wait_stops_nothing(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     instance = str(uuid.uuid4())
-    with waiting_for(cluster, instance) as waiting:
-        output = until(lambda: waiting.stdout, 20, 'it says where it is')
+    with waiting_for(cluster, instance) as wait_command:
+        output = until(lambda: wait_command.stdout, 20, 'it says where it is')
         assert notified(Result(0, output, '')) == (compute.uuid, instance)
-        waiting.send(signal.SIGINT)
-        again = f'eschedule --config {cluster.schedule_yaml} wait {instance}'
-        one_line(waiting.end(30), 6, f'interrupted, and it goes on: {again}')
+        wait_command.send(signal.SIGINT)
+        next_command = f'eschedule --config {cluster.schedule_yaml} wait {instance}'
+        one_line(wait_command.end(30), 6, f'interrupted, and it goes on: {next_command}')
     compute.resume()
     addressed(cluster, instance)
 
@@ -119,11 +119,11 @@ def test_a_wait_of_nothing_for_what_is_done_already(cluster: Control) -> None:
 def test_waiting_for_what_fails(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     instance = str(uuid.uuid4())
-    with waiting_for(cluster, instance) as waiting:
+    with waiting_for(cluster, instance) as wait_command:
         # Its allocation is deleted, so it must not be built.
         cluster.placement.call('DELETE', f'/allocations/{instance}')
         compute.resume()
-        ended = waiting.end(30)
+        ended = wait_command.end(30)
     reason = 'placement holds no allocation'
     one_line(ended, 1, instance, 'failed at stage scheduled', reason)
     failed = cluster.eschedule(instance)
@@ -136,8 +136,8 @@ def test_waiting_for_what_fails(cluster: Control, compute: Ecompute) -> None:
 def test_waiting_for_what_is_destroyed(cluster: Control, compute: Ecompute) -> None:
     compute.pause()
     instance = str(uuid.uuid4())
-    with waiting_for(cluster, instance) as waiting:
+    with waiting_for(cluster, instance) as wait_command:
         assert cluster.eschedule('destroy', instance).code == 0
         compute.resume()
-        ended = waiting.end(30)
+        ended = wait_command.end(30)
     one_line(ended, 4, instance, 'destroyed while waiting')
