@@ -380,7 +380,7 @@ def test_drain_says_what_lives_there_and_waits_for_it(cluster: Control, compute:
 
 @contextmanager
 def draining_in_sight(control: Control, compute: Ecompute, looks: int = 2) -> Iterator[Eschedule]:
-    """Start a drain that has made `looks` checks, about one a second.
+    """Start a drain and wait until it has made `checks` checks, about one a second.
 
     By then it knows the attempts that were in flight before it.
     """
