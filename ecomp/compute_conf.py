@@ -1,6 +1,6 @@
-"""compute.yaml, read once into a frozen, complete value: by the same rules as schedule.yaml, see ecomp.conf.
+"""compute.yaml, read into a frozen, complete value by the rules of ecomp.conf.
 
-In a module of its own, so that no eschedule loads it: making these classes takes 1 % of a short command's time.
+A separate module, so that eschedule does not load it: making these classes takes 1 % of a short command's time.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from ecomp.yaml_file import (
 )
 
 MAX_INT = 2**31 - 1  # placement's limit for a total
-MOST_RATIO = 1000  # of an inventory; a larger allocation ratio is refused
+MOST_RATIO = 1000  # a larger allocation ratio is refused
 
 
-# As in yaml_file: each reads a node's value, or raises Wrong with what it should have been.
+# Parsers of a node, as in yaml_file: each returns its value or raises InvalidValue with what is expected.
 
 
 def _uuid(node: Node) -> str:
@@ -57,7 +57,7 @@ def _uuid(node: Node) -> str:
 
 
 def _trait(node: Node) -> str:
-    from ecomp.model.traits import check_trait  # for those who have some: os_traits takes its time
+    from ecomp.model.traits import check_trait  # imported here: os_traits loads slowly, and few files have traits
 
     try:
         return check_trait(name := text_of(node))
@@ -90,8 +90,8 @@ def _stated(_: str, node: Node) -> int:
 
 
 def _ratio(_: str, node: Node) -> float:
-    plain = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
-    if not plain or not 0 < (ratio := float(node.text)) <= MOST_RATIO:
+    is_decimal = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
+    if not is_decimal or not 0 < (ratio := float(node.text)) <= MOST_RATIO:
         raise Wrong(f'the ratio must be a number like 0.5, above 0 and at most {MOST_RATIO}, not {typed(node)}')
     return ratio
 
@@ -113,30 +113,31 @@ def _total(text: str) -> int:
 
 
 def _networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
-    """The interfaces of `networks`, or of its form of 2019, `bridge`: a second one."""
+    """Read `networks`, or the defaults and the bridge of the old key `bridge`."""
     if name in file.top and 'bridge' in file.top:
         file.top.complain('bridge', 'say it in networks, where it stands beside them: - bridge: NAME')
-    nothing: tuple[Attachment, ...] = ()
-    second = file.top.take('bridge', lambda node: (Attachment('bridge', _interface(node)),), nothing)
+    no_attachments: tuple[Attachment, ...] = ()
+    second = file.top.take('bridge', lambda node: (Attachment('bridge', _interface(node)),), no_attachments)
     return file.top.take(name, _network_list, (*default, *second))
 
 
 def _network_list(node: Node) -> tuple[Attachment, ...]:
-    def called(item: Node) -> str:
+    def describe(item: Node) -> str:
         kind, name = item.pairs[0]
         return f'{kind.text} {shown(name.text)}'
 
-    found = list_of(_attachment, 'a list of `- network: NAME` and `- bridge: NAME`', least=1, once=called)(node)
-    if len(found) > MOST_INTERFACES:
-        raise Wrong(f'must be at most {MOST_INTERFACES}, are {len(found)}')
-    return found
+    attachments = list_of(_attachment, 'a list of `- network: NAME` and `- bridge: NAME`', least=1, once=describe)(node)
+    if len(attachments) > MOST_INTERFACES:
+        raise Wrong(f'must be at most {MOST_INTERFACES}, are {len(attachments)}')
+    return attachments
 
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """What ecompute is told, as compute.yaml explains it: a row a key. None: it finds out itself.
+    """The settings of compute.yaml, which explains them: one field a key.
 
-    `path` is that file, None where there is none; `directory` is that file's.
+    None means that ecompute determines the value itself. `path` is the file, None if there is none; `directory` is the
+    file's.
     """
 
     uuid: str | None = key(None, _uuid)
@@ -163,14 +164,14 @@ class ComputeConfig:
 
 
 def load_compute(path: Path | None = None) -> ComputeConfig:
-    """Load `path`; None means the compute.yaml that find_usual() finds, or the defaults. UsageError."""
+    """Load compute.yaml as load() does; raise UsageError if it is invalid."""
     return load(ComputeConfig, path, 'compute.yaml')
 
 
 def parse_inventory(text: str) -> dict[str, int]:
-    """{class: total} of `VCPU:4,DISK_GB:10,MEMORY_MB:512`, as `ecompute --fake` takes it, with spaces around parts.
+    """Parse {class: total} from `VCPU:4, DISK_GB:10, MEMORY_MB:512`, as --fake takes it.
 
-    UsageError if a part is no CLASS:TOTAL with a total above 0, or a class is there twice.
+    Raises UsageError if a part is not CLASS:TOTAL with a total from 1 to MAX_INT, or a class is repeated.
     """
     totals: dict[str, int] = {}
     for part in text.split(','):

@@ -1,10 +1,9 @@
-"""schedule.yaml, read once into a frozen, complete value, and the sections etcd and placement of both files.
+"""schedule.yaml as a frozen value, and the sections etcd and placement of both files.
 
-A missing file means the defaults, which point at localhost; an empty file and a key without a value mean the same.
-Everything wrong in a file is one UsageError, with a line for each mistake: `schedule.yaml:3: imag: unknown key (did
-you mean image?)`. Relative paths in a file are meant relative to that file. The keys are described in the two example
-files. Any certificate means TLS; without one other machines are asked only where the file says `insecure: true`.
-compute.yaml's other keys are in ecomp.compute_conf.
+A missing file, an empty file and a key without a value mean the defaults, which point at localhost. All mistakes in a
+file become one UsageError with a line for each: `schedule.yaml:3: imag: unknown key (did you mean image?)`. Relative
+paths are relative to the file. The two example files describe the keys. Any certificate means TLS; without one, other
+machines are contacted only if the file contains `insecure: true`. ecomp.compute_conf has compute.yaml's other keys.
 """
 
 from __future__ import annotations
@@ -50,9 +49,10 @@ CLEAR = (
 
 
 class EtcdConfig(NamedTuple):
-    """Where etcd is and how it is reached. `endpoints` are host:port; `timeout` is in seconds, for each call.
+    """The address of etcd and how to reach it.
 
-    `ca_cert` has the authority that signed its certificate, `cert_cert` and `cert_key` ours; all None means plain text.
+    `endpoints` are host:port; `timeout` is in seconds, for each call. `ca_cert` is the authority that signed etcd's
+    certificate, `cert_cert` and `cert_key` are ours; all three None means plain text.
     """
 
     endpoints: tuple[str, ...] = ('localhost:2379',)
@@ -63,9 +63,9 @@ class EtcdConfig(NamedTuple):
 
 
 class PlacementConfig(NamedTuple):
-    """Where placement is and who asks it, as the example files explain it. `endpoint` has no slash at its end.
+    """The address of placement, without a trailing slash, and our credentials.
 
-    Certificates are read anew for each connection, `token_file` for each call.
+    Certificates are read again for each connection, `token_file` for each call.
     """
 
     endpoint: str = 'http://localhost:8080'
@@ -75,7 +75,7 @@ class PlacementConfig(NamedTuple):
     token_file: Path | None = None
 
 
-# As in yaml_file: each of these reads a node's value, or raises Wrong with what it should have been.
+# Parsers of a node, as in yaml_file: each returns its value or raises InvalidValue with what is expected.
 
 
 def _seconds(node: Node) -> float:
@@ -87,8 +87,8 @@ def _seconds(node: Node) -> float:
 
 
 def _checked_host(text: str) -> str:
-    """A host name or address as it is written before a colon and a port: an IPv6 address in brackets. Wrong."""
-    import ipaddress  # only a file that names a host needs it
+    """Parse a host name or address; an IPv6 address gets brackets."""
+    import ipaddress  # imported here: only a file that names a host needs it
 
     if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
         return text
@@ -106,7 +106,7 @@ def _endpoint(node: Node) -> str:
 
 
 def url(node: Node) -> str:
-    """A URL of http or https, without a slash at its end. Wrong."""
+    """Parse an http or https URL without user, query or fragment; remove a trailing slash."""
     from urllib.parse import urlsplit  # as above
 
     text = text_of(node)
@@ -116,7 +116,7 @@ def url(node: Node) -> str:
         host = _checked_host(parts.hostname or '')
     except (ValueError, Wrong) as error:
         raise Wrong('must be a URL like http://ds1:8080') from error
-    if '@' in parts.netloc:  # not shown again: it may be a password
+    if '@' in parts.netloc:  # not repeated: it may be a password
         raise Wrong('must not carry a user or password: it would be in logs and process lists')
     if parts.scheme not in ('http', 'https') or parts.query or parts.fragment or ' ' in text or not host:
         raise Wrong(f'must be a URL like http://ds1:8080, not {shown(text)}')
@@ -125,11 +125,11 @@ def url(node: Node) -> str:
     return text.rstrip('/')
 
 
-# The sections
+# Sections
 
 
 def etcd_of(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
-    """The EtcdConfig in the section of this name; what is wrong in it is noted in `file`."""
+    """Read the EtcdConfig in the section `name`; add the problems found to `file`."""
     etcd = file.top.section(name)
     for key in ('user', 'password'):
         etcd.refuse(key, 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)')
@@ -156,7 +156,7 @@ def etcd_of(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
 
 
 def placement_of(file: YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
-    """The PlacementConfig in the section of this name; what is wrong in it is noted in `file`."""
+    """Read the PlacementConfig in the section `name`; add the problems found to `file`."""
     placement = file.top.section(name)
     endpoint = placement.take('endpoint', url, default.endpoint)
     for key in CERTIFICATES:
@@ -174,7 +174,6 @@ def placement_of(file: YamlFile, name: str, default: PlacementConfig) -> Placeme
 
 
 def _certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
-    """The section's ca_cert, cert_key and cert_cert; None for each it does not have."""
     for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if key in section and other not in section:
             section.complain(key, f'needs {other} beside it')
@@ -183,41 +182,43 @@ def _certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path |
 
 
 def _says_how(section: Section) -> bool:
-    """Whether the section names a certificate, right or wrong: what is wrong with it is noted already."""
+    """True if the section names a certificate, even an invalid one."""
     return any(key in section for key in CERTIFICATES)
 
 
-# The rows
+# Fields of the configuration classes
 
 
 def key(default: T, parse: Callable[[Node], T]) -> T:
-    """A field that the file's key of its name sets, as `parse` reads the value; `default` without one."""
+    """Make a field that `parse` reads from the file's key of the same name."""
     return row(default, lambda file, name, default: file.top.take(name, parse, default))
 
 
 def path_key(default: T, parse: Callable[[YamlFile, Node], T]) -> T:
-    """The same of paths, which are relative to the file: `parse` is a method of it."""
+    """Make a field for paths relative to the file: `parse` is a method of YamlFile."""
     return row(default, lambda file, name, default: file.top.take(name, partial(parse, file), default))
 
 
 def row(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
-    """A field that `read` finds in the file: in a section, or in more than one key."""
-    how: Any = {'default_factory': default.copy} if isinstance(default, dict) else {'default': default}
-    made: T = field(**how, metadata={'read': read})
-    return made
+    """Make a field that `read` takes from a section, or from several keys, of the file."""
+    options: Any = {'default_factory': default.copy} if isinstance(default, dict) else {'default': default}
+    made_field: T = field(**options, metadata={'read': read})
+    return made_field
 
 
 def load(kind: Callable[..., T], path: Path | None, usual: str) -> T:
-    """Load `path` as its rows say; None means the file of the `usual` name that find_usual() finds, or the defaults.
+    """Load the configuration of class `kind` from `path`.
 
-    A field without a row is what the file itself has by that name. UsageError says all that is wrong.
+    A `path` of None means the file that find_default_file(default_name) finds, or the defaults if there is none. A
+    field without a reader (made by dataclasses.field alone) is set from the YamlFile attribute of the same name. Raises
+    UsageError, with a line for each problem.
     """
     file = YamlFile.read(path, usual)
     defaults: Any = kind()
     values = {}
-    for each in fields(defaults):
-        read = each.metadata.get('read')
-        values[each.name] = read(file, each.name, getattr(defaults, each.name)) if read else getattr(file, each.name)
+    for spec in fields(defaults):
+        read = spec.metadata.get('read')
+        values[spec.name] = read(file, spec.name, getattr(defaults, spec.name)) if read else getattr(file, spec.name)
     file.finish()
     return kind(**values)
 
@@ -225,12 +226,12 @@ def load(kind: Callable[..., T], path: Path | None, usual: str) -> T:
 # schedule.yaml
 
 
-# Who the instances belong to if schedule.yaml does not say. Constant, because usages are asked for by project, and
-# because placement makes a row for every new one. They are uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
+# The owner of instances if schedule.yaml names none. Constants, because usages are queried by project, and because
+# placement adds a row for each new one. They are uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
 DEFAULT_USER_ID = '17e6e83b-634e-5c2c-a5ac-0a147aa07def'
 DEFAULT_PROJECT_ID = '18dbf4e8-fca6-5cf2-b50f-511855813014'
-# Not 2019's 0.3.6, of which nobody publishes a SHA-256 (Cirros itself has MD5 alone). This one many pin, metal3 and
-# kubevirt among them.
+# Not 0.3.6, the default of 2019: nobody publishes its SHA-256 (Cirros itself has only MD5). Others pin this version
+# too, such as metal3 and kubevirt.
 DEFAULT_IMAGE = (
     'https://download.cirros-cloud.net/0.6.2/cirros-0.6.2-x86_64-disk.img'
     '#sha256=07e44a73e54c94d988028515403c1ed762055e01b83a767edf3c2b387f78ce00'
@@ -238,7 +239,7 @@ DEFAULT_IMAGE = (
 
 
 def _flavors(node: Node) -> dict[str, Flavor]:
-    from ecomp.model.flavor import parse_flavor  # for those who have some
+    from ecomp.model.flavor import parse_flavor  # imported here: only files with flavors need it
 
     def name_of(node: Node) -> str:
         if node.items or node.pairs:
@@ -259,9 +260,9 @@ def _identifier(node: Node) -> str:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """What eschedule is told, as schedule.yaml explains it: a row a key. All paths are absolute; `flavors` are by name.
+    """The settings of schedule.yaml, which explains them: one field a key.
 
-    `path` is that file, None where there is none.
+    All paths are absolute; `flavors` are by name. `path` is the file itself, None if there is none.
     """
 
     etcd: EtcdConfig = row(EtcdConfig(), etcd_of)
@@ -278,36 +279,36 @@ class ScheduleConfig:
 
 
 def load_schedule(path: Path | None = None) -> ScheduleConfig:
-    """Load `path`; None means the schedule.yaml that find_usual() finds, or the defaults. UsageError."""
+    """Load schedule.yaml as load() does; raise UsageError if it is invalid."""
     return load(ScheduleConfig, path, 'schedule.yaml')
 
 
-# How they are asked
+# Connections
 
 
 def in_clear(*asked: EtcdConfig | PlacementConfig) -> list[str]:
-    """The hosts that are asked in plain text and are not this machine; of etcd with their ports."""
-    found: list[str] = []
-    for each in asked:
-        if isinstance(each, PlacementConfig):
-            scheme, _, rest = each.endpoint.partition('://')
-            found += [] if scheme == 'https' else [rest.partition('/')[0]]
-        elif not (each.ca_cert or each.cert_key or each.cert_cert):
-            found += each.endpoints
-    return [each for each in found if not _is_local(re.sub(r':[0-9]+\Z', '', each))]
+    """List the remote hosts contacted in plain text (with ports for etcd)."""
+    hosts: list[str] = []
+    for config in asked:
+        if isinstance(config, PlacementConfig):
+            scheme, _, rest = config.endpoint.partition('://')
+            hosts += [] if scheme == 'https' else [rest.partition('/')[0]]
+        elif not (config.ca_cert or config.cert_key or config.cert_cert):
+            hosts += config.endpoints
+    return [host for host in hosts if not _is_local(re.sub(r':[0-9]+\Z', '', host))]
 
 
 def open_secrets(*asked: EtcdConfig | PlacementConfig) -> list[Path]:
-    """The files of keys and tokens that every user of this machine can read or change."""
-    found = {}
-    for path in (path for each in asked for path in (each.cert_key, getattr(each, 'token_file', None)) if path):
-        with suppress(OSError):  # whoever reads it says what is wrong
-            found[path] = path.stat().st_mode & 0o006
-    return [path for path, is_open in found.items() if is_open]
+    """List the key and token files that all local users can read or write; skip missing ones."""
+    modes = {}
+    for path in (path for config in asked for path in (config.cert_key, getattr(config, 'token_file', None)) if path):
+        with suppress(OSError):  # reading the file later reports the error
+            modes[path] = path.stat().st_mode & 0o006
+    return [path for path, is_open in modes.items() if is_open]
 
 
 def _is_local(host: str) -> bool:
-    import ipaddress  # as below
+    import ipaddress  # as above
 
     try:
         return ipaddress.ip_address(host.removeprefix('[').removesuffix(']')).is_loopback
@@ -316,40 +317,41 @@ def _is_local(host: str) -> bool:
 
 
 def connection_to(host: bytes | str, port: int, timeout: float, patience: float) -> socket.socket:
-    """A TCP connection to one of the host's addresses, tried in their order. OSError, ValueError.
+    """Open a TCP connection to one of the host's addresses, tried in order.
 
-    The last has `timeout` seconds, as what follows has at each step. Those before it have half of `patience` between
-    them, and a second each at most: where IPv6 leads nowhere, it is not to use up the time of the address that answers.
-    Where that one refuses, the first that was only slow has as long.
+    The last address has `timeout` seconds to connect. The earlier ones share half of `budget_seconds`, at most one
+    second each: an IPv6 address without a route must not use up the time of the address that answers. If the last one
+    refuses, the first one that timed out is retried with `timeout`, which is also the timeout of the returned socket.
+    Raises OSError if no address is found or accepts, and ValueError for an invalid host name.
     """
-    import socket  # only who asks needs it
+    import socket  # imported here: only a connection needs it
 
     *others, last = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    slow = []
-    for each in others:
+    timed_out = []
+    for address_info in others:
         with suppress(OSError):
             try:
-                return _connected(each, min(1.0, patience / 2 / len(others)), timeout)
+                return _connected(address_info, min(1.0, patience / 2 / len(others)), timeout)
             except TimeoutError:
-                slow.append(each)
+                timed_out.append(address_info)
     try:
         return _connected(last, timeout, timeout)
     except OSError as error:
-        if not slow or isinstance(error, TimeoutError):
+        if not timed_out or isinstance(error, TimeoutError):
             raise
-        return _connected(slow[0], timeout, timeout)
+        return _connected(timed_out[0], timeout, timeout)
 
 
 def _connected(found: Any, limit: float, timeout: float) -> socket.socket:
     import socket  # as above
 
     family, kind, protocol, _, address = found
-    made = socket.socket(family, kind, protocol)
+    connection = socket.socket(family, kind, protocol)
     try:
-        made.settimeout(limit)
-        made.connect(address)
-        made.settimeout(timeout)
+        connection.settimeout(limit)
+        connection.connect(address)
+        connection.settimeout(timeout)
     except OSError:
-        made.close()
+        connection.close()
         raise
-    return made
+    return connection

@@ -1,27 +1,27 @@
-"""Every error ecomp raises on purpose, and the exit code each one means.
+"""Every error that ecomp raises deliberately, with its exit code.
 
     EcompError                 1  failed
-    ├── UsageError             2  arguments or configuration are wrong
-    │   └── PlacementRefusal   2  placement understood the query and says it is wrong (HTTP 400)
-    ├── NoCapacity             3  nothing can take it now
-    │   ├── TooFew             3  there is room for some of a set, and not for enough of them
+    ├── UsageError             2  arguments or configuration are invalid
+    │   └── PlacementRefusal   2  placement rejects the query as invalid (HTTP 400)
+    ├── NoCapacity             3  no compute has room now
+    │   ├── TooFew             3  there is room for some instances of a set, but for fewer than the minimum
     │   └── OverQuota          3  the project's quota does not allow it
-    ├── NotFound               4  no such thing
-    ├── Conflict               5  exists already, or somebody else changed it first
-    │   └── GenerationConflict 5  placement's generation moved: read again, decide again
-    │       └── ConsumerConflict  5  a consumer's: somebody else claimed or released for the same instance
+    ├── NotFound               4  it does not exist
+    ├── Conflict               5  it exists already, or another process changed it first
+    │   └── GenerationConflict 5  placement's generation has changed: read again, decide again
+    │       └── ConsumerConflict  5  a consumer's generation: another process claimed or released for this instance
     ├── ClaimedElsewhere       5  another attempt holds a claim on another compute, which may be running the instance
-    ├── StillGoing             6  the time is up, the work goes on
+    ├── StillGoing             6  the timeout expired, the work continues
     ├── Unreachable            7  a backend cannot be reached; unless it is an UnknownOutcome, nothing was changed
-    │   ├── UnknownOutcome     7  a write was sent and no answer came: read back before anything else
-    │   ├── NoSpace            7  etcd is full: it takes deletes and nothing else
-    │   └── StrangeEtcd        7  etcd answers, and is not the one this compute knew
-    ├── Denied                 1  etcd knows who we are, and does not let us do that
-    ├── Unreadable             1  what a key of etcd holds cannot be understood
-    └── BuildFailed            1  an instance could not be made: the stage and a plain reason
+    │   ├── UnknownOutcome     7  a write was sent and not answered: read back before anything else
+    │   ├── NoSpace            7  etcd is full: it accepts only reads, and transactions of deletes alone
+    │   └── StrangeEtcd        7  etcd answers, but is not the one this compute used before
+    ├── Denied                 1  etcd authenticated us, but our role does not allow this
+    ├── Unreadable             1  the value of an etcd key is malformed
+    └── BuildFailed            1  an instance could not be made: the stage and the reason
 
-A message is one line for a person: what, where, what to do. Libraries raise these; only the
-front doors turn them into an exit code.
+A message is one line for a person: what failed, where, how to fix it. Libraries raise these errors; only the entry
+points turn them into an exit code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from typing import Any
 
 
 class EcompError(Exception):
-    """A failure ecomp understands; str() is one line for a person."""
+    """An expected failure; str() is one line for a person."""
 
     exit_code = 1
 
@@ -47,7 +47,7 @@ class NoCapacity(EcompError):
 
 
 class TooFew(NoCapacity):
-    """The message says for how many of a set there is room; `taken` are the candidates that those would take."""
+    """A set does not fit; `candidates` are those found for the members that do."""
 
     def __init__(self, message: str, taken: Sequence[Any] = ()) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class TooFew(NoCapacity):
 
 
 class OverQuota(NoCapacity):
-    """The message names limit, used and asked of each."""
+    """The message names the limit, usage and requested amount of each exceeded resource."""
 
 
 class NotFound(EcompError):
@@ -67,15 +67,17 @@ class Conflict(EcompError):
 
 
 class GenerationConflict(Conflict):
-    """placement.concurrent_update: GET before anything else is tried."""
+    """Placement's error placement.concurrent_update: GET again before the next write."""
 
 
 class ConsumerConflict(GenerationConflict):
-    """The generation that was sent is not the consumer's."""
-
+    pass
 
 class ClaimedElsewhere(EcompError):
-    """Another attempt holds claims for these instances on other computes: `on` is {instance: compute} (rule 13)."""
+    """Another attempt has claimed these instances on other computes (rule 13).
+
+    `computes` is {instance: compute}.
+    """
 
     exit_code = 5
 
@@ -90,9 +92,10 @@ class StillGoing(EcompError):
 
 
 class Unreachable(EcompError):
-    """Nothing was changed, unless it is an UnknownOutcome or, after a write, StrangeEtcd.
+    """A backend gives no answer, such as `backend` 'etcd at localhost:2379'.
 
-    `backend` names what gives no answer, 'etcd at localhost:2379' for one; '' if it answers and cannot do this.
+    Nothing was changed, unless it is an UnknownOutcome or, after a write, a StrangeEtcd. `backend` is '' if the backend
+    answers but cannot do this.
     """
 
     exit_code = 7
@@ -103,35 +106,33 @@ class Unreachable(EcompError):
 
 
 class UnknownOutcome(Unreachable):
-    """The request may or may not have been carried out."""
-
+    pass
 
 class NoSpace(Unreachable):
-    """Etcd is full: puts and leases are refused, reads and transactions of deletes alone are not."""
-
+    pass
 
 class StrangeEtcd(Unreachable):
-    """Etcd was wiped, restored or exchanged: nothing is written to it before an operator accepts it.
+    """Etcd was wiped, restored or replaced; an operator must accept it before any write.
 
-    It may be found by the answer to a write, which has been carried out then.
+    A write's own answer may reveal it; that write was carried out.
     """
 
 
 class Denied(EcompError):
-    """The message names the keys it was about, and the certificate."""
+    """The message names the keys and the certificate."""
 
 
 class Unreadable(EcompError):
-    """The message names the key, and the cure."""
+    """The message names the key and how to remove it."""
 
     def __init__(self, key: str, why: object) -> None:
         super().__init__(f'{key}: {why}; unless a newer ecomp wrote it: etcdctl del {key}')
 
 
 class BuildFailed(EcompError):
-    """An instance could not be made: `reason` says why, and `stage` the step that failed.
+    """An instance could not be made, for the given `reason`.
 
-    That is scheduled (its request or its claim is wrong), image, disk or started.
+    `stage` is the step that failed: scheduled (its request or claim is invalid), image, disk or started.
     """
 
     def __init__(self, stage: str, reason: str) -> None:
@@ -140,5 +141,5 @@ class BuildFailed(EcompError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type['BuildFailed'], tuple[str, str]]:
-        # The default would call BuildFailed(message) when a worker's error is unpickled.
+        # Unpickling a worker's error would otherwise call BuildFailed(message).
         return type(self), (self.stage, self.reason)
