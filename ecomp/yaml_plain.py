@@ -1,6 +1,6 @@
-"""The plain part of YAML, in which configurations are written mostly: keys, words, numbers, lists, a line each. Pure.
+"""A reader of the plain YAML of most configurations: keys, words, numbers and lists. Pure.
 
-For a command, which would be over before PyYAML is loaded. What is not plain beyond doubt is left to PyYAML.
+Short commands would finish before PyYAML is loaded. Anything not certainly plain is left to PyYAML.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Node(NamedTuple):
-    """A value in the file. `kind` is str, int, float, bool, null, map or seq, or YAML's name of another type."""
+    """A value; `kind` is str, int, float, bool, null, map or seq, or another tag of YAML."""
 
     kind: str
     line: int
@@ -20,7 +20,7 @@ class Node(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """A line that says something: how far it is indented, whether it is of a list, its key, and what follows."""
+    """A line with content: its indentation, list marker, key and rest."""
 
     number: int
     indent: int
@@ -32,34 +32,34 @@ class _Line(NamedTuple):
 _LINE = re.compile(r'( *)(?:(- +)|([A-Za-z_][A-Za-z0-9_]*):(?: +|$))([^ #].*|)')
 _PASSED_OVER = re.compile(' *(#.*)?')
 _WORD = r"[A-Za-z_/][A-Za-z0-9_./:@%+=~#-]*(?<!:)|[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+(?::[0-9]+)?"
+# _WORD is a word in any place, this one a word outside of lists in brackets.
 _ALONE = r"[A-Za-z_/][A-Za-z0-9_./:@%+=~#,&!-]*(?<!:)"
-"""A word, and one that is in no list with brackets."""
 _QUOTED = r"""'[ !#-&(-~]*'|"[ !#-\[\]-~]*\""""
 _SCALAR = re.compile(f'({_WORD}|{_ALONE}|0|[1-9][0-9]{{0,17}}|{_QUOTED})(?: +#.*)?')
 _LIST = rf'\[ *((?:(?:{_WORD}|{_QUOTED})(?: *, *(?:{_WORD}|{_QUOTED}))*)?) *\](?: +#.*)?'
 _ITEM = f'{_WORD}|{_QUOTED}'
 _BOOLEANS = {'true', 'True', 'false', 'False'}
+# Words that YAML reads as booleans or null, in some of their spellings.
 _OTHERS = re.compile('yes|no|on|off|true|false|null', re.IGNORECASE)
-"""Words that YAML takes for something else, in some of their spellings."""
 
 
 class _NotPlain(Exception):
-    """Here is something that only PyYAML knows."""
+    """The text needs PyYAML."""
 
 
 def plain(text: str) -> Node | None:
-    """The document's node, as PyYAML would have it, but null where nothing is in it; None: it is not plain."""
-    if not text.isascii() or any(each < ' ' and each != '\n' for each in text):
+    """Parse a plain document as PyYAML would, an empty one to a null node; None if not plain."""
+    if not text.isascii() or any(character < ' ' and character != '\n' for character in text):
         return None
     lines: list[_Line] = []
     for number, line in enumerate(text.split('\n'), 1):
         if _PASSED_OVER.fullmatch(line):
             continue
-        found = _LINE.fullmatch(line)
-        if found is None:
+        match = _LINE.fullmatch(line)
+        if match is None:
             return None
-        spaces, item, key, rest = found.groups()
-        lines.append(_Line(number, len(spaces), item is not None, key or '', rest))
+        spaces, dash, key, rest = match.groups()
+        lines.append(_Line(number, len(spaces), dash is not None, key or '', rest))
     if not lines:
         return Node('null', 1)
     try:
@@ -69,30 +69,30 @@ def plain(text: str) -> Node | None:
 
 
 def _block(lines: list[_Line]) -> Node:
-    """A mapping or a list: all the lines, which are indented as the first one, or deeper below one of these."""
+    """Parse lines indented like the first one, or deeper below one of these; raise _NotPlain."""
     first = lines[0]
     if first.is_item:
-        if any((each.indent, each.is_item) != (first.indent, True) for each in lines):
+        if any((item.indent, item.is_item) != (first.indent, True) for item in lines):
             raise _NotPlain
-        return Node('seq', first.number, items=tuple(_value(each) for each in lines))
+        return Node('seq', first.number, items=tuple(_value(item) for item in lines))
     pairs = []
-    at = 0
-    while at < len(lines):
-        line = lines[at]
+    start = 0
+    while start < len(lines):
+        line = lines[start]
         if line.indent != first.indent or line.is_item or _OTHERS.fullmatch(line.key):
             raise _NotPlain
-        end = at + 1
-        # A list may stand below its key without being indented.
+        end = start + 1
+        # The list below a key need not be indented.
         while end < len(lines) and (lines[end].indent > line.indent or (lines[end].is_item and not line.rest)):
             if lines[end].indent < line.indent:
                 break
             end += 1
-        below = lines[at + 1 : end]
-        if below and line.rest:
+        nested = lines[start + 1 : end]
+        if nested and line.rest:
             raise _NotPlain
         key = Node('str', line.number, line.key)
-        pairs.append((key, _block(below) if below else _value(line)))
-        at = end
+        pairs.append((key, _block(nested) if nested else _value(line)))
+        start = end
     return Node('map', first.number, pairs=tuple(pairs))
 
 
@@ -102,14 +102,14 @@ def _value(line: _Line) -> Node:
             raise _NotPlain
         return Node('null', line.number)
     if line.rest.startswith('['):
-        found = re.fullmatch(_LIST, line.rest)
-        if found is None:
+        match = re.fullmatch(_LIST, line.rest)
+        if match is None:
             raise _NotPlain
-        return Node('seq', line.number, items=tuple(_scalar(each, line.number) for each in re.findall(_ITEM, found[1])))
-    found = _SCALAR.fullmatch(line.rest)
-    if found is None:
+        return Node('seq', line.number, items=tuple(_scalar(item, line.number) for item in re.findall(_ITEM, match[1])))
+    match = _SCALAR.fullmatch(line.rest)
+    if match is None:
         raise _NotPlain
-    return _scalar(found[1], line.number)
+    return _scalar(match[1], line.number)
 
 
 def _scalar(text: str, line: int) -> Node:
