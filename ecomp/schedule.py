@@ -1,7 +1,7 @@
-"""eschedule's front door: arguments in, one command, words and an exit code out.
+"""eschedule's entry point: runs one command, prints its output and returns an exit code.
 
-What it imports of ours it imports in its functions: Ctrl-C while modules load, which is most of a short command's time,
-ends it in a line, too.
+It imports ecomp's modules in its functions, so that Ctrl-C while they load, which is most of a short command's time,
+also prints one line.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from ecomp.cli.terminal import Terminal
 
 
+# Net new objects before the first garbage collection; a claim makes some 33,000.
 GARBAGE = 200_000
-"""Objects, less those that went, before the first look for garbage: a claim makes some 33,000."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run eschedule; the exit code. Never a traceback for what a user or a backend can cause."""
+    """Run eschedule; errors of users and backends cause an exit code and no traceback."""
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """The console script: main() without what a command of a quarter of a second need not do.
+    """Run main() as the console script, without the work that a short command can skip.
 
-    Collecting garbage while modules load, and taking Python down in good order at the end, would be part of a claim's
-    time, and the process is over anyway. One that waits for long makes more objects than that, and has to.
+    Garbage collection while modules load, and an orderly shutdown of Python, would add to a claim's time, and the
+    process exits anyway. A long wait makes more objects than GC_THRESHOLD_OBJECTS and does collect.
     """
     gc.set_threshold(GARBAGE)
     try:
@@ -46,7 +46,7 @@ def run() -> NoReturn:
     try:
         sys.stdout.flush()
     except OSError:
-        code = code or 1  # whoever read us has gone
+        code = code or 1  # stdout's reader has exited
     os._exit(code)
 
 
@@ -61,9 +61,9 @@ def _run(argv: list[str]) -> int:
         _say(str(error))
         return error.exit_code
     except BrokenPipeError:
-        # Whoever read us (head, less) has gone. Python would complain once more when it flushes at exit.
+        # Stdout's reader (head, less) has exited. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # What goes on for ever has ended well once nobody reads it.
+        # An endless command has succeeded once its reader exits.
         return 0 if {'--watch', '--follow', 'log'} & {*argv} else 1
     except OSError as error:
         _say(f'failed: {error.strerror or error}' + (f': {error.filename}' if error.filename else ''))
@@ -86,13 +86,13 @@ def _command(argv: list[str]) -> int:
     if command.name == VERSION:
         print(f'eschedule {read_version()}', flush=True)
         return 0
-    row = COMMANDS[command.name]
+    command_row = COMMANDS[command.name]
     config_file = path_of_option(command.options.config)
-    config = load_schedule(config_file) if row.needs_config else ScheduleConfig()
+    config = load_schedule(config_file) if command_row.needs_config else ScheduleConfig()
     out = terminal()._replace(told=told_by('schedule.yaml', config.path))
     context = Context(out, config, command)
     try:
-        return row.run(context)
+        return command_row.run(context)
     except EcompError as error:
         context.out.say(out.words(error))
         return error.exit_code
@@ -101,7 +101,6 @@ def _command(argv: list[str]) -> int:
 
 
 def terminal() -> Terminal:
-    """This process's stdout and stderr."""
     from ecomp.cli.terminal import Terminal
     from ecomp.model.text import printable_whole
 
@@ -117,9 +116,9 @@ def _say(text: str) -> None:
     from ecomp.cli.terminal import broken, width
     from ecomp.model.text import printable_lines
 
-    said = f'eschedule: {printable_lines(log.redact(text))}'
-    with suppress(OSError):  # a full disk or a closed terminal changes nothing of what was done
-        print(broken(said, width(sys.stderr)), file=sys.stderr, flush=True)
+    message = f'eschedule: {printable_lines(log.redact(text))}'
+    with suppress(OSError):  # a full disk or a closed terminal does not undo the command
+        print(broken(message, width(sys.stderr)), file=sys.stderr, flush=True)
 
 
 def _interrupted() -> int:

@@ -1,7 +1,7 @@
-"""systemd: what it is told of a service that it has started, and the units by which it starts ours.
+"""systemd: notifications about this service, and the units that start ecomp's services.
 
-The words are datagrams to the socket that NOTIFY_SOCKET names: sd_notify(3), sd_watchdog_enabled(3). Started by anybody
-else, nothing is said.
+Notifications are datagrams to the socket in NOTIFY_SOCKET: sd_notify(3), sd_watchdog_enabled(3). Without that variable
+nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 UNITS = PACKAGE / 'units'
+# Placeholder for the command in the unit files of UNITS.
 COMMAND = '@command@'
-"""What stands in a unit of UNITS for the command that it runs."""
+# Seconds for systemd to accept a notification; then it is dropped.
 PATIENCE = 5.0
-"""Seconds in which systemd has to take a word; then it is left unsaid."""
 
 
 class Service:
-    """This process as systemd's service. `socket_path` '' means that it is none; `watchdog` is in seconds."""
+    """This process as a systemd service; `socket_path` '' means that systemd did not start it."""
 
     def __init__(self, socket_path: str = '', watchdog: float = math.inf) -> None:
         self._address = re.sub('^@', '\0', socket_path)
@@ -34,22 +34,21 @@ class Service:
 
     @classmethod
     def of(cls, environment: MutableMapping[str, str]) -> Service:
-        """Take systemd's variables out of `environment`, so that no child of ours speaks for us."""
+        """Take systemd's variables from `environment`, so that no child notifies in our name."""
         path = environment.pop('NOTIFY_SOCKET', '')
         watchdog, pid = environment.pop('WATCHDOG_USEC', ''), environment.pop('WATCHDOG_PID', '')
-        ours = watchdog.isdecimal() and pid in ('', str(os.getpid()))
-        return cls(path, int(watchdog) / 1e6 if ours and int(watchdog) else math.inf)
+        is_ours = watchdog.isdecimal() and pid in ('', str(os.getpid()))
+        return cls(path, int(watchdog) / 1e6 if is_ours and int(watchdog) else math.inf)
 
     def ready(self, status: str) -> None:
-        """Say that it is ready, and what it does, in a line."""
         self._say('READY=1', f'STATUS={status}')
 
     def stopping(self, status: str) -> None:
-        """Say that it ends. From now on systemd waits for that alone, and no longer for alive()."""
+        """Report the stop: systemd then waits for the exit and ignores the watchdog."""
         self._say('STOPPING=1', f'STATUS={status}')
 
     def alive(self) -> float:
-        """Say that it lives, if that is due; after how many seconds it is due again, math.inf without a watchdog."""
+        """Send the watchdog's keep-alive if due; return the seconds until the next, or math.inf."""
         now = time.monotonic()
         if self._every < math.inf and now >= self._next:
             self._say('WATCHDOG=1')
@@ -59,51 +58,51 @@ class Service:
     def _say(self, *lines: str) -> None:
         if not self._address:
             return
-        # Nothing of our work is lost where systemd does not hear: it acts on that by itself.
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as said:
-            said.settimeout(PATIENCE)
+        # A lost notification does not affect our work: systemd acts on it itself.
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify_socket:
+            notify_socket.settimeout(PATIENCE)
             text = '\n'.join(' '.join(line.splitlines()) for line in lines)
-            said.sendto(text.encode(errors='replace'), self._address)
+            notify_socket.sendto(text.encode(errors='replace'), self._address)
 
 
 def unit(name: str, command: Sequence[str]) -> str:
-    """The unit of this name, which runs this command."""
-    first, *others = command
-    # Variables are those of the words behind the program alone.
-    words = [quoted(first), *(quoted(each).replace('$', '$$') for each in others)]
+    """Render the unit file `name` from UNITS; it runs `command`."""
+    executable, *arguments = command
+    # systemd expands variables only in the arguments, not in the program.
+    words = [quoted(executable), *(quoted(argument).replace('$', '$$') for argument in arguments)]
     return (UNITS / name).read_text(encoding='utf-8').replace(COMMAND, ' '.join(words))
 
 
 def program(called: str, python: str, module: str) -> list[str]:
-    """The first words of a command that runs what was `called` (sys.argv[0]) from any directory.
+    """Make the first words of a command that runs `argv0` (sys.argv[0]) from any directory.
 
-    Where that is no program, but a module's file, it is run by `python`.
+    An executable is named by its absolute path; a module's file is run by `python -m`.
     """
     if os.access(called, os.X_OK):
         return [os.path.abspath(called)]
-    # -P: what lies in the directory that it is started in is not root's to run.
+    # -P: root must not import code from the working directory.
     return [python, '-P', '-m', module]
 
 
 def in_root_s_way(path: Path) -> Path | None:
-    """The directory, `path` or one above it, that keeps root without capabilities from it; None if none does.
+    """Find the first directory on `path` that root without capabilities cannot rely on.
 
-    That is one that is another user's: root may be shut out and writes nothing in it, and that user could put another
-    program there. What is not there yet is in nobody's way.
+    It belongs to another user, who may lock root out or replace programs in it, or root has no right to search it. None
+    means no such directory; missing parts of the path are ignored.
     """
-    for way in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
-        for each in (*reversed(way.parents), way):
+    for variant in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
+        for place in (*reversed(variant.parents), variant):
             try:
-                found = each.stat()
+                status = place.stat()
             except OSError:
-                break  # not there yet, or root's alone
-            if stat.S_ISDIR(found.st_mode) and (found.st_uid != 0 or not found.st_mode & stat.S_IXUSR):
-                return each
+                break  # it does not exist yet, or only root can enter it
+            if stat.S_ISDIR(status.st_mode) and (status.st_uid != 0 or not status.st_mode & stat.S_IXUSR):
+                return place
     return None
 
 
 def quoted(word: str) -> str:
-    """A word as ExecStart= takes it, but for `$`. systemd.syntax(7), systemd.service(5) on command lines."""
+    """Quote a word for ExecStart=, except `$`: systemd.syntax(7), systemd.service(5)."""
     word = word.replace('%', '%%')
     if re.fullmatch(r'[\w@%$+=:,./-]+', word, re.ASCII):
         return word

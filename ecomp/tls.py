@@ -1,4 +1,4 @@
-"""Why TLS with a server failed, by OpenSSL's own reason, and what users read of it."""
+"""Classify TLS failures by OpenSSL's reason, with a sentence for each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 
 class TlsFailure(Enum):
-    """Why TLS failed. OWN_ is said of our certificate, which the server refuses."""
+    """A reason why TLS failed. OWN_ means that the server refuses our certificate."""
 
     EXPIRED = auto()
     NOT_YET_VALID = auto()
@@ -26,6 +26,7 @@ class TlsFailure(Enum):
     OTHER = auto()
 
 
+# For servers whose configuration has ca_cert, cert_cert and cert_key.
 SENTENCES: Mapping[TlsFailure, str] = {
     TlsFailure.EXPIRED: 'its certificate has expired',
     TlsFailure.NOT_YET_VALID: 'its certificate is not valid yet: is the clock right?',
@@ -46,17 +47,16 @@ SENTENCES: Mapping[TlsFailure, str] = {
     ),
     TlsFailure.OTHER: 'TLS failed',
 }
-"""What is said of a server of ours, whose configuration has ca_cert, cert_cert and cert_key."""
 _OWN = (TlsFailure.OWN_EXPIRED, TlsFailure.OWN_MISSING, TlsFailure.OWN_REFUSED)
+# For etcd, whose alerts tell less about our certificate.
 ETCD_SENTENCES: Mapping[TlsFailure, str] = {
     **SENTENCES,
     **dict.fromkeys(_OWN, 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'),
     **dict.fromkeys((TlsFailure.PLAIN_TEXT, TlsFailure.OTHER), 'it does not speak TLS as we do'),
     TlsFailure.HUNG_UP: 'it hangs up on TLS: does it expect none (no ca_cert)?',
 }
-"""What is said of etcd, whose alerts tell less of our certificate."""
 
-# https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/ names them; the numbers are in OpenSSL's x509_vfy.h.
+# Named in https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/; the numbers are in OpenSSL's x509_vfy.h.
 _BY_VERIFY_CODE = {
     9: TlsFailure.NOT_YET_VALID,
     10: TlsFailure.EXPIRED,
@@ -76,7 +76,6 @@ _BY_REASON = {
 
 
 def tls_failure(error: ssl.SSLError) -> TlsFailure:
-    """Classify an error of a handshake, or of what is read or written after it."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _BY_VERIFY_CODE.get(getattr(error, 'verify_code', 0), TlsFailure.UNTRUSTED)
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
