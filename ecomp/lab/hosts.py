@@ -1,4 +1,4 @@
-"""One hypervisor host of a lab: its private directories, its virtlogd and libvirtd, its network, its ecompute."""
+"""A hypervisor host of a lab: its directories, virtlogd, libvirtd, network and ecompute."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ecomp.model.guest import public_key
 from ecomp.model.keys import COMPUTES
 from ecomp.store.client import Store
 
-START_SECONDS = 90.0  # that libvirtd and ecompute each have to answer; then EcompError
-END_SECONDS = 30.0  # that an ecompute has to end by itself; then it is killed
-LIBVIRT_SECONDS = 10.0  # that libvirtd has for each answer; then it counts as frozen
-ETCD_SECONDS = 5.0  # that etcd has for each answer; then ecompute counts as not there
+START_SECONDS = 90.0  # for libvirtd and for ecompute to become ready; then EcompError
+END_SECONDS = 30.0  # for an ecompute to end after SIGTERM; then it is killed
+LIBVIRT_SECONDS = 10.0  # for each answer of libvirtd; then it counts as frozen
+ETCD_SECONDS = 5.0  # for each answer of etcd; then ecompute counts as absent
 
-# The group and user QEMU runs as, in Debian's and Ubuntu's libvirt.
+# QEMU's user and group in Debian's and Ubuntu's libvirt.
 QEMU_USER = 'libvirt-qemu'
 
 COMPUTE_YAML = """\
@@ -63,14 +63,14 @@ USER_DATA = """\
 echo "this guest's user-data ran"
 """
 
-# The lab confines its guests by namespaces; AppArmor's profiles do not know its private directories.
+# Namespaces confine the lab's guests; AppArmor's profiles do not know its private directories.
 QEMU_CONF = """\
 security_driver = "none"
 """
 
 
 class LabHost:
-    """A host of a lab. Each method makes what is missing, and does nothing where that is there. EcompError."""
+    """A host of a lab; its methods make what is missing, and raise EcompError on failure."""
 
     def __init__(self, lab: Lab, name: str) -> None:
         self.lab = lab
@@ -81,26 +81,26 @@ class LabHost:
         self._older = 0
 
     def command(self, words: list[str]) -> list[str]:
-        """What runs these `words`, a program and its arguments, in the host's namespaces."""
+        """Make the command that runs `words` in the host's namespaces."""
         return [*machine.inside(self.lab.layout, self.lab.directory, self.name), *words]
 
     def prepare(self) -> None:
-        """Make the host's namespace, libvirt's private directories, and compute.yaml and mdserver.conf if missing."""
+        """Make the missing namespace, private directories, compute.yaml and mdserver.conf."""
         if machine.ensure_host(self.lab.layout, self.name):
-            # What libvirt believes to be running was in a namespace that is gone, with a boot of the machine for one.
+            # The domains in libvirt's runtime state were in a namespace that is gone, for instance after a reboot.
             shutil.rmtree(self.directory / 'run', ignore_errors=True)
         for name, target in machine.MOUNTS.items():
             private = self.directory / name
             private.mkdir(mode=0o755, parents=True, exist_ok=True)
-            # A mount needs something to be over; without the packages' own files even the directory may be missing.
+            # A mount needs a target; without the packages' own files even the directory may be missing.
             Path(target).mkdir(parents=True, exist_ok=True)
         for name in ('images', 'dnsmasq', 'qemu', 'boot'):
             (self.directory / 'lib' / name).mkdir(exist_ok=True)
-        with contextlib.suppress(LookupError):  # where QEMU runs as root there is no such user
+        with contextlib.suppress(LookupError):  # no such user where QEMU runs as root
             shutil.chown(self.directory / 'lib' / 'qemu', QEMU_USER, QEMU_USER)
         self._prepare_kvm()
         etc = self.directory / 'etc'
-        # Of the machine's settings only the filters: its networks, hooks and passwords are not the lab's.
+        # Of the machine's settings copy only the filters: its networks, hooks and passwords are not the lab's.
         if Path('/etc/libvirt/nwfilter').is_dir():
             shutil.copytree('/etc/libvirt/nwfilter', etc / 'nwfilter', dirs_exist_ok=True)
         _write_once(etc / 'qemu.conf', QEMU_CONF)
@@ -109,38 +109,40 @@ class LabHost:
         _write_once(self.directory / 'mdserver.conf', mdserver_conf())
 
     def _prepare_kvm(self) -> None:
-        """Make a /dev/kvm for the host that QEMU may open, where only root may open the machine's own.
+        """Make a /dev/kvm for the host that QEMU can open, if only root can open the machine's own.
 
-        Where nobody ran udev it is root's, and in a container its group is a number of the machine around it. libvirtd,
-        root, can open that, QEMU cannot, and libvirt takes the difference for a change: it probes QEMU anew for every
-        guest, which takes seconds, on a busy machine a minute. The machine's own device is left as it is.
+        Without udev the device belongs to root, and in a container its group is a number of the outer machine.
+        libvirtd, as root, can open it, QEMU cannot, and libvirt takes the difference for a change: it probes QEMU again
+        for every guest, which takes seconds, on a busy machine a minute. The machine's own device stays unchanged.
+        Without KVM or permission to make devices nothing is made.
         """
         node = self.directory / 'dev/kvm'
-        node.parent.mkdir(mode=0o700, exist_ok=True)  # for the host alone: whoever is on the machine has no use for it
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # no KVM; nobody may make devices
+        node.parent.mkdir(mode=0o700, exist_ok=True)  # only for the host: no user of the machine needs it
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # no KVM; devices may not be made here
             device = os.stat('/dev/kvm')
             if device.st_mode & 0o006 != 0o006 and not node.exists():
                 os.mknod(node, stat.S_IFCHR, device.st_rdev)
                 os.chmod(node, 0o666)  # systemd's own rule
 
     def takes_role(self) -> bool:
-        """Write the uuid of the host's compute.yaml to the one beside its certificate, by which etcd's role is made.
+        """Copy the uuid in the host's compute.yaml to the one beside its certificate.
 
-        False where that compute.yaml, of an earlier elab, has no uuid; its ecompute may run, too.
+        The host's role in etcd is made from the latter. Returns False if the host's compute.yaml, of an earlier elab,
+        has no uuid; its ecompute may be running.
         """
         own = load_compute(self.directory / 'compute.yaml').uuid
-        told = self._certificate / 'compute.yaml'
-        if own is not None and load_compute(told).uuid != own:
-            lines = [line for line in told.read_text(encoding='utf-8').splitlines() if not line.startswith('uuid:')]
-            write_durably(told, '\n'.join([*lines, f'uuid: {own}\n']), 0o644)
+        target = self._certificate / 'compute.yaml'
+        if own is not None and load_compute(target).uuid != own:
+            lines = [line for line in target.read_text(encoding='utf-8').splitlines() if not line.startswith('uuid:')]
+            write_durably(target, '\n'.join([*lines, f'uuid: {own}\n']), 0o644)
         return own is not None
 
     def start_libvirt(self) -> None:
-        """Start virtlogd and libvirtd, without waiting until they answer."""
+        """Start virtlogd and libvirtd, without waiting for them."""
         for daemon in ('virtlogd', 'libvirtd'):
             what = f'{self.name} {daemon}'
             if not self.lab.running(what):
-                # Where the package puts it; its own default is on another file system, and shared.
+                # The path of the package; the default is on another, shared file system.
                 command = self.command([daemon, '--pid-file', f'/run/libvirt/{daemon}.pid'])
                 log = self.directory / f'{daemon}.log'
                 machine.start(what, command, log, remember=self.lab.remember)
@@ -151,17 +153,17 @@ class LabHost:
         machine.wait_for(what, self.libvirt_answers, self.lab.processes[what], log, START_SECONDS)
         definition = self.directory / 'network.xml'
         if not (self.directory / 'etc/qemu/networks/autostart/default.xml').is_symlink():
-            # The same uuid every time: libvirt takes a second definition of a name only under the first one's.
-            own = uuid.uuid5(uuid.NAMESPACE_URL, f'elab:{self.lab.layout.name}:{self.name}')
-            definition.write_text(network_xml(self.lab.layout.guests(self.name), str(own)), encoding='utf-8')
+            # Always the same uuid: libvirt accepts another definition of a name only with the first one's.
+            network_uuid = uuid.uuid5(uuid.NAMESPACE_URL, f'elab:{self.lab.layout.name}:{self.name}')
+            definition.write_text(network_xml(self.lab.layout.guests(self.name), str(network_uuid)), encoding='utf-8')
             self._virsh('net-define', str(definition))
             self._virsh('net-autostart', 'default')
         if not self.network_runs():
             self._virsh('net-start', 'default')
 
     def libvirt_answers(self) -> bool:
-        """Whether libvirtd answers a question about its domains."""
-        # virsh waits and retries by itself for a socket that is not there; the file costs nothing to look at.
+        """True if libvirtd answers a query for its domains."""
+        # virsh waits and retries for a missing socket; checking the file is cheap.
         if (self.directory / 'run/libvirt-sock').exists():
             with contextlib.suppress(EcompError):
                 self.guests()
@@ -169,34 +171,34 @@ class LabHost:
         return False
 
     def network_runs(self) -> bool:
-        """Whether the network `default` runs, by its bridge."""
+        """True if the network `default` is active, by its bridge."""
         return machine.has_interface(self.lab.layout, self.name, 'virbr0')
 
     def guests(self) -> int:
-        """How many of the host's domains run."""
+        """Count the running domains of the host."""
         return len(self._virsh('list', '--name', seconds=LIBVIRT_SECONDS).split())
 
     def start_ecompute(self) -> None:
-        """Start ecompute, without waiting until it is in etcd."""
+        """Start ecompute, without waiting for its presence."""
         what = f'{self.name} ecompute'
         if not self.lab.running(what):
-            # The key of one that was killed stays until its lease ends, and says nothing about this one.
+            # A killed ecompute's presence stays until its lease expires; it does not show that this one is ready.
             self._older = self._presence()
             config = str(self.directory / 'compute.yaml')
             command = self.command([sys.executable, '-m', 'ecomp.compute', '--config', config])
             machine.start(what, command, self.log, remember=self.lab.remember)
 
     def wait_ecompute(self) -> None:
-        """Wait until ecompute has put its presence in etcd."""
+        """Wait until ecompute has written its presence to etcd."""
         what = f'{self.name} ecompute'
         machine.wait_for(what, self.ecompute_answers, self.lab.processes[what], self.log, START_SECONDS)
 
     def ecompute_answers(self) -> bool:
-        """Whether ecompute runs, and has put its presence in etcd since start_ecompute()."""
+        """True if ecompute runs and has written its presence since start_ecompute()."""
         return self.lab.running(f'{self.name} ecompute') is not None and self._presence() > self._older
 
     def state(self, etcd_answers: bool) -> str:
-        """What `elab status` says of the host: ready, or down, no answer or unknown, and why."""
+        """Describe the host for `elab status`: ready, or down, no answer or unknown, and why."""
         if not machine.exists(self.lab.layout, self.name):
             return 'down: no namespace'
         libvirtd = self.lab.running(f'{self.name} libvirtd')
@@ -215,7 +217,7 @@ class LabHost:
         return f'ready: {self.guests()} guests, network {self.lab.layout.guests(self.name)}'
 
     def _presence(self) -> int:
-        """The revision of ecompute's presence in etcd; 0 where it has none, or etcd gives no answer."""
+        """Read the revision of ecompute's presence, 0 if it has none or etcd is unreachable."""
         compute, entry = self.compute(), None
         with contextlib.suppress(Unreachable):
             entry = self._store.get(COMPUTES + compute) if compute is not None else None
@@ -223,12 +225,12 @@ class LabHost:
 
     @functools.cached_property
     def _store(self) -> Store:
-        own = self.lab.operator
-        files = own / 'ca.crt', own / 'client.key', own / 'client.crt'
+        directory = self.lab.operator
+        files = directory / 'ca.crt', directory / 'client.key', directory / 'client.crt'
         return Store(EtcdConfig((self.lab.layout.etcd,), *files, timeout=ETCD_SECONDS))
 
     def compute(self) -> str | None:
-        """The uuid of the host's ecompute; None before its first start."""
+        """Read the uuid of the host's ecompute, None before its first start."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return str(uuid.UUID((self.directory / 'state/uuid').read_text(encoding='ascii').strip()))
         return None
@@ -237,16 +239,16 @@ class LabHost:
         return machine.run(self.command(['virsh', '-q', '-c', 'qemu:///system', *words]), seconds=seconds)
 
     def share_with_more(self) -> bool:
-        """Where its compute.yaml gives it more than its share of the machine is now, write that and end its ecompute.
+        """Reduce the host's inventory to its current share; if that changes it, end ecompute.
 
-        True if so; its guests go on, and start_ecompute() starts it with the new share.
+        Returns True if so; the guests continue, and start_ecompute() applies the new share.
         """
         path = self.directory / 'compute.yaml'
-        before = path.read_text(encoding='utf-8')
-        after = with_less(before, self._share())
-        if after == before:
+        old_text = path.read_text(encoding='utf-8')
+        new_text = with_less(old_text, self._share())
+        if new_text == old_text:
             return False
-        write_durably(path, after, 0o644)
+        write_durably(path, new_text, 0o644)
         process = self.lab.running(f'{self.name} ecompute')
         machine.end([process] if process else [], END_SECONDS)
         return True
@@ -276,15 +278,15 @@ def _write_once(path: Path, text: str) -> None:
 
 
 def mdserver_conf() -> str:
-    """The mdserver.conf of a host, with the first ssh key of the user who called elab, with sudo or without."""
+    """Render a host's mdserver.conf with the first ssh key of elab's caller (SUDO_USER too)."""
     homes = [Path.home()]
     if caller := os.environ.get('SUDO_USER'):
-        with contextlib.suppress(RuntimeError):  # no such user any more
+        with contextlib.suppress(RuntimeError):  # the user was removed
             homes.insert(0, Path(f'~{caller}').expanduser())
     for path in (path for home in homes for path in sorted(home.glob('.ssh/*.pub'))):
-        # Others are called so, too: what nobody can read, keys in PuTTY's format.
+        # *.pub also matches unreadable files and keys in PuTTY's format.
         with contextlib.suppress(OSError, ValueError):
             key = public_key(path.read_text(encoding='utf-8').partition('\n')[0].split())
-            if '-cert-v' not in key.split()[0]:  # sshd is shown a certificate, and has none in its files
+            if '-cert-v' not in key.split()[0]:  # a client presents a certificate; authorized_keys lists none
                 return MDSERVER_CONF.format(keys=f'default = {key}')
     return MDSERVER_CONF.format(keys='# default = ssh-ed25519 AAAA... me@here')

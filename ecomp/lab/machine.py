@@ -1,11 +1,8 @@
-"""What the lab asks of the machine: programs run to their end, processes that stay, and what is missing.
+"""Programs, processes and network namespaces of a lab on this machine, by iproute2.
 
-A process is remembered by its pid and its start time, so that a pid used again is never taken for it.
-
-The lab's network namespaces, what joins them, and how a command gets into one. Asks iproute2 for everything.
-
-The bridge of the lab's LAN is in the control namespace, not on the machine: there, Docker's FORWARD rules would
-decide about the lab's traffic, and only one interface and one route are ever to be seen outside.
+A process is identified by its pid and its start time, so that a reused pid is never mistaken for it. The bridge of the
+lab's LAN is in the control namespace: on the machine itself, Docker's FORWARD rules would apply to the lab's traffic,
+and only one interface and one route may appear outside the namespaces.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from ecomp.errors import Conflict, EcompError, UsageError
 from ecomp.files import search_path
 from ecomp.lab.network import CONTROL, FENCED, Layout, fence
 
-# Every program the lab runs, and Debian's package of it.
+# Every program the lab runs, with its Debian package.
 CONTROL_PROGRAMS = {'etcd': 'etcd-server', 'setpriv': 'util-linux'}
 SECURE_PROGRAMS = {'stunnel4': 'stunnel4'}
 HOST_PROGRAMS = {
@@ -50,28 +47,31 @@ HOST_PROGRAMS = {
 
 @dataclass(frozen=True)
 class Process:
-    """A process: `what` names it for people, `started` is when it started in clock ticks since the boot."""
+    """A process labelled `what`, started `started` clock ticks after the boot."""
 
     what: str
     pid: int
     started: int
 
 
+# Records atomically that a process is the server of this label.
 Remember = Callable[[str, Process], None]
-"""What writes down, whole or not at all, that a server is this process."""
 
 
 def python_path() -> str:
-    """A PYTHONPATH with which a server in another directory imports the same ecomp and mdserver as this process."""
+    """Make a PYTHONPATH by which a server in another directory imports this ecomp and mdserver."""
     specs = [importlib.util.find_spec(name) for name in ('ecomp', 'mdserver')]
     tops = [str(Path(spec.origin).parent.parent) for spec in specs if spec is not None and spec.origin]
     return os.pathsep.join([*dict.fromkeys(tops), *filter(None, [os.environ.get('PYTHONPATH')])])
 
 
 def started_at(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None if it has ended, reaped or not. proc(5)"""
+    """Read when a process started, in clock ticks since the boot (proc(5)).
+
+    None if it has ended, reaped or not.
+    """
     try:
-        # The command in parentheses may hold anything; after the last ) come the fields from the third on.
+        # The command in parentheses may contain anything; the fields from the third on follow the last ).
         fields = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace').rpartition(')')[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -79,29 +79,29 @@ def started_at(pid: int) -> int | None:
 
 
 def alive(process: Process) -> bool:
-    """Whether the process still runs; another one with its pid does not count."""
+    """True if the process still runs; another process with its pid does not count."""
     return started_at(process.pid) == process.started
 
 
 def end(processes: Iterable[Process], patience: float = 5.0) -> None:
-    """Send SIGTERM to each process that still runs, and SIGKILL after `patience` seconds.
+    """Send SIGTERM to the running processes, and SIGKILL after `timeout_seconds`.
 
-    EcompError names those that run 10 s later.
+    Raises EcompError that names those still running 10 s later.
     """
-    left = [process for process in processes if alive(process)]
+    running = [process for process in processes if alive(process)]
     for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
-        for process in left:
+        for process in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
         deadline = time.monotonic() + seconds
-        while left and time.monotonic() < deadline:
+        while running and time.monotonic() < deadline:
             time.sleep(0.02)
-            left = [process for process in left if alive(process)]
-    if left:
-        raise EcompError('these do not end: ' + ', '.join(f'{process.what} (pid {process.pid})' for process in left))
+            running = [process for process in running if alive(process)]
+    if running:
+        raise EcompError('these do not end: ' + ', '.join(f'{process.what} (pid {process.pid})' for process in running))
 
 
-# A program that is run once a line has come, and never where whoever was to send it has ended.
+# Runs the program when a line arrives, and never if the sender ends first.
 ONCE_TOLD = 'read -r _ && exec "$@" </dev/null'
 
 
@@ -114,10 +114,11 @@ def start(
     remember: Remember | None = None,
     umask: int = -1,
 ) -> Process:
-    """Start a server in a session of its own, its output appended to `log`; it runs once `remember` has returned.
+    """Start a server in a new session; it runs its program once `record_process` has returned.
 
-    So none runs that nobody has written down, whenever this process is killed; None for one that ends with it. It runs
-    in the directory of `log`. `umask` -1 is its own. EcompError.
+    So no unrecorded server runs, even if this process is killed; None is for a server that ends with this process.
+    Output is appended to `log`, whose directory is the working directory. `umask` -1 means this process's own. Raises
+    EcompError.
     """
     words = ['sh', '-c', ONCE_TOLD, 'sh', *command]
     with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
@@ -135,24 +136,25 @@ def start(
         except OSError as error:
             raise EcompError(f'{what} cannot be started: {error}') from error
     assert child.stdin is not None
-    with child.stdin as told:
+    with child.stdin as release_pipe:
         started = started_at(child.pid)
         if started is None:
             raise EcompError(f'{what} ended at once: {last_line(log)}')
         process = Process(what, child.pid, started)
         if remember is not None:
             remember(what, process)
-        told.write(b'\n')
+        release_pipe.write(b'\n')
     return process
 
 
 def run(command: Sequence[str], text: str | None = None, seconds: float | None = None) -> str:
-    """Run a program to its end with `text` on its stdin, None for nothing; what it wrote to stdout.
+    """Run a program to its end and return its stdout.
 
-    EcompError with the last line of its stderr when it fails, and when it has not ended after `seconds`, None for ever.
+    `stdin_text` None means no input, `timeout_seconds` None no limit. Raises EcompError if the program cannot be run,
+    fails (with the last line of its stderr) or exceeds the limit.
     """
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             input=text,
             stdin=subprocess.DEVNULL if text is None else None,
@@ -167,21 +169,24 @@ def run(command: Sequence[str], text: str | None = None, seconds: float | None =
         raise EcompError(f'{command[0]} cannot be run: {error}') from error
     except subprocess.TimeoutExpired as error:
         raise EcompError(f'{" ".join(command[-8:])} has not ended after {seconds:g} s') from error
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or ['no word why']
-        raise EcompError(f'{" ".join(command[:8])} failed ({done.returncode}): {said[-1]}')
-    return done.stdout
+    if result.returncode:
+        error_lines = result.stderr.strip().splitlines() or ['no word why']
+        raise EcompError(f'{" ".join(command[:8])} failed ({result.returncode}): {error_lines[-1]}')
+    return result.stdout
 
 
 def wait_for(what: str, ready: Callable[[], bool], process: Process, log: Path, seconds: float) -> None:
-    """Call `ready` until it is true; EcompError with the log's last line if the process ends or `seconds` pass."""
+    """Call `is_ready` until it is true.
+
+    Raises EcompError with the log's last line if the process ends or `timeout_seconds` pass.
+    """
     deadline = time.monotonic() + seconds
     while True:
-        answered = ready()
-        if not alive(process):  # also where it is answered: by whom, nobody has asked
-            place = ', and another has its place (elab down ends that)' if answered else ''
-            raise EcompError(f'{what} ended while starting{place}: {last_line(log)} (see {log})')
-        if answered:
+        was_ready = ready()
+        if not alive(process):  # even if ready: another process may have answered
+            occupied = ', and another has its place (elab down ends that)' if was_ready else ''
+            raise EcompError(f'{what} ended while starting{occupied}: {last_line(log)} (see {log})')
+        if was_ready:
             return
         if time.monotonic() >= deadline:
             raise EcompError(f'{what} did not answer within {seconds:.0f} s: {last_line(log)} (see {log})')
@@ -189,7 +194,7 @@ def wait_for(what: str, ready: Callable[[], bool], process: Process, log: Path, 
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is not empty."""
+    """Read the last non-empty line of a log."""
     with contextlib.suppress(FileNotFoundError):
         lines = [line for line in log.read_text(encoding='utf-8', errors='replace').splitlines() if line.strip()]
         if lines:
@@ -198,29 +203,29 @@ def last_line(log: Path) -> str:
 
 
 def require_root(command: str) -> None:
-    """UsageError, with what to type, unless this is root: namespaces and libvirtd need it."""
+    """Raise UsageError with the sudo command, unless root: namespaces and libvirtd need it."""
     if os.geteuid() != 0:
-        # By its whole path: sudo looks in a PATH of its own, which has no virtual environment.
+        # The full path: sudo's own PATH has no virtual environment.
         words = ['sudo', *systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab'), *sys.argv[1:]]
         raise UsageError(f'{command} needs root: {shlex.join(words)}')
 
 
 def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:
-    """UsageError that names what is missing of `programs`, {program: Debian package}, and of Python `modules`."""
-    absent = [program for program in programs if not shutil.which(program, path=search_path())]
-    packages = sorted({programs[program] for program in absent})
-    lacking = [module for module in modules if importlib.util.find_spec(module) is None]
-    said = []
+    """Raise UsageError that names missing `programs`, {program: Debian package}, and `modules`."""
+    missing_programs = [program for program in programs if not shutil.which(program, path=search_path())]
+    packages = sorted({programs[program] for program in missing_programs})
+    missing_modules = [module for module in modules if importlib.util.find_spec(module) is None]
+    problems = []
     if packages:
-        said.append(f'missing: apt-get install --no-install-recommends {" ".join(packages)}')
-    if lacking:
+        problems.append(f'missing: apt-get install --no-install-recommends {" ".join(packages)}')
+    if missing_modules:
         extras = 'hypervisor,lab' if 'libvirt' in modules else 'lab'
-        said.append(f"missing in {sys.executable}: {', '.join(lacking)}; pip install '.[{extras}]'")
-    if said:
-        raise UsageError('; '.join(said))
+        problems.append(f"missing in {sys.executable}: {', '.join(missing_modules)}; pip install '.[{extras}]'")
+    if problems:
+        raise UsageError('; '.join(problems))
 
 
-# The private directories of a host, and what they are mounted over inside it.
+# The private directories of a host, and where they are mounted inside it.
 MOUNTS = {
     'run': '/run/libvirt',
     'lib': '/var/lib/libvirt',
@@ -229,8 +234,8 @@ MOUNTS = {
     'log': '/var/log/libvirt',
 }
 
-# As `sh -c ENTER name directory command…`: a mount and UTS namespace was just made by unshare, private by itself.
-# Every command makes the same mounts anew, so that none depends on another process to be alive.
+# Run as `sh -c ENTER_SCRIPT name directory command…` in the private mount and UTS namespaces that unshare made. Every
+# command repeats the mounts, so that it depends on no other running process.
 ENTER = (
     'set -e; echo "$0" > /proc/sys/kernel/hostname; d=$1; shift; '
     + ''.join(f'mount --bind "$d/{name}" {target}; ' for name, target in MOUNTS.items())
@@ -239,7 +244,7 @@ ENTER = (
 
 
 def inside(layout: Layout, directory: Path, place: str) -> list[str]:
-    """The words before a command that have it run in a host or in `control`; `directory` is the lab's."""
+    """Make the words before a command that run it in a host or `control` of a lab."""
     prefix = ['ip', 'netns', 'exec', layout.namespace(place)]
     if place == CONTROL:
         return prefix
@@ -247,14 +252,14 @@ def inside(layout: Layout, directory: Path, place: str) -> list[str]:
 
 
 def ensure_control(layout: Layout) -> None:
-    """Make the control namespace with the LAN's bridge, and the machine's link and route to it, if missing.
+    """Make what is missing of the control namespace, its bridge, and the machine's link to it.
 
-    Conflict, with nothing made, if the machine has another route to the lab's network by now.
+    Raises Conflict before anything is made if the machine has another route to the lab's network, and EcompError.
     """
     for route in json.loads(run(['ip', '-json', '-4', 'route', 'show', 'exact', str(layout.network)]) or '[]'):
         if route.get('dev') != layout.link:
-            why = f'{layout.network} is routed by {route.get("dev", route.get("type"))}, and was free for the lab'
-            raise Conflict(f'{why}: take that route away, or elab down --name {layout.name}, and elab up anew')
+            conflict = f'{layout.network} is routed by {route.get("dev", route.get("type"))}, and was free for the lab'
+            raise Conflict(f'{conflict}: take that route away, or elab down --name {layout.name}, and elab up anew')
     _ensure_namespace(layout, CONTROL)
     space = layout.namespace(CONTROL)
     _ensure_bridge(layout, CONTROL, str(layout.control))
@@ -268,9 +273,9 @@ def ensure_control(layout: Layout) -> None:
 
 
 def ensure_host(layout: Layout, host: str) -> bool:
-    """Make a host's namespace, on the LAN by a bridge of its own (for `bridge: br0`), and the route to its guests.
+    """Make what is missing of a host's namespace, its LAN bridge and the route to its guests.
 
-    True if the namespace was missing.
+    The bridge is for `bridge: br0`. Returns True if the namespace was missing. Raises EcompError.
     """
     made = _ensure_namespace(layout, host)
     space, control = layout.namespace(host), layout.namespace(CONTROL)
@@ -279,7 +284,7 @@ def ensure_host(layout: Layout, host: str) -> bool:
         run(['ip', '-n', control, 'link', 'add', host, 'type', 'veth', 'peer', 'name', 'eth0', 'netns', space])
     run(['ip', '-n', control, 'link', 'set', host, 'master', 'br0', 'up'])
     run(['ip', '-n', space, 'link', 'set', 'eth0', 'master', 'br0', 'up'])
-    # To the machine and the other hosts' guests. There is no default route: nothing gets out.
+    # This route leads to the machine and to guests of other hosts. Without a default route nothing leaves the lab.
     run(['ip', '-n', space, 'route', 'replace', str(layout.network), 'via', str(layout.control)])
     run(['ip', '-n', control, 'route', 'replace', str(layout.guests(host)), 'via', str(layout.address(host))])
     _ensure_fence(layout, space)
@@ -287,7 +292,7 @@ def ensure_host(layout: Layout, host: str) -> bool:
 
 
 def exists(layout: Layout, place: str) -> bool:
-    """Whether the namespace of a host or of `control` is there and can be entered."""
+    """True if the namespace of a host or of `control` exists and can be entered."""
     with contextlib.suppress(EcompError):
         run(['ip', '-n', layout.namespace(place), 'link', 'show', 'lo'])
         return True
@@ -295,32 +300,34 @@ def exists(layout: Layout, place: str) -> bool:
 
 
 def has_interface(layout: Layout, place: str, name: str) -> bool:
-    """Whether there is an interface of that name in a host or in `control`."""
     links = json.loads(run(['ip', '-n', layout.namespace(place), '-json', 'link', 'show']))
-    return any(each['ifname'] == name for each in links)
+    return any(link['ifname'] == name for link in links)
 
 
 def of_lab(name: str) -> list[str]:
-    """The namespaces on this machine whose names begin with this lab's, also those that lab.json does not have."""
+    """List this machine's namespaces named after a lab, also those missing from lab.json."""
     lines = run(['ip', 'netns', 'list']).splitlines()
-    found = (line.split()[0] for line in lines if line.strip())
-    return sorted(space for space in found if re.fullmatch(f'elab-{re.escape(name)}-({CONTROL}|hv[0-9]+)', space))
+    namespaces = (line.split()[0] for line in lines if line.strip())
+    return sorted(space for space in namespaces if re.fullmatch(f'elab-{re.escape(name)}-({CONTROL}|hv[0-9]+)', space))
 
 
 def end_processes(spaces: list[str], recorded: list[Process]) -> None:
-    """End every process in these namespaces, and each that was recorded and still runs. EcompError."""
-    for _ in range(10):  # what is ended may just have started something
-        found = {process.pid: process for process in recorded if started_at(process.pid) == process.started}
+    """End the processes in these namespaces, and the recorded ones that still run.
+
+    Raises EcompError if a process survives or new ones keep appearing.
+    """
+    for _ in range(10):  # a process may have started another before its end
+        running = {process.pid: process for process in recorded if started_at(process.pid) == process.started}
         for space in spaces:
-            found |= {process.pid: process for process in _processes(space)}
-        if not found:
+            running |= {process.pid: process for process in _processes(space)}
+        if not running:
             return
-        end(found.values(), patience=3.0)
+        end(running.values(), patience=3.0)
     raise EcompError('processes in the lab are started faster than they can be ended')
 
 
 def remove(spaces: list[str], layout: Layout | None) -> None:
-    """Remove these namespaces with the interfaces in them, and the link of `layout`, None for no link."""
+    """Remove namespaces with their interfaces, and the link of `layout` unless it is None."""
     if layout is not None:
         _forget_link(layout)
     for space in spaces:
@@ -331,34 +338,34 @@ def _processes(space: str) -> list[Process]:
     try:
         pids = run(['ip', 'netns', 'pids', space]).split()
     except EcompError:
-        return []  # half made: nothing can have been started in it
-    found = ((int(pid), started_at(int(pid))) for pid in pids)
-    return [Process(space, pid, started) for pid, started in found if started is not None]
+        return []  # incomplete: no process can have been started in it
+    start_times = ((int(pid), started_at(int(pid))) for pid in pids)
+    return [Process(space, pid, started) for pid, started in start_times if started is not None]
 
 
 def _ensure_namespace(layout: Layout, place: str) -> bool:
     space = layout.namespace(place)
-    missing = not exists(layout, place)
-    if missing:
+    is_missing = not exists(layout, place)
+    if is_missing:
         if space in of_lab(layout.name):
-            run(['ip', 'netns', 'delete', space])  # a file without a namespace: killed while making it, or a reboot
+            run(['ip', 'netns', 'delete', space])  # a file alone: elab was killed, or a reboot
         run(['ip', 'netns', 'add', space])
     run(['ip', '-n', space, 'link', 'set', 'lo', 'up'])
     settings = ('net/ipv4/ip_forward=1', 'net/ipv4/conf/all/send_redirects=0', 'net/ipv4/conf/default/send_redirects=0')
     script = 'for each; do echo "${each#*=}" > "/proc/sys/${each%%=*}"; done'
     run(['ip', 'netns', 'exec', space, 'sh', '-c', script, 'sh', *settings])
-    return missing
+    return is_missing
 
 
 def _ensure_fence(layout: Layout, space: str) -> None:
-    within = ['ip', 'netns', 'exec', space]
-    run([*within, 'iptables-restore', '--noflush', '--wait'], fence(layout))
+    prefix = ['ip', 'netns', 'exec', space]
+    run([*prefix, 'iptables-restore', '--noflush', '--wait'], fence(layout))
     for hook, chain in FENCED.items():
         rule = [hook, '-i', 'virbr0', '-j', chain]
         try:
-            run([*within, 'iptables', '--wait', '--check', *rule])
+            run([*prefix, 'iptables', '--wait', '--check', *rule])
         except EcompError:
-            run([*within, 'iptables', '--wait', '--insert', *rule])
+            run([*prefix, 'iptables', '--wait', '--insert', *rule])
 
 
 def _ensure_bridge(layout: Layout, place: str, address: str) -> None:

@@ -1,8 +1,7 @@
-"""What a lab has made, on disk, so that all of it can be found and removed after any crash.
+"""The record of a lab on disk, by which all of it can be found and removed after a crash.
 
-Everything is written to lab.json before it is made, a process when it has a pid and before it runs its program; and
-whatever runs is in one of the lab's namespaces, whose names follow from the lab's, so that even a pid nobody wrote down
-is found.
+Everything is written to lab.json before it is made, and a process before it runs its program. All processes run in the
+lab's namespaces, whose names begin with the lab's, so even an unrecorded process is found.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ VERSION = 2
 ROOT = Path('/var/lib/elab')
 OPERATOR = 'lab'
 RECORD = 'lab.json'
+# Names that may exist in a lab's directory before the lab does: elab makes what is missing.
 PREPARED = r'hv[0-9]+|control|certs|images|schedule\.yaml'
-"""What somebody may have put into a lab's directory before it is made: elab makes what is missing of it."""
 MOUNTINFO = Path('/proc/self/mountinfo')
 
 
 @dataclass
 class Lab:
-    """One lab: its `directory`, how many hosts it has, and the process last started for each of its servers."""
+    """A lab: its directory, its number of hosts, and each server's last process by label."""
 
     directory: Path
     layout: Layout
@@ -44,12 +43,12 @@ class Lab:
 
     @property
     def certs(self) -> Path:
-        """The directory `elab certs` makes: for etcd, placement, each host's ecompute and this machine's eschedule."""
+        """The directory of `elab certs` for etcd, placement, the hosts and eschedule."""
         return self.directory / 'certs'
 
     @property
     def operator(self) -> Path:
-        """The directory with the certificate and the token of eschedule on this machine."""
+        """The directory of the certificate and token of this machine's eschedule."""
         return self.certs / f'operator-{OPERATOR}'
 
     @property
@@ -61,17 +60,16 @@ class Lab:
         return [CONTROL, *self.hosts]
 
     def running(self, what: str) -> Process | None:
-        """The process started as `what`; None if it has ended, or none was."""
+        """Find the running process started as `label`; None if it has ended or was never started."""
         process = self.processes.get(what)
         return process if process is not None and machine.alive(process) else None
 
     def remember(self, what: str, process: Process) -> None:
-        """Write down in lab.json that `what` is this process now."""
         self.processes[what] = process
         self.save()
 
     def save(self) -> None:
-        """Write lab.json, whole or not at all."""
+        """Write lab.json atomically."""
         layout = self.layout
         data = {
             'version': VERSION,
@@ -92,7 +90,10 @@ class Lab:
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
-    """The lab of that name. NotFound if there is none, EcompError if its lab.json is none that this elab can read."""
+    """Load the lab `name`.
+
+    Raises NotFound if there is none, EcompError if its lab.json is unreadable, malformed or of another version.
+    """
     directory = root / name
     path = directory / RECORD
     try:
@@ -102,14 +103,14 @@ def load(name: str, root: Path = ROOT) -> Lab:
             raise EcompError(
                 f'{path} is of version {version}, and this elab knows {VERSION}: elab down --name {name}, then elab up'
             )
-        # Start times count from the boot: after another one they say nothing.
+        # Start times count from the boot: after a reboot they are meaningless.
         recorded = data['processes'] if data['boot'] == boot_id() else {}
         processes = {what: Process(**process) for what, process in recorded.items()}
         return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), processes)
     except FileNotFoundError as error:
-        there = [each.layout.name for each in all_labs(root)]
-        more = f' (there is {", ".join(there)})' if there else ''
-        raise NotFound(f'there is no lab {name!r}{more}: elab up --name {name} makes one') from error
+        names = [lab.layout.name for lab in all_labs(root)]
+        hint = f' (there is {", ".join(names)})' if names else ''
+        raise NotFound(f'there is no lab {name!r}{hint}: elab up --name {name} makes one') from error
     except OSError as error:
         raise EcompError(f'{path}: {error.strerror}') from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -117,10 +118,10 @@ def load(name: str, root: Path = ROOT) -> Lab:
 
 
 def load_or_create(name: str, count: int | None) -> Lab:
-    """The lab of that name with at least `count` hosts, written to lab.json; nothing else of it is made.
+    """Load the lab, or create its lab.json alone, with at least `host_count` hosts.
 
-    None means as many hosts as it has, 3 for a new one. UsageError for a new one where something is that
-    is of no lab: remove() would take that with it.
+    None means the current number, 3 for a new lab. Raises UsageError if the directory of a new lab has foreign files,
+    which remove_directory() would delete, and EcompError.
     """
     with contextlib.suppress(NotFound):
         lab = load(name)
@@ -128,12 +129,13 @@ def load_or_create(name: str, count: int | None) -> Lab:
         lab.save()
         return lab
     directory = ROOT / name
-    # A write of lab.json that was killed leaves its part. What is put there for a lab, and not behind a link, is taken.
-    taken_over = re.compile(re.escape(part_of(Path(RECORD)).name) + ('' if directory.is_symlink() else f'|{PREPARED}'))
-    if not all(taken_over.fullmatch(each.name) for each in directory.glob('*')):
-        why = f'{directory} is not empty, and elab down would remove all that is in it'
-        raise UsageError(f'{why}: move that away, or make {directory} a link to an empty directory')
-    with locked(ROOT):  # two labs that choose at once must not choose the same
+    # A killed write of lab.json leaves its temporary file. Files prepared for a lab are accepted, but not behind a
+    # link.
+    allowed = re.compile(re.escape(part_of(Path(RECORD)).name) + ('' if directory.is_symlink() else f'|{PREPARED}'))
+    if not all(allowed.fullmatch(path.name) for path in directory.glob('*')):
+        problem = f'{directory} is not empty, and elab down would remove all that is in it'
+        raise UsageError(f'{problem}: move that away, or make {directory} a link to an empty directory')
+    with locked(ROOT):  # two labs created concurrently must not choose the same network
         routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
         taken = routed_networks(routes) + [lab.layout.network for lab in all_labs()]
         lab = Lab(directory, Layout(name, choose_network(taken)), count or 3)
@@ -142,35 +144,35 @@ def load_or_create(name: str, count: int | None) -> Lab:
 
 
 def check_removable(directory: Path) -> None:
-    """EcompError if something is mounted below a lab's directory: it is not the lab's, and remove() would empty it.
+    """Raise EcompError if a mount is below a lab's directory: its files would be deleted.
 
-    What the lab itself mounts is in namespaces of its own, and not seen from here. proc_pid_mountinfo(5)
+    The lab's own mounts are in its namespaces and invisible here. proc_pid_mountinfo(5)
     """
     if not _is_a_lab_s(directory):
         return
     top = directory.resolve()
     for line in MOUNTINFO.read_text(encoding='utf-8', errors='surrogateescape').splitlines():
-        # A blank, a tab, a newline and a backslash are written as octal numbers.
-        where = Path(re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), line.split(' ')[4]))
-        if top in where.parents:
-            raise _not_whole(directory, f'{where} is a mount')
+        # A space, tab, newline or backslash is an octal escape.
+        mount_point = Path(re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), line.split(' ')[4]))
+        if top in mount_point.parents:
+            raise _not_whole(directory, f'{mount_point} is a mount')
 
 
 def remove(directory: Path) -> None:
-    """Remove a lab's directory, and the link if it is behind one. EcompError.
+    """Remove a lab's directory, and the link to it. Raises EcompError.
 
-    lab.json goes last: as long as there is something of a lab behind a link, that says whose it is.
+    lab.json is removed last: it shows that a directory behind a link is a lab's.
     """
     try:
         if _is_a_lab_s(directory):
-            there = directory.resolve()
-            for each in there.iterdir():
-                if each.is_dir() and not each.is_symlink():
-                    shutil.rmtree(each)
-                elif each.name != RECORD:
-                    each.unlink()
-            (there / RECORD).unlink(missing_ok=True)
-            there.rmdir()
+            target = directory.resolve()
+            for path in target.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != RECORD:
+                    path.unlink()
+            (target / RECORD).unlink(missing_ok=True)
+            target.rmdir()
         if directory.is_symlink():
             directory.unlink()
     except OSError as error:
@@ -178,7 +180,7 @@ def remove(directory: Path) -> None:
 
 
 def _is_a_lab_s(directory: Path) -> bool:
-    # A lab may be on another disk, behind a link; what never was one is somebody's.
+    # A lab may be on another disk, behind a link; without lab.json that directory is not a lab's.
     return not directory.is_symlink() or (directory / RECORD).exists()
 
 
@@ -189,9 +191,9 @@ def _not_whole(directory: Path, why: str) -> EcompError:
 
 
 def find_lab_here() -> str:
-    """Find the name of the lab of the working directory, or of the `elab shell` that this runs in; else `lab`."""
+    """Find the name of the lab of the working directory, else of the `elab shell`, else `lab`."""
     places = [os.environ.get('ECOMP_CONFIG', '/')]
-    with contextlib.suppress(OSError):  # the working directory may be removed
+    with contextlib.suppress(OSError):  # the working directory may have been removed
         places.insert(0, os.getcwd())
     for place in map(os.path.realpath, places):
         for directory in ROOT.glob('*'):
@@ -201,23 +203,24 @@ def find_lab_here() -> str:
 
 
 def all_labs(root: Path = ROOT) -> list[Lab]:
-    """Every lab on this machine that load() can read; one of another version that is up is seen by its routes."""
-    found = []
+    """Load every lab that load() accepts; others that run are seen only by their routes."""
+    labs = []
     for path in sorted(root.glob(f'*/{RECORD}')):
         with contextlib.suppress(EcompError):
-            found.append(load(path.parent.name, root))
-    return found
+            labs.append(load(path.parent.name, root))
+    return labs
 
 
 @contextlib.contextmanager
 def locked(directory: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock on a directory, made if missing; `busy` is called once if another process holds it.
+    """Hold the lock on a directory, made if missing; `on_busy` is called if another has it.
 
-    The kernel lets the lock go with the process, however that ends.
+    The kernel releases the lock when the process ends, even by a kill.
     """
-    directory = directory.resolve()  # of a link to nothing, what it names is made
+    directory = directory.resolve()  # for a dangling link its target is made
     while True:
-        # Raised of a directory that is removed before mkdir looks at it; what is none cannot be opened as one.
+        # FileExistsError also means that the directory was removed before mkdir checked it. A path that is not a
+        # directory fails in os.open().
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         try:
@@ -230,7 +233,7 @@ def locked(directory: Path, busy: Callable[[], None] = lambda: None) -> Iterator
             except BlockingIOError:
                 busy()
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Whoever had the lock before may have removed the directory: then this is the lock of nothing.
+            # The previous holder may have removed the directory: then this lock protects nothing.
             if _is_at(descriptor, directory):
                 yield
                 return
