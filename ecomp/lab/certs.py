@@ -1,18 +1,15 @@
-"""`elab certs DIR`: an authority, and a directory with certificates for everybody who speaks with etcd and placement.
+"""`elab certs DIR`: an authority, and certificates for all who use etcd and placement.
 
-    DIR/ca.crt, DIR/ca.key    the authority; its key stays where it was made
-    DIR/etcd, DIR/placement   server.crt and server.key, beside a copy of ca.crt; placement's has `token`, too
+    DIR/ca.crt, DIR/ca.key    the authority; its key stays here
+    DIR/etcd, DIR/placement   server.crt, server.key and a copy of ca.crt; placement's also has `token`
     DIR/compute-NAME, DIR/scheduler-NAME, DIR/operator-NAME
-                              client.crt and client.key, ca.crt, token, and the compute.yaml or schedule.yaml that names
-                              them by relative paths: /etc/ecomp of that machine, as it is. A compute.yaml says the
-                              compute's uuid, too, for its certificate's role in etcd
+                              client.crt, client.key, ca.crt, token, and the compute.yaml or schedule.yaml that names
+                              them by relative paths: copied, it is the machine's /etc/ecomp. The compute.yaml also has
+                              the compute's uuid, for its certificate's role in etcd
 
-What is there and holds for a month more stays as it is, and one process at a time makes what is not. Without a name it
-looks at everybody in DIR.
-
-With --enable etcd asks who writes what, by the certificates that are in DIR. What there is to change is looked up each
-time, so what was killed on the way is run again, and so is what was done before a new machine had its certificate.
-Nothing is changed before all is read that may be refused.
+A certificate valid for another month is kept, and one process at a time makes the others. Without a name all in DIR are
+checked. With --enable etcd enforces the roles of the certificates in DIR. Each run determines again what has to change,
+so that it can be repeated after a kill or for a new machine; everything that may be refused is read before any change.
 https://cryptography.io/en/latest/x509/reference/
 """
 
@@ -50,27 +47,26 @@ from ecomp.store.client import Put, Snapshot, Store, Unchanged
 if TYPE_CHECKING:
     from ecomp.store.roles import Accounts
 
-AUTHORITY_DAYS = 3650  # that the authority is valid
-DAYS = 730  # that each other certificate is valid
+AUTHORITY_DAYS = 3650  # validity of the authority
+DAYS = 730  # validity of each other certificate
+# A name of a machine or person; with `scheduler-` a common name of at most 64 characters (RFC 5280, ub-common-name).
 CLIENT = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,49}')
-"""The name of a machine or person: with `scheduler-` before it a certificate's common name, which RFC 5280
-(ub-common-name) limits to 64 characters."""
 SERVER = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
+# cryptography's errors for a file that is not a certificate or key, or that another authority signed.
 NONE_OF_OURS = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion)
-"""What cryptography raises for a file that is no certificate or key, or that another authority signed."""
+# A certificate valid for fewer days is replaced.
 LEFT_DAYS = 30
-"""Days: a certificate that is valid for fewer than these is made anew."""
 COMPUTE, SCHEDULER, OPERATOR = roles.KINDS
+# Limit of records or computes in a message; `…` stands for the others.
 NAMED = 5
-"""How many records, or computes, a message names at most; `…` stands for the others."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Whom the certificates are for: `computes` and `schedulers` are names of machines, `operators` of people.
+    """The owners of certificates: `computes` and `schedulers` are machines, `operators` people.
 
-    `servers` are the names and addresses of the host that etcd and placement are on, first the one that clients are
-    given; none means those in etcd's certificate. `uuids` has the uuid of each compute that has one already, by name.
+    `servers` are names and addresses of the host of etcd and placement, the first one for clients; empty means those in
+    etcd's certificate. `uuids` has the uuid of each compute, by name, that has one already.
     """
 
     servers: tuple[str, ...]
@@ -89,10 +85,10 @@ class _Signer:
 
 
 def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None], *, others: bool = False) -> None:
-    """Make each certificate that is missing or ends soon; `say` gets a line for each directory.
+    """Make each certificate that is missing or expires soon; report one line a directory.
 
-    With `others` also those of clients that are in `directory`, whoever they are. EcompError; UsageError for a name or
-    uuid that cannot be taken.
+    `include_others` adds all other clients in `directory`. Raises UsageError for an invalid name or uuid, or without a
+    server name, and EcompError if the authority or a file is unusable.
     """
     for name in cluster.servers:
         if not SERVER.fullmatch(name) and not _is_address(name):
@@ -131,9 +127,9 @@ def _make(directory: Path, cluster: Cluster, others: bool, now: datetime, say: C
             else:
                 _configuration(place / 'schedule.yaml', cluster)
     if others:
-        # Without a configuration where there is none: it would say that this compute is another one.
-        for name in (each for kind in roles.KINDS for each in named(directory, kind)):
-            # Whose key was moved away has it elsewhere, with the certificate that belongs to it.
+        # No new configuration: a new uuid would name another compute.
+        for name in (client for kind in roles.KINDS for client in named(directory, kind)):
+            # A client whose key was moved away has its certificate elsewhere, too.
             if CLIENT.fullmatch(name.partition('-')[2]) and (directory / name / 'client.key').exists():
                 _client(directory / name, token, signer, now, say)
 
@@ -144,64 +140,64 @@ def _client(place: Path, token: Path, signer: _Signer, now: datetime, say: Calla
 
 
 def _check_uuid(name: str, compute: str, path: Path) -> None:
-    """UsageError if `compute` is no uuid, or not the one in the compute.yaml at `path`, which is written once."""
+    """Raise UsageError if `compute` is not a uuid or differs from the compute.yaml at `path`."""
     if not keys.is_uuid(compute):
         raise UsageError(f'--compute {name}={compute}: a uuid is like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
-    if path.exists() and (said := load_compute(path).uuid) != compute:
-        raise UsageError(f'{path} is there, with {f"uuid {said}" if said else "no uuid"}: say `uuid: {compute}` in it')
+    if path.exists() and (own := load_compute(path).uuid) != compute:
+        raise UsageError(f'{path} is there, with {f"uuid {own}" if own else "no uuid"}: say `uuid: {compute}` in it')
 
 
 def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     if certificate.exists():
         try:
-            found = x509.load_pem_x509_certificate(certificate.read_bytes())
-            loaded, public = serialization.load_pem_private_key(key.read_bytes(), None), found.public_key()
+            authority = x509.load_pem_x509_certificate(certificate.read_bytes())
+            private_key, public_key = serialization.load_pem_private_key(key.read_bytes(), None), authority.public_key()
         except NONE_OF_OURS as error:
             raise EcompError(f'{certificate} and {key} are no authority of elab certs: {error}') from error
-        if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != public:
+        if not isinstance(private_key, ec.EllipticCurvePrivateKey) or private_key.public_key() != public_key:
             raise EcompError(f'{key} does not belong to {certificate}, or is none of elab certs')
-        if not found.not_valid_before_utc <= now < found.not_valid_after_utc:
-            valid = f'{found.not_valid_before_utc:%F %R} to {found.not_valid_after_utc:%F %R}'
-            why = f'{certificate} is valid from {valid}, and it is {now:%F %R} here (UTC)'
-            raise EcompError(f'{why}: set the clock right, or move {directory} away and make all certificates anew')
-        return _Signer(found, loaded)
-    made = ec.generate_private_key(ec.SECP256R1())
+        if not authority.not_valid_before_utc <= now < authority.not_valid_after_utc:
+            validity = f'{authority.not_valid_before_utc:%F %R} to {authority.not_valid_after_utc:%F %R}'
+            problem = f'{certificate} is valid from {validity}, and it is {now:%F %R} here (UTC)'
+            raise EcompError(f'{problem}: set the clock right, or move {directory} away and make all certificates anew')
+        return _Signer(authority, private_key)
+    new_key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, 'ecomp authority')])
     usage = x509.KeyUsage(
         digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False, key_encipherment=False,
         data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
     )  # fmt: skip
     signed = (
-        _builder(name, name, made, now, now + timedelta(days=AUTHORITY_DAYS))
+        _builder(name, name, new_key, now, now + timedelta(days=AUTHORITY_DAYS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(made.public_key()), critical=False)
-        .sign(made, hashes.SHA256())
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(new_key.public_key()), critical=False)
+        .sign(new_key, hashes.SHA256())
     )
-    # The key first: killed in between, a key without a certificate is made anew, and has signed nothing.
-    write_durably(key, _pem(made))
+    # The key first: after a kill here a key without certificate has signed nothing and is replaced.
+    write_durably(key, _pem(new_key))
     write_durably(certificate, signed.public_bytes(serialization.Encoding.PEM))
     say(f'{certificate}: until {_until(signed)}')
-    return _Signer(signed, made)
+    return _Signer(signed, new_key)
 
 
 def _certificate(
     place: Path, kind: str, name: str, names: Sequence[str], signer: _Signer, now: datetime, say: Callable[[str], None]
 ) -> None:
-    """Make `kind`.crt and `kind`.key in `place` for these names or addresses, unless those there will do."""
+    """Make `kind`.crt and `kind`.key in `place` for these names, unless they are usable."""
     path = place / f'{kind}.crt'
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
     _write(place / 'ca.crt', authority)
-    general = (x509.IPAddress(ip_address(each)) if _is_address(each) else x509.DNSName(each) for each in names)
-    wanted = x509.SubjectAlternativeName(general)
-    kept, found = tuple(str(each.value) for each in wanted), _names(path)
-    if found == kept and path.exists() and (place / f'{kind}.key').exists() and _will_do(place, kind, signer, now):
+    general_names = (x509.IPAddress(ip_address(host)) if _is_address(host) else x509.DNSName(host) for host in names)
+    alternatives = x509.SubjectAlternativeName(general_names)
+    new, old = tuple(str(host.value) for host in alternatives), _names(path)
+    if old == new and path.exists() and (place / f'{kind}.key').exists() and _will_do(place, kind, signer, now):
         return
-    lost = [each for each in found if each not in kept]
+    removed = [host for host in old if host not in new]
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    # Whoever looks whether a server is ready shows the server's own.
+    # A server's readiness check presents the server's own certificate as client.
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if names else [])]
     end = min(now + timedelta(days=DAYS), signer.certificate.not_valid_after_utc)
     builder = (
@@ -211,39 +207,39 @@ def _certificate(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key()), critical=False)
     )
     if names:
-        builder = builder.add_extension(wanted, critical=False)
+        builder = builder.add_extension(alternatives, critical=False)
     signed = builder.sign(signer.key, hashes.SHA256())
-    # Whoever reads them between these two finds a pair that does not belong together, says so, and reads them again;
-    # killed between them, the next run makes both anew.
+    # A reader between these two writes finds a mismatched pair, reports it and reads again; after a kill here the next
+    # run makes both again.
     write_durably(place / f'{kind}.key', _pem(key))
     write_durably(path, signed.public_bytes(serialization.Encoding.PEM))
     say(f'{place}: until {_until(signed)}')
-    if lost:
-        say(f'{place}: no more for {", ".join(lost)}')
+    if removed:
+        say(f'{place}: no more for {", ".join(removed)}')
 
 
 def _names(path: Path) -> tuple[str, ...]:
-    """The names and addresses in a certificate; none where it is none of ours, or not there."""
+    """Read the names and addresses in a certificate, () if it is missing or malformed."""
     try:
-        found = x509.load_pem_x509_certificate(path.read_bytes())
-        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (FileNotFoundError, x509.ExtensionNotFound, *NONE_OF_OURS):
         return ()
-    return tuple(str(each.value) for each in names)
+    return tuple(str(name.value) for name in names)
 
 
 def _will_do(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
     try:
-        found = x509.load_pem_x509_certificate((place / f'{kind}.crt').read_bytes())
+        certificate = x509.load_pem_x509_certificate((place / f'{kind}.crt').read_bytes())
         key = serialization.load_pem_private_key((place / f'{kind}.key').read_bytes(), None)
-        found.verify_directly_issued_by(signer.certificate)
+        certificate.verify_directly_issued_by(signer.certificate)
     except NONE_OF_OURS:
         return False
-    # What ends with the authority ends no later when it is made anew.
-    wanted_until = min(now + timedelta(days=LEFT_DAYS), signer.certificate.not_valid_after_utc)
-    if key.public_key() != found.public_key() or found.not_valid_after_utc < wanted_until:
+    # A certificate that expires with the authority cannot last longer by renewal.
+    required_until = min(now + timedelta(days=LEFT_DAYS), signer.certificate.not_valid_after_utc)
+    if key.public_key() != certificate.public_key() or certificate.not_valid_after_utc < required_until:
         return False
-    return bool(found.not_valid_before_utc <= now)  # or the clock has been put back since
+    return bool(certificate.not_valid_before_utc <= now)  # else the clock has been set back since
 
 
 def _builder(
@@ -255,7 +251,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # An hour ago: the clocks of the others may be behind.
+        # An hour ago: other machines' clocks may be behind.
         .not_valid_before(now - timedelta(hours=1))
         .not_valid_after(end)
     )
@@ -278,7 +274,7 @@ def _configuration(path: Path, cluster: Cluster, more: str = '') -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file, unless that is in it: whose it is stays so."""
+    """Write a file unless it already has this content; then its owner stays."""
     if not path.exists() or path.read_bytes() != content:
         write_durably(path, content)
 
@@ -294,56 +290,56 @@ def _until(certificate: x509.Certificate) -> str:
 
 
 def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
-    """Have etcd let each certificate in `directory` write what its role may; `say` gets a line for each step.
+    """Have etcd restrict each certificate in `directory` to its role; report each step.
 
-    UsageError where a compute's certificate has no uuid beside it, Conflict where computes of an earlier version run,
-    EcompError.
+    Raises UsageError if a compute's uuid is missing or not unique, or there is no operator certificate, Conflict if
+    computes of an earlier version run, and EcompError if etcd fails.
     """
-    wanted = roles.wanted(_computes(directory), named(directory, SCHEDULER), named(directory, OPERATOR))
+    target_roles = roles.wanted(_computes(directory), named(directory, SCHEDULER), named(directory, OPERATOR))
     with _operator(directory) as (accounts, store):
         if warning := cluster_model.holes(store.version()):
             say(f'warning: {warning}. Roles hold mistakes off there, and not attackers')
-        if earlier := _old_places(store.snapshot(keys.INSTANCES, keys_only=True)):
-            cure = 'start those computes with this version first; `eschedule audit` says of what stays why'
-            raise Conflict(f'{_listed(earlier)}: written by an earlier ecompute; {cure}')
-        found = accounts.roles()
-        alive = [keys.last(key) for key, each in store.snapshot(keys.COMPUTES).entries.items() if each.lease]
-        if left_out := roles.without_role(alive, found, wanted):
-            cure = 'say `uuid: …` in its compute.yaml there, and run this again'
-            say(f'warning: no certificate in {directory} is for a compute that lives, {_listed(left_out)}: {cure}')
-        for change in roles.changes(found, wanted):
+        if old_records := _old_places(store.snapshot(keys.INSTANCES, keys_only=True)):
+            fix = 'start those computes with this version first; `eschedule audit` says of what stays why'
+            raise Conflict(f'{_listed(old_records)}: written by an earlier ecompute; {fix}')
+        current_roles = accounts.roles()
+        live_computes = [keys.last(key) for key, entry in store.snapshot(keys.COMPUTES).entries.items() if entry.lease]
+        if left_out := roles.without_role(live_computes, current_roles, target_roles):
+            fix = 'say `uuid: …` in its compute.yaml there, and run this again'
+            say(f'warning: no certificate in {directory} is for a compute that lives, {_listed(left_out)}: {fix}')
+        for change in roles.changes(current_roles, target_roles):
             accounts.apply(change)
             say(roles.described(change))
         if _put_cluster(store, now):
             say(f'{keys.CLUSTER}: written, for no compute may')
         if not accounts.is_on():
             accounts.turn_on()
-            end = f'elab certs {directory} --disable ends that'
-            say(f'etcd at {accounts.where} holds each certificate to its role; {end}')
-        if others := roles.unknown(found, wanted):
-            names = [printable(each, 200) for each in others]
-            cure = f'whose certificate is to count no more: etcdctl user delete {names[0]}'
-            say(f'in etcd, and not in {directory}: {", ".join(names)}; {cure}')
+            undo = f'elab certs {directory} --disable ends that'
+            say(f'etcd at {accounts.where} holds each certificate to its role; {undo}')
+        if unknown_users := roles.unknown(current_roles, target_roles):
+            names = [printable(user, 200) for user in unknown_users]
+            fix = f'whose certificate is to count no more: etcdctl user delete {names[0]}'
+            say(f'in etcd, and not in {directory}: {", ".join(names)}; {fix}')
 
 
 def disable(directory: Path, say: Callable[[str], None]) -> None:
-    """Have etcd let every certificate do everything again. Users and roles stay. EcompError."""
+    """Have etcd let every certificate write all again; keep users and roles. Raises EcompError."""
     with _operator(directory) as (accounts, _):
         was_on = accounts.is_on()
         if was_on:
             accounts.turn_off()
-        now = 'lets every certificate do everything' + ('' if was_on else ', as it did')
-        say(f'etcd at {accounts.where} {now}; its users and roles stay')
+        result = 'lets every certificate do everything' + ('' if was_on else ', as it did')
+        say(f'etcd at {accounts.where} {result}; its users and roles stay')
 
 
 def named(directory: Path, kind: str) -> list[str]:
-    """The names of the directories of a kind, `compute-` for one: they are also the certificates' common names."""
+    """List the directories of a kind, such as `compute-`; they are also the common names."""
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
 
 def _computes(directory: Path) -> dict[str, str]:
-    """The uuid of each compute by its user in etcd. UsageError for a compute.yaml without one, or with another's."""
-    found: dict[str, str] = {}
+    """Read the uuid of each compute, by its user; raise UsageError if missing or duplicate."""
+    uuids: dict[str, str] = {}
     for name in named(directory, COMPUTE):
         path = directory / name / 'compute.yaml'
         if not path.exists():
@@ -352,17 +348,20 @@ def _computes(directory: Path) -> dict[str, str]:
         if compute is None:
             line = "`uuid: …`, with what is in that compute's /var/lib/ecompute/uuid"
             raise UsageError(f'{path} does not say which compute this is: add the line {line}')
-        if compute in found.values():
-            other = next(each for each, theirs in found.items() if theirs == compute)
+        if compute in uuids.values():
+            other = next(user for user, value in uuids.items() if value == compute)
             raise UsageError(f'{path}: uuid {compute} is that of {other}, too: each compute has one of its own')
-        found[name] = compute
-    return found
+        uuids[name] = compute
+    return uuids
 
 
 @contextmanager
 def _operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
-    """Connect to etcd with the certificate of the first operator whose role may do everything. UsageError."""
-    from ecomp.store.roles import Accounts  # here, because the other commands run without etcd3
+    """Connect to etcd with the certificate of the first operator that etcd allows everything.
+
+    Raises UsageError without operators, and Denied if all are refused.
+    """
+    from ecomp.store.roles import Accounts  # imported here: the other commands run without etcd3
 
     paths = [directory / name / 'schedule.yaml' for name in named(directory, OPERATOR)]
     configs = [load_schedule(path).etcd for path in paths]
@@ -370,10 +369,10 @@ def _operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
         raise UsageError(f'{directory} has no certificate that may do this: elab certs {directory} --operator NAME')
     for number, config in enumerate(configs):
         with closing(Store(config)) as store, closing(Accounts(config)) as accounts:
-            store.version()  # refuses a server that has only a common name, which gRPC would accept
+            store.version()  # rejects a server with only a common name, which gRPC would accept
             try:
                 accounts.check()
-            except Denied:  # of one who is new
+            except Denied:  # a new operator has no role yet
                 if number + 1 < len(configs):
                     continue
                 raise
@@ -382,9 +381,9 @@ def _operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
 
 
 def _old_places(records: Snapshot) -> list[str]:
-    """The keys of records right below /instances/, where earlier versions wrote them, of instances that live."""
-    found = sorted(records.entries.items())
-    return [key for key, entry in found if not entry.lease and '/' not in key.removeprefix(keys.INSTANCES)]
+    """List the keys of live instances right below /instances/, where earlier versions wrote."""
+    entries = sorted(records.entries.items())
+    return [key for key, entry in entries if not entry.lease and '/' not in key.removeprefix(keys.INSTANCES)]
 
 
 def _listed(words: list[str]) -> str:
@@ -392,12 +391,12 @@ def _listed(words: list[str]) -> str:
 
 
 def _put_cluster(store: Store, now: datetime) -> bool:
-    """Write /cluster if it is missing; whether it was."""
+    """Write /cluster if it is missing; return whether it was."""
     value = cluster_model.new(str(uuid.uuid4()), timestamp(now))
     while store.get(keys.CLUSTER) is None:
         try:
             if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)]) is not None:
                 return True
         except UnknownOutcome:
-            continue  # the next look says what became of it
+            continue  # the next read shows the outcome
     return False
