@@ -1,1 +1,1 @@
-"""A whole cluster on one machine: the control plane and hypervisor hosts, each in network and mount namespaces."""
+"""A whole cluster on one machine: control plane and hosts, each in its own namespaces."""

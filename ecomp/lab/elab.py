@@ -1,6 +1,6 @@
-"""elab's front door: a whole cluster on one machine, up, looked at, entered and removed.
+"""elab's entry point: make, check, enter and remove a whole cluster on one machine.
 
-Progress goes to stderr, step by step with its seconds; what was asked for goes to stdout.
+Progress, with the seconds of each step, goes to stderr, results to stdout.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, bracketed, check_name
 from ecomp.lab.state import Lab
 
+# The startup file of bash: the user's own, which sets PS1, and then the lab's name.
 RCFILE = """\
 [ -r ~/.bashrc ] && . ~/.bashrc
 PS1="({name}) ${{PS1-}}"
 """
-"""What bash reads first: the user's own, which sets PS1, and then which lab this is."""
 
 
 def enter(lab: Lab, words: Sequence[str]) -> int:
-    """Run a command, or bash where `words` is empty, with ECOMP_CONFIG at the lab's schedule.yaml; its exit code.
+    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG.
 
-    The directory of the Python that runs this comes first in PATH, for eschedule is beside it. EcompError.
+    Returns its exit code. This Python's directory, which has eschedule, comes first in PATH. Raises EcompError if the
+    lab's schedule.yaml is unreadable or the command cannot be started.
     """
     config = lab.directory / 'schedule.yaml'
     if not os.access(config, os.R_OK):
         raise EcompError(f'{config} cannot be read: elab up --name {lab.layout.name} writes it')
-    beside = str(Path(sys.executable).parent)
-    paths = [beside, *(each for each in os.environ.get('PATH', os.defpath).split(os.pathsep) if each != beside)]
+    own = str(Path(sys.executable).parent)
+    paths = [own, *(path for path in os.environ.get('PATH', os.defpath).split(os.pathsep) if path != own)]
     env = {**os.environ, 'ECOMP_CONFIG': str(lab.directory), 'PATH': os.pathsep.join(paths)}
-    # A file that is nowhere: nothing is left of it, and whoever may not write to the lab's directory has one, too.
+    # A file in memory: none is left behind, and users without write access to the lab's directory have one too.
     with open(os.memfd_create('bashrc', 0), 'w', encoding='utf-8') as rcfile:
         rcfile.write(RCFILE.format(name=lab.layout.name))
         rcfile.flush()
@@ -59,9 +60,9 @@ def enter(lab: Lab, words: Sequence[str]) -> int:
 
 
 def waited(child: subprocess.Popen[bytes]) -> int:
-    """The exit code of a command that has the terminal, as a shell has it."""
+    """Wait for a command that has the terminal; return its exit code as a shell does."""
     while True:
-        # Ctrl-C reaches the command too; what that means is the command's to decide.
+        # Ctrl-C reaches the command too, which decides how to react.
         with contextlib.suppress(KeyboardInterrupt):
             code = child.wait()
             return code if code >= 0 else 128 - code
@@ -78,7 +79,7 @@ reach: {reach}
 
 
 def start_control(lab: Lab) -> None:
-    """Make what is missing of it, start what has ended, and wait until all of it answers. EcompError."""
+    """Make what is missing of the control plane, start it and wait for it. Raises EcompError."""
     layout, data, images = lab.layout, lab.directory / CONTROL, lab.directory / 'images'
     for directory in (data, images):
         directory.mkdir(exist_ok=True)
@@ -100,7 +101,7 @@ def start_control(lab: Lab) -> None:
 
 
 def _reach(name: str) -> str:
-    """How eschedule enters a host: by this elab, which has to be root's, as its caller became it."""
+    """Make the command by which eschedule enters a host: this elab as root, with the same sudo."""
     words = [*(['sudo'] if 'SUDO_UID' in os.environ else []), sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec']
     return f'{shlex.join([*words, "--name", name])} {{host}}'
 
@@ -108,17 +109,17 @@ def _reach(name: str) -> str:
 def _make_certificates(lab: Lab) -> None:
     from ecomp.lab import certs
 
-    lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's own are below it; all else in it is root's
-    own = str(lab.layout.control)
-    servers = (own, control.LOCALHOST, 'localhost')
+    lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's directory is below it; the rest is root's
+    address = str(lab.layout.control)
+    servers = (address, control.LOCALHOST, 'localhost')
     cluster = certs.Cluster(servers, tuple(lab.hosts), (), (state.OPERATOR,), ETCD_PORT, PLACEMENT_PORT)
-    shown = lab.certs / 'placement/server.crt'
-    before = shown.read_bytes() if shown.exists() else b''
+    server_certificate = lab.certs / 'placement/server.crt'
+    old_content = server_certificate.read_bytes() if server_certificate.exists() else b''
     certs.make(lab.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
-    # etcd reads its certificate for each connection, stunnel when it is told.
-    if (stunnel := lab.running('stunnel')) is not None and shown.read_bytes() != before:
+    # etcd reads its certificate for each connection, stunnel on SIGHUP.
+    if (stunnel := lab.running('stunnel')) is not None and server_certificate.read_bytes() != old_content:
         os.kill(stunnel.pid, signal.SIGHUP)
-    # The directory is the caller's, and of whose it is where root calls by itself.
+    # The operator's directory belongs to the caller of sudo, or keeps its owner if root calls directly.
     owner = int(os.environ.get('SUDO_UID', lab.operator.stat().st_uid))
     for path in (lab.operator, *lab.operator.iterdir()):
         os.chown(path, owner, -1, follow_symlinks=False)
@@ -128,7 +129,7 @@ IMAGE = Path('images/guest.qcow2')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run elab; the exit code. Never a traceback for what a user or the machine can cause."""
+    """Run elab; errors of users and the machine cause an exit code and no traceback."""
     log.hold_descriptors()
     options = argparse.Namespace(run=None)
     try:
@@ -141,32 +142,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f'elab: {error}')
         return error.exit_code
     except BrokenPipeError:
-        return 1  # whoever read us (head, less) has gone
+        return 1  # stdout's reader (head, less) has exited
     except OSError as error:
         _say(f'elab: {error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
-        goes_on = '; elab up goes on where it was, elab down removes what there is'
-        _say('elab: interrupted' + (goes_on if options.run in (_up, _down) else ''))
+        hint = '; elab up goes on where it was, elab down removes what there is'
+        _say('elab: interrupted' + (hint if options.run in (_up, _down) else ''))
         return 1
 
 
 def parser() -> argparse.ArgumentParser:
-    """What elab may be told."""
-    made = Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
-    made.add_argument('--version', action='version', version=f'elab {read_version()}')
-    commands = made.add_subparsers(required=True, metavar='COMMAND')
+    """Make the parser of elab's command line."""
+    top = Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
+    top.add_argument('--version', action='version', version=f'elab {read_version()}')
+    commands = top.add_subparsers(required=True, metavar='COMMAND')
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(run=run)
-        return added
+        subparser = commands.add_parser(name, help=text, description=text)
+        subparser.set_defaults(run=run)
+        return subparser
 
     def of_a_lab(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = command(name, run, text)
-        which = 'which lab (default: that of this directory or of this elab shell, else lab)'
-        added.add_argument('--name', default=state.find_lab_here(), help=which)
-        return added
+        subparser = command(name, run, text)
+        lab_help = 'which lab (default: that of this directory or of this elab shell, else lab)'
+        subparser.add_argument('--name', default=state.find_lab_here(), help=lab_help)
+        return subparser
 
     def ports(added: argparse.ArgumentParser) -> None:
         for name, port in (('etcd', ETCD_PORT), ('placement', PLACEMENT_PORT)):
@@ -178,36 +179,36 @@ def parser() -> argparse.ArgumentParser:
     run = of_a_lab('exec', _exec, 'run a command in a host (hv1, hv2 …) or in `control`')
     run.add_argument('host', metavar='HOST', help='the host, or control')
     run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command and its words')
-    inside = of_a_lab('shell', _shell, 'a shell in which eschedule asks the lab, by its schedule.yaml')
-    inside.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='a command, in place of the shell')
+    shell = of_a_lab('shell', _shell, 'a shell in which eschedule asks the lab, by its schedule.yaml')
+    shell.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='a command, in place of the shell')
     command('list', _list, 'all labs of this machine: whether each is up, and where it is')
     of_a_lab('down', _down, 'remove the lab, its guests and all it made')
     only = command('control', _control, 'only etcd and placement, in the foreground')
     only.add_argument('--bind', default=control.LOCALHOST, metavar='ADDRESS', help='where both listen (127.0.0.1)')
-    where = 'as elab certs makes it, and made if need be; on an address that others reach ./certs is the default'
-    only.add_argument('--certs', type=Path, metavar='DIR', help=where)
+    certs_help = 'as elab certs makes it, and made if need be; on an address that others reach ./certs is the default'
+    only.add_argument('--certs', type=Path, metavar='DIR', help=certs_help)
     ports(only)
     only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help='default: ./elab-control')
-    unit = 'print the systemd unit that runs this command in this directory, and end'
-    only.add_argument('--unit', action='store_true', help=unit)
+    unit_help = 'print the systemd unit that runs this command in this directory, and end'
+    only.add_argument('--unit', action='store_true', help=unit_help)
     certs = command('certs', _certs, 'make certificates for etcd, placement and everybody who asks them')
-    directory = 'where they are made; without a NAME those in it that end within a month are made anew'
-    certs.add_argument('directory', type=Path, metavar='DIR', help=directory)
-    for option, what in (
+    directory_help = 'where they are made; without a NAME those in it that end within a month are made anew'
+    certs.add_argument('directory', type=Path, metavar='DIR', help=directory_help)
+    for option, text in (
         ('--control', 'names and addresses of the control host, the first for clients; once is enough'),
         ('--compute', 'hypervisors; NAME=UUID for one that has a uuid already'),
         ('--scheduler', 'machines where eschedule runs'),
         ('--operator', 'people who may do everything'),
     ):
-        certs.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=what)
+        certs.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=text)
     ports(certs)
     roles = certs.add_mutually_exclusive_group()
-    hold = 'have etcd hold each certificate in DIR to its role, so that no compute writes what is of another'
-    roles.add_argument('--enable', action='store_true', help=hold)
+    enable_help = 'have etcd hold each certificate in DIR to its role, so that no compute writes what is of another'
+    roles.add_argument('--enable', action='store_true', help=enable_help)
     roles.add_argument('--disable', action='store_true', help='have etcd let every certificate do everything again')
     image = command('guest', _guest, 'make a small guest image out of Debian packages')
     image.add_argument('output', type=Path, metavar='OUT.qcow2', help='the file it is to be')
-    return made
+    return top
 
 
 def _count(text: str) -> int:
@@ -223,7 +224,7 @@ def _port(text: str) -> int:
 
 
 def _ports(options: argparse.Namespace) -> tuple[int, int]:
-    """etcd's and placement's. UsageError if they are one."""
+    """Return the ports of etcd and placement; raise UsageError if they are equal."""
     if options.etcd_port == options.placement_port:
         raise UsageError(f'etcd and placement cannot both have port {options.etcd_port}: say two')
     return options.etcd_port, options.placement_port
@@ -232,7 +233,7 @@ def _ports(options: argparse.Namespace) -> tuple[int, int]:
 def _up(options: argparse.Namespace) -> int:
     name = check_name(options.name)
     machine.require_root('elab up')
-    # QEMU, dnsmasq and whoever types eschedule are other users; what is secret has a mode of its own.
+    # QEMU, dnsmasq and users of eschedule need to read these files; secret files have their own modes.
     os.umask(0o022)
     modules = ['placement', 'waitress', 'cryptography', 'libvirt', 'mdserver']
     machine.require({**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS}, modules)
@@ -247,14 +248,14 @@ def _up(options: argparse.Namespace) -> int:
         hosts = [LabHost(lab, each) for each in lab.hosts]
         _divide(hosts)
         with _step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
-            # Each waits for its own QEMU to be probed, so all are started before the first is waited for.
+            # All are started before the first wait, because each libvirtd probes its own QEMU.
             for host in hosts:
                 host.prepare()
                 host.start_libvirt()
             for host in hosts:
                 host.wait_libvirt()
         with _step('ecompute on ' + ', '.join(lab.hosts)):
-            # A lab that an earlier elab began stays without roles.
+            # A lab made by an earlier elab stays without roles.
             if all(host.takes_role() for host in hosts):
                 certs.enable(lab.certs, datetime.now(UTC), lambda _: None)
             for host in hosts:
@@ -268,28 +269,28 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _divide(hosts: Sequence[LabHost]) -> None:
-    """Where hosts join others, take from those what is the new ones' share of the machine; guests go on."""
-    there = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
-    if not there or len(there) == len(hosts):
+    """Reduce the older hosts' shares of the machine when hosts join; guests continue."""
+    old_hosts = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
+    if not old_hosts or len(old_hosts) == len(hosts):
         return
-    less = [host.name for host in there if host.share_with_more()]
-    if less:
-        _say(f'{", ".join(less)}: less now, for the machine is divided among {len(hosts)} hosts')
+    reduced = [host.name for host in old_hosts if host.share_with_more()]
+    if reduced:
+        _say(f'{", ".join(reduced)}: less now, for the machine is divided among {len(hosts)} hosts')
 
 
 def _see_to_image(lab: Lab) -> None:
-    """The guest image that schedule.yaml names: another lab's is taken, and else it is said how to make one."""
-    mine = lab.directory / IMAGE
-    theirs = [each.directory / IMAGE for each in state.all_labs() if (each.directory / IMAGE).is_file()]
-    if mine.exists():
+    """Copy another lab's guest image if this lab has none; else report how to make one."""
+    own_image = lab.directory / IMAGE
+    other_images = [other.directory / IMAGE for other in state.all_labs() if (other.directory / IMAGE).is_file()]
+    if own_image.exists():
         return
-    if theirs:
-        part = mine.with_suffix('.part')
-        shutil.copyfile(theirs[0], part)
-        part.rename(mine)
-        _say(f'{mine}: copied from {theirs[0]}')
+    if other_images:
+        part = own_image.with_suffix('.part')
+        shutil.copyfile(other_images[0], part)
+        part.rename(own_image)
+        _say(f'{own_image}: copied from {other_images[0]}')
     else:
-        _say(f'there is no guest image yet: elab guest {mine}')
+        _say(f'there is no guest image yet: elab guest {own_image}')
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -299,13 +300,13 @@ def _status(options: argparse.Namespace) -> int:
     rows = [('PLACE', 'ADDRESS', 'STATE')]
     for server in control.lab_servers(layout, lab.directory / CONTROL, lab.directory / 'images', lab.certs):
         process = lab.running(server.what)
-        said = 'down' if process is None else 'ready' if server.ready(process) else f'no answer (pid {process.pid})'
-        rows.append((server.what, str(layout.control), said))
+        status = 'down' if process is None else 'ready' if server.ready(process) else f'no answer (pid {process.pid})'
+        rows.append((server.what, str(layout.control), status))
     etcd_answers = ('etcd', str(layout.control), 'ready') in rows
     for name in lab.hosts:
         rows.append((name, str(layout.address(name)), LabHost(lab, name).state(etcd_answers)))
-    for place, address, said in rows:
-        print(f'{place:<10} {address:<15} {said}')
+    for place, address, status in rows:
+        print(f'{place:<10} {address:<15} {status}')
     kinds = {kind: [row[0] for row in rows[1:] if row[2].startswith(kind)] for kind in ('down', 'no answer', 'unknown')}
     if kinds['down']:
         _say(f'down: {", ".join(kinds["down"])}; elab up --name {layout.name} starts what is down')
@@ -327,28 +328,28 @@ def _exec(options: argparse.Namespace) -> int:
 
 
 def _shell(options: argparse.Namespace) -> int:
-    # argparse leaves a leading -- to a command that takes all the rest.
+    # argparse passes a leading -- on to REMAINDER arguments.
     words = options.words[1:] if options.words[:1] == ['--'] else options.words
     return enter(state.load(check_name(options.name)), words)
 
 
 def _list(_: argparse.Namespace) -> int:
-    found = state.all_labs()
-    if not found:
+    labs = state.all_labs()
+    if not labs:
         _say('there is no lab: elab up makes one')
         return 0
-    rows = [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *map(_as_row, found)]
+    rows = [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *map(_as_row, labs)]
     width = max(len(name) for name, *_ in rows)
-    for name, *others in rows:
-        print(f'{name:<{width}}', '{:<13} {:<5} {:<15} {}'.format(*others))
+    for name, *cells in rows:
+        print(f'{name:<{width}}', '{:<13} {:<5} {:<15} {}'.format(*cells))
     return 0
 
 
 def _as_row(lab: Lab) -> tuple[str, ...]:
-    servers = ('etcd', 'placement', *(f'{host} {each}' for host in lab.hosts for each in ('libvirtd', 'ecompute')))
-    running = [each for each in servers if lab.running(each)]
-    said = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'
-    return lab.layout.name, said, str(lab.count), str(lab.layout.network), str(lab.directory)
+    servers = ('etcd', 'placement', *(f'{host} {name}' for host in lab.hosts for name in ('libvirtd', 'ecompute')))
+    running = [name for name in servers if lab.running(name)]
+    condition = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'
+    return lab.layout.name, condition, str(lab.count), str(lab.layout.network), str(lab.directory)
 
 
 def _down(options: argparse.Namespace) -> int:
@@ -358,7 +359,7 @@ def _down(options: argparse.Namespace) -> int:
     try:
         lab = state.load(name)
     except EcompError:
-        # Killed before it was written down, removed by hand, or made by another elab: what bears its name is found.
+        # Killed before writing lab.json, or lab.json is lost or of another version: find namespaces by name.
         lab = None
         if not directory.exists() and not machine.of_lab(name):
             _say(f'there is no lab {name}')
@@ -366,17 +367,17 @@ def _down(options: argparse.Namespace) -> int:
     with _lock(name), _step(f'lab {name} is gone'):
         state.check_removable(directory)
         with contextlib.suppress(EcompError):
-            lab = state.load(name)  # an elab up may just have ended
+            lab = state.load(name)  # an elab up may have finished before the lock
         spaces = machine.of_lab(name)
         recorded = list(lab.processes.values()) if lab else []
         with _step('processes and guests ended'):
-            # Hosts first: their ecomputes say good-bye to etcd and placement.
+            # Hosts first, so that their ecomputes can sign off in etcd and placement.
             machine.end_processes([space for space in spaces if not space.endswith(f'-{CONTROL}')], [])
             machine.end_processes(spaces, recorded)
         with _step('namespaces and links removed'):
             machine.remove(spaces, lab.layout if lab else None)
         state.remove(directory)
-    with contextlib.suppress(OSError):  # other labs are in it
+    with contextlib.suppress(OSError):  # other labs remain
         state.ROOT.rmdir()
     return 0
 
@@ -385,18 +386,18 @@ def _control(options: argparse.Namespace) -> int:
     host = 'localhost' if options.bind == control.LOCALHOST else bracketed(options.bind)
 
     def ready(scheme: str) -> None:
-        where = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'
-        print(where, flush=True)
+        addresses = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'
+        print(addresses, flush=True)
 
-    asked = control.with_certs(control.Endpoints(*_ports(options), options.data, options.bind, options.certs))
+    endpoints = control.with_certs(control.Endpoints(*_ports(options), options.data, options.bind, options.certs))
     if options.unit:
         program = systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab')
-        told = control.words(asked)
-        control.check_service(asked, Path(program[0]))
+        arguments = control.words(endpoints)
+        control.check_service(endpoints, Path(program[0]))
         log.print_utf_8()
-        print(systemd.unit('ecomp-control.service', [*program, *told]), end='')
+        print(systemd.unit('ecomp-control.service', [*program, *arguments]), end='')
     else:
-        control.run(asked, systemd.Service.of(os.environ), _say, ready)
+        control.run(endpoints, systemd.Service.of(os.environ), _say, ready)
     return 0
 
 
@@ -404,8 +405,8 @@ def _certs(options: argparse.Namespace) -> int:
     machine.require({}, ['cryptography', *(['etcd3'] if options.enable or options.disable else [])])
     from ecomp.lab import certs
 
-    named = options.control or options.compute or options.scheduler or options.operator
-    if options.disable and named:
+    has_names = options.control or options.compute or options.scheduler or options.operator
+    if options.disable and has_names:
         raise UsageError('--disable makes no certificates: say it alone')
     now = datetime.now(UTC).replace(microsecond=0)
     computes = [each.partition('=') for each in options.compute]
@@ -417,10 +418,10 @@ def _certs(options: argparse.Namespace) -> int:
         operators=tuple(options.operator),
         etcd_port=etcd_port,
         placement_port=placement_port,
-        uuids={name: compute for name, says, compute in computes if says},
+        uuids={name: compute for name, equals, compute in computes if equals},
     )
     if not options.disable:
-        certs.make(options.directory, cluster, now, _say, others=not named)
+        certs.make(options.directory, cluster, now, _say, others=not has_names)
     if options.enable:
         certs.enable(options.directory, now, _say)
     elif options.disable:
@@ -440,14 +441,14 @@ def _lock(name: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _step(what: str) -> Iterator[None]:
-    """Say `what` was done and how many seconds it took, once the block is through."""
-    began = time.monotonic()
+    """Report the step and its seconds after the block succeeds."""
+    start_time = time.monotonic()
     yield
-    _say(f'{time.monotonic() - began:6.1f} s  {what}')
+    _say(f'{time.monotonic() - start_time:6.1f} s  {what}')
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk or a closed terminal changes nothing of what is done
+    with contextlib.suppress(OSError):  # a full disk or a closed terminal does not stop the work
         print(text, file=sys.stderr, flush=True)
 
 

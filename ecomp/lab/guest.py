@@ -1,8 +1,8 @@
-"""A small guest image out of Debian packages: kernel, busybox and an init, on a FAT file system that syslinux boots.
+"""A small guest image from Debian packages: a kernel, busybox, an init and syslinux.
 
-The kernel's package is downloaded and unpacked, not installed; the file system is written by mtools. So there is no
-loop device and no mount, and it does not take root. Tried on Debian 12. On Ubuntu the kernel is looked for under its
-names there (linux-image-virtual, linux-image-kvm, with its modules in a package of their own): not tried.
+The kernel's package is downloaded and unpacked, not installed, and mtools writes the file system, so neither a loop
+device, a mount nor root is needed. Tested on Debian 12. Ubuntu's kernel packages (linux-image-virtual, linux-image-kvm,
+with modules in a separate package) are supported but untested.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ecomp.errors import EcompError, UsageError
 from ecomp.lab import machine
 from ecomp.model.allocation import MIB
 
-# In this order each finds what it needs; what a kernel has built in is no file and left out.
+# In dependency order; modules built into a kernel have no file and are left out.
 MODULES = (
     *('virtio_ring', 'virtio', 'virtio_pci_legacy_dev', 'virtio_pci_modern_dev', 'virtio_pci', 'virtio_blk'),
     *('failover', 'net_failover', 'virtio_net'),
-    *('cdrom', 'isofs'),  # for a NoCloud disk; the first is only what the second was built with
+    *('cdrom', 'isofs'),  # for a NoCloud disk; isofs depends on cdrom
     *('button', 'evdev'),  # for the power button: virsh shutdown
-    'virtio_console',  # a channel for an agent, which user-data may be
+    'virtio_console',  # a channel for an agent, which user-data may start
 )
 
-# tsc=reliable and no_timer_check: emulation need not prove its clocks. 8250.nr_uarts: only the one that is there.
+# tsc=reliable and no_timer_check: emulation need not verify its clocks. 8250.nr_uarts: only the existing port.
 SYSLINUX_CFG = """\
 DEFAULT guest
 PROMPT 0
@@ -160,15 +160,18 @@ PROGRAMS = {
     'syslinux': 'syslinux',
     'qemu-img': 'qemu-utils',
 }
-# Packages that depend on the newest kernel made for guests, Debian's first.
+# Packages that depend on the newest kernel for guests, Debian's first.
 KERNELS = ('linux-image-cloud-amd64', 'linux-image-virtual', 'linux-image-kvm')
-HEADS, SECTORS, SECTOR = 64, 32, 512
+# Geometry of the disk: heads, sectors a track, bytes a sector.
+HEADS = 64
+SECTORS = 32
+SECTOR = 512
 
 
 def make(output: Path, say: Callable[[str], None]) -> None:
-    """Write the image to `output` as qcow2; a file that is there is replaced once the new one is whole.
+    """Write the image to `output` as qcow2; an existing file is replaced atomically.
 
-    UsageError, EcompError.
+    Raises UsageError for an unusable path or missing programs, and EcompError if a step fails.
     """
     if output.is_dir():
         raise UsageError(f'{output} is a directory: name the file that is to be the image')
@@ -193,10 +196,10 @@ def make(output: Path, say: Callable[[str], None]) -> None:
 
 
 def archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
-    """An initramfs of (path, mode, content), for the kernel: cpio's newc format, uncompressed, all owned by root.
+    """Make an uncompressed initramfs of (path, mode, content) in cpio's newc format.
 
-    A character device's content is its `major,minor`. Uncompressed, because emulation takes longer to unpack it than to
-    read it. Documentation/driver-api/early-userspace/buffer-format.rst
+    All files belong to root. The content of a character device is `major,minor`. It is uncompressed because emulation
+    unpacks slower than it reads. Documentation/driver-api/early-userspace/buffer-format.rst
     """
     out = bytearray()
     for number, (path, mode, content) in enumerate([*files, ('TRAILER!!!', 0, b'')], start=1):
@@ -228,7 +231,7 @@ def _files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[str, i
 
 
 def _static_busybox() -> Path:
-    # Debian's plain busybox has the same name, and without its libraries it would be no init.
+    # Debian's dynamic busybox has the same name, and cannot run as init without its libraries.
     for path in map(Path, ('/bin/busybox', '/usr/bin/busybox')):
         if path.exists() and is_static(path.read_bytes()):
             return path
@@ -236,16 +239,16 @@ def _static_busybox() -> Path:
 
 
 def is_static(program: bytes) -> bool:
-    """Whether a 64-bit little-endian ELF program asks for no interpreter, PT_INTERP. elf(5)"""
+    """True if a 64-bit little-endian ELF program has no PT_INTERP segment (elf(5))."""
     if program[:6] != b'\x7fELF\x02\x01':
         return False
     start = struct.unpack_from('<Q', program, 32)[0]
     size, number = struct.unpack_from('<HH', program, 54)
-    return all(struct.unpack_from('<I', program, start + each * size)[0] != 3 for each in range(number))
+    return all(struct.unpack_from('<I', program, start + index * size)[0] != 3 for index in range(number))
 
 
 def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tuple[str, bytes]]]:
-    """The kernel's file, and (name, content) of each of MODULES that its package has as a file, in that order."""
+    """Return the kernel file, and the (name, content) of the MODULES in its package."""
     packages = _kernel_packages()
     say(f'downloading {" ".join(packages)}')
     downloads, tree = work / 'packages', work / 'tree'
@@ -262,12 +265,12 @@ def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tu
 
 
 def _kernel_packages() -> list[str]:
-    """The packages that hold the kernel and its modules, by the first of KERNELS that apt knows. EcompError."""
+    """List the packages of the first of KERNELS that apt knows; raise EcompError if none."""
     for name in KERNELS:
-        found = _depends(name, 'linux-image-')
-        if found:
-            # Ubuntu has the modules beside the kernel.
-            return [*found[:1], *_depends(found[0], 'linux-modules-')[:1]]
+        images = _depends(name, 'linux-image-')
+        if images:
+            # Ubuntu has the modules in a separate package.
+            return [*images[:1], *_depends(images[0], 'linux-modules-')[:1]]
     raise EcompError(f'apt knows no kernel for guests ({", ".join(KERNELS)}): apt-get update first')
 
 
@@ -275,7 +278,7 @@ def _depends(package: str, prefix: str) -> list[str]:
     try:
         lines = machine.run(['apt-cache', 'depends', '--important', package]).splitlines()
     except EcompError:
-        return []  # apt-cache fails for a package it does not know
+        return []  # apt-cache fails for an unknown package
     names = (line.partition('Depends: ')[2].strip() for line in lines)
     return [name for name in names if name.startswith(prefix)]
 
@@ -290,12 +293,12 @@ def _module(path: Path) -> bytes:
 
 
 def _write_fat(raw: Path, kernel: Path, initrd: Path, work: Path) -> None:
-    """A FAT file system over a whole disk without partitions, as a BIOS takes it for a hard disk, bootable."""
+    """Write a bootable FAT over a whole disk without partitions, as a BIOS accepts it."""
     config = work / 'syslinux.cfg'
     config.write_text(SYSLINUX_CFG, encoding='utf-8')
-    needed = kernel.stat().st_size + initrd.stat().st_size + 2 * MIB
+    size = kernel.stat().st_size + initrd.stat().st_size + 2 * MIB
     cylinder = HEADS * SECTORS * SECTOR
-    cylinders = -(-needed // cylinder)
+    cylinders = -(-size // cylinder)
     with raw.open('wb') as disk:
         os.truncate(disk.fileno(), cylinders * cylinder)
     geometry = ['-t', str(cylinders), '-h', str(HEADS), '-s', str(SECTORS)]
