@@ -87,19 +87,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Make the parser of the command line; its parse_args() raises UsageError."""
     about = 'Take requests for this machine from etcd and make them VMs, until a signal. Logs to stderr; needs root.'
-    command_line = Parser('ecompute', description=about)
+    command = Parser('ecompute', description=about)
     config_help = "in place of $ECOMP_CONFIG's, or of compute.yaml in ./, ~/.config/ecomp/ or /etc/ecomp/"
-    command_line.add_argument('--config', metavar='FILE', help=config_help)
-    command_line.add_argument('--fake', metavar='INVENTORY', help="pretend: 'VCPU:4,DISK_GB:10,MEMORY_MB:512', no libvirt")
-    command_line.add_argument('--count', metavar='N', type=_count, help=f'with --fake: pretend so many, 1 to {MOST}')
+    command.add_argument('--config', metavar='FILE', help=config_help)
+    command.add_argument('--fake', metavar='INVENTORY', help="pretend: 'VCPU:4,DISK_GB:10,MEMORY_MB:512', no libvirt")
+    command.add_argument('--count', metavar='N', type=_count, help=f'with --fake: pretend so many, 1 to {MOST}')
     accept_help = 'etcd was wiped, restored or exchanged, and is to be used: first publish again what runs here'
-    command_line.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
+    command.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
     check_help = 'only look at this machine, at etcd and at placement: what is wrong, a line each, and what mends it'
-    command_line.add_argument('--check', action='store_true', help=check_help)
+    command.add_argument('--check', action='store_true', help=check_help)
     unit_help = 'print the systemd unit that runs it, with /etc/ecomp/compute.yaml or the FILE of --config, and end'
-    command_line.add_argument('--unit', action='store_true', help=unit_help)
-    command_line.add_argument('--version', action='version', version=f'ecompute {read_version()}')
-    return command_line
+    command.add_argument('--unit', action='store_true', help=unit_help)
+    command.add_argument('--version', action='version', version=f'ecompute {read_version()}')
+    return command
 
 
 def unit(options: argparse.Namespace, program: Sequence[str]) -> str:

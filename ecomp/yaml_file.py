@@ -1,4 +1,4 @@
-"""A strict reader of YAML configuration files: values with lines, all mistakes in one error.
+"""A strict reader of YAML configuration files: values with lines, all mistakes in an error.
 
 Mappings, lists and scalars in one document of at most 64 KiB are accepted. Anchors, aliases, tags and deep nesting are
 refused. A repeated key, of which PyYAML would silently use the last, is a mistake too.
@@ -217,7 +217,7 @@ def told_by(name: str, path: Path | None) -> str:
 
 
 def check_owner(name: str, found: os.stat_result) -> None:
-    """Raise UsageError unless a file is regular, and only root or the caller can write it.
+    """Raise UsageError unless a file is regular and belongs to root or the caller alone.
 
     The user behind sudo counts as a caller too.
     """
