@@ -1,9 +1,9 @@
-"""The reference and the man pages, from the code and from the example files.
+"""Generate the reference and the man pages from the code and the example files.
 
     python -m docs.generate
 
-It writes docs/reference/*.md, docs/man/* and ecomp/model/command_names.py. tests/unit/test_docs.py holds them against
-this, so that each sentence and each name has one home: a row, a docstring or a comment beside what it is about.
+It writes docs/reference/*.md, docs/man/* and ecomp/model/command_names.py; tests/unit/test_docs.py compares them with
+the code. Each sentence and name has one source: a row, a docstring or a comment.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ MATRIX = '../../tests/faults/README.md'
 
 
 def generated() -> dict[Path, str]:
-    """The text of every file that is made from the code."""
-    made = {REFERENCE / name: text for name, text in reference()}
-    made |= {MAN / f'{page.name}.{page.number}': roff(page) for page in man_pages()}
-    return {**made, COMMAND_NAMES: command_names()}
+    """Generate the text of every file, by its path."""
+    texts = {REFERENCE / name: text for name, text in reference()}
+    texts |= {MAN / f'{page.name}.{page.number}': roff(page) for page in man_pages()}
+    return {**texts, COMMAND_NAMES: command_names()}
 
 
-# What is there
+# Pages
 
 
 def reference() -> Iterator[tuple[str, str]]:
-    """Each page of the reference, by its file's name."""
+    """Generate each page of the reference, with its file name."""
     top = 'Each says this, too, with `--help`. Data is on stdout, everything else on stderr.'
     yield 'commands.md', markdown('Commands', [top], [*eschedule(), *others()])
     for name, config in CONFIGURATIONS.items():
@@ -64,7 +64,6 @@ def reference() -> Iterator[tuple[str, str]]:
 
 
 def man_pages() -> Iterator[ManPage]:
-    """Each man page."""
     names = 'schedule.yaml', 'compute.yaml'
     places = [(f'./{name}, ~/.config/ecomp/{name}, /etc/ecomp/{name}', f'see {name}(5)') for name in names]
     files = Section('FILES', [Terms(('', ''), places)])
@@ -99,7 +98,7 @@ def man_pages() -> Iterator[ManPage]:
 
 
 def command_names() -> str:
-    """The module that has the name of every command, so that a command loads its own rows alone."""
+    """Render the module of command names, which lets a command load only its own rows."""
     names = {module: [row.name for row in load_rows(module)] for modules in FAMILIES.values() for module in modules}
     reserved = {name.partition(' ')[0] for each in names.values() for name in each} | PLANNED
     lines = [f'    {module!r}: {tuple(each)!r},' for module, each in names.items()]
@@ -114,7 +113,7 @@ def command_names() -> str:
 
 
 def documents() -> tuple[list[Block], list[Section]]:
-    """The shape of every command's answer as JSON."""
+    """Describe the JSON output of every command."""
     by_shape: dict[str, list[str]] = {}
     for name, shape in shapes.SHAPES.items():
         by_shape.setdefault(repr(shape), []).append(name)
@@ -122,19 +121,19 @@ def documents() -> tuple[list[Block], list[Section]]:
         Section(', '.join(f'eschedule {name}' for name in names), list(_fields(shapes.SHAPES[names[0]])))
         for names in by_shape.values()
     ]
-    refused = 'What `create` and `plan` print where there is no room, or no quota; the exit code is 3.'
-    return docstring(shapes), [*sections, Section('A refusal', [refused, *_fields(shapes.REFUSED)])]
+    refusal = 'What `create` and `plan` print where there is no room, or no quota; the exit code is 3.'
+    return docstring(shapes), [*sections, Section('A refusal', [refusal, *_fields(shapes.REFUSED)])]
 
 
 def _fields(shape: shapes.Schema) -> Iterator[Block]:
-    """What it is as a whole, and each field of it."""
-    several = 'anyOf' in shape
-    shape = shape['anyOf'][0] if several else shape
-    whole = 'For one word an object, for several an array of these:' if several else 'An object:'
+    """Describe a shape as a whole, and each of its fields."""
+    is_one_or_many = 'anyOf' in shape
+    shape = shape['anyOf'][0] if is_one_or_many else shape
+    introduction = 'For one word an object, for several an array of these:' if is_one_or_many else 'An object:'
     if shape['type'] == 'array':
-        whole, shape = 'An array of these:', shape['items']
-    rows = [[f'`{name}`', kind, said or '-'] for name, kind, said in _flat(shape, '')]
-    yield whole
+        introduction, shape = 'An array of these:', shape['items']
+    rows = [[f'`{name}`', kind, description or '-'] for name, kind, description in _flat(shape, '')]
+    yield introduction
     yield Table(['field', 'type', 'what it is'], rows)
 
 
@@ -159,20 +158,19 @@ def _choice(field: shapes.Schema) -> str:
 
 
 def eschedule() -> Iterator[Section]:
-    """Its commands by family, and what they share."""
+    """Describe its commands by family, and their common properties."""
     names = {family: ', '.join(link(f'eschedule {each.name}') for each in rows) for family, rows in families().items()}
     yield Section('eschedule', [*MEANS.values(), *(f'{family}: {links}.' for family, links in names.items())])
     for rows in families().values():
         for each in rows:
             exits = ', '.join(f'{code} ({EXITS[code]})' for code in sorted({0, 1, 2, 7, *each.exits}))
             blocks: list[Block] = [Code(f'eschedule {each.usage}'), each.description]
-            if taken := [option(row) for row in each.takes()]:
-                blocks.append(Terms(('option', ''), taken))
+            if options := [option(row) for row in each.takes()]:
+                blocks.append(Terms(('option', ''), options))
             yield Section(f'eschedule {each.name}', [*blocks, f'Example: `{each.example}`', f'Exit codes: {exits}.'])
 
 
 def others() -> Iterator[Section]:
-    """The other commands."""
     for name, parser in (
         ('ecompute', compute.parser()),
         ('mdserver', mdserver.server.parser()),
@@ -181,20 +179,20 @@ def others() -> Iterator[Section]:
         for section in of_parser(parser):
             yield section._replace(title=name if section.title in ('SYNOPSIS', name) else f'{name}: {section.title}')
     for script in ('docker.sh', 'quickstart.sh'):
-        said = re.match(r'#!.*\n((?:#.*\n)+)', (TOP / script).read_text())
-        assert said, script
-        yield Section(script, [Code(re.sub('(?m)^# ?', '', said[1]).strip())])
+        header = re.match(r'#!.*\n((?:#.*\n)+)', (TOP / script).read_text())
+        assert header, script
+        yield Section(script, [Code(re.sub('(?m)^# ?', '', header[1]).strip())])
 
 
 def option(row: object) -> tuple[str, str]:
-    """An option of eschedule, how it is written, and what it does."""
-    flags, metavar, said = row.flags, row.metavar, row.help  # type: ignore[attr-defined]
+    """Return an option of eschedule as it is written, and its help."""
+    flags, metavar, help_text = row.flags, row.metavar, row.help  # type: ignore[attr-defined]
     value = metavar if not metavar or metavar.startswith('[') else f' {metavar}'
-    return ', '.join(f'{flag}{value}' for flag in flags), said
+    return ', '.join(f'{flag}{value}' for flag in flags), help_text
 
 
 def of_parser(parser: argparse.ArgumentParser) -> Iterator[Section]:
-    """What argparse knows of a command: how it is written, and each of its sub-commands with its options."""
+    """Describe a command by its argparse parser: its usage and options, and each subcommand."""
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     yield Section('SYNOPSIS', [_usage(parser), parser.description or '', *([] if inner else _options(parser))])
     for each in inner:
@@ -207,7 +205,7 @@ def _sentence(text: str) -> str:
 
 
 def _usage(parser: argparse.ArgumentParser) -> Code:
-    # In one line: where argparse breaks it is of the terminal and of Python's version.
+    # In one line: where argparse breaks it depends on the terminal and the Python version.
     parser.formatter_class = functools.partial(argparse.HelpFormatter, width=10_000)  # type: ignore[assignment]
     usage = parser.format_usage().removeprefix('usage: ').strip()
     lines = textwrap.wrap(usage, 100, subsequent_indent='    ', break_long_words=False, break_on_hyphens=False)
@@ -237,13 +235,13 @@ CONFIGURATIONS = {
 
 
 def configuration(name: str, config: type) -> tuple[list[Block], list[Section]]:
-    """What the example file says at its top, and a section for each key: its comment, its default, its lines."""
+    """Describe a configuration file: its header, and each key's comment, default and lines."""
     header, *blocks = re.split(r'\n{2,}', (TOP / name).read_text().strip())
     sections, inside = [], ''
     for block in blocks:
         comments, lines = _apart(block.split('\n'))
-        if lines and (found := re.fullmatch(r'\[.*\]', lines[0])):
-            inside, lines = f'{found[0]} ', lines[1:]
+        if lines and (heading := re.fullmatch(r'\[.*\]', lines[0])):
+            inside, lines = f'{heading[0]} ', lines[1:]
         names = re.findall(r'(?m)^([\w-]+)(?::| =)', '\n'.join(lines))
         about: list[Block] = [' '.join(comments), *_defaults(config, names)]
         if lines:
@@ -255,7 +253,7 @@ def configuration(name: str, config: type) -> tuple[list[Block], list[Section]]:
 
 
 def _apart(lines: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The comment's lines, and the settings, most of which are comments, too: `#key: value` or `# key = value`."""
+    """Split lines into comments and settings, also `#key: value` and `# key = value`."""
     comments, settings = [], []
     for line in lines:
         if re.match(r'# (?! |[\w-]+ = )', line):
@@ -267,16 +265,16 @@ def _apart(lines: Iterable[str]) -> tuple[list[str], list[str]]:
 
 def _defaults(config: type, names: Iterable[str]) -> list[Block]:
     defaults = {each.name: each.default for each in dataclasses.fields(config)}
-    known = [(name, defaults.get(name.replace('-', '_'))) for name in names]
-    plain = [(name, value) for name, value in known if isinstance(value, str | int | Path) and len(str(value)) < 50]
-    many = len(plain) > 1
-    return [f'Default{f" of {name}" if many else ""}: `{value}`.' for name, value in plain]
+    values = [(name, defaults.get(name.replace('-', '_'))) for name in names]
+    short = [(name, value) for name, value in values if isinstance(value, str | int | Path) and len(str(value)) < 50]
+    has_several = len(short) > 1
+    return [f'Default{f" of {name}" if has_several else ""}: `{value}`.' for name, value in short]
 
 
 def _nothing_left_out(name: str, config: type, sections: Iterable[Section]) -> None:
-    told = {word for section in sections for word in re.findall(r'[\w-]+', section.title)}
-    rows = {each.metadata.get('name') or each.name for each in dataclasses.fields(config) if each.metadata}
-    assert rows <= told, f'{name} says nothing of {sorted(rows - told)}'
+    described = {word for section in sections for word in re.findall(r'[\w-]+', section.title)}
+    keys_ = {each.metadata.get('name') or each.name for each in dataclasses.fields(config) if each.metadata}
+    assert keys_ <= described, f'{name} says nothing of {sorted(keys_ - described)}'
 
 
 # etcd, records, audit, exit codes, faults
@@ -297,14 +295,14 @@ VALUES: dict[str, object] = {
 
 
 def etcd() -> tuple[list[Block], list[Section]]:
-    """Every key, who may write it behind roles, and what is in it."""
-    first, listed, *rest = doc(keys).split('\n\n')
+    """Describe every key, its writers with roles, and its value."""
+    introduction, key_list, *rest = doc(keys).split('\n\n')
     rows = []
-    for line in listed.split('\n'):
-        key, said = re.split(r' {2,}', line.strip(), maxsplit=1)
-        rows.append([f'`{key}`', ', '.join(_writers(key)), said])
-    who = Table(['key', 'may be written by', 'what it is'], rows)
-    top = [first, who, *(each.replace('\n', ' ') for each in rest), *docstring(roles)]
+    for line in key_list.split('\n'):
+        key, meaning = re.split(r' {2,}', line.strip(), maxsplit=1)
+        rows.append([f'`{key}`', ', '.join(_writers(key)), meaning])
+    writers = Table(['key', 'may be written by', 'what it is'], rows)
+    top = [introduction, writers, *(each.replace('\n', ' ') for each in rest), *docstring(roles)]
     top += [f'compute-NAME: {doc(roles.of_compute)}', f'scheduler-NAME: {doc(roles.of_scheduler)}']
     return top, [Section(title, docstring(module)) for title, module in VALUES.items()]
 
@@ -321,11 +319,10 @@ def _covers(grant: roles.Permission, key: str) -> bool:
 
 
 def records() -> tuple[list[Block], list[Section]]:
-    """The record, its states and stages."""
-    kept = ', '.join(f'`{state}` {seconds // 3600} hours' for state, seconds in record.KEPT.items())
+    retention = ', '.join(f'`{state}` {seconds // 3600} hours' for state, seconds in record.KEPT.items())
     return docstring(record), [
         Section('Stages', [f'In this order: {", ".join(f"`{stage}`" for stage in record.STAGES)}.']),
-        Section('How long a record stays after its end', [f'{kept}.']),
+        Section('How long a record stays after its end', [f'{retention}.']),
         *(Section(title, docstring(of)) for title, of in (
             ('addresses', record.Interface), ('boots', boots), ('error', record.Failure),
             ('progress', record.Progress), ('power', order.Power),
@@ -334,7 +331,6 @@ def records() -> tuple[list[Block], list[Section]]:
 
 
 def audit() -> tuple[list[Block], list[Section]]:
-    """Every code of a finding."""
     rows = [[f'`{code}`', each.meaning, each.fix or '-', each.how or '-'] for code, each in findings.CODES.items()]
     head = ['code', 'what it means', 'what `audit --fix` does', 'what a person does where it does not']
     typed = "What is typed with etcdctl [asks by an operator's certificate](../howto/certificates.md#etcdctl-by-hand)."
@@ -342,13 +338,13 @@ def audit() -> tuple[list[Block], list[Section]]:
 
 
 def exit_codes() -> tuple[list[Block], list[Section]]:
-    """What each exit code means, and every error with its own."""
+    """Describe each exit code, and every error with its own."""
     codes = Terms(('code', ''), [(str(code), says) for code, says in EXITS.items()])
     return ['Of all commands, everywhere.', codes], [Section('Errors', docstring(errors))]
 
 
 def tested_faults() -> tuple[list[Block], list[Section]]:
-    """The rows of the fault matrix, and how many tests each has."""
+    """List the rows of the fault matrix with their numbers of tests."""
     count = Counter(case.row for case in faults.cases())
     rows = [[f'F{number}', says, str(count[number] or faults.NOT_HERE[number])] for number, says in faults.ROWS.items()]
     matrix = f'[The matrix]({MATRIX}) has each test, the rules of the protocol, and the failpoints.'
@@ -357,7 +353,7 @@ def tested_faults() -> tuple[list[Block], list[Section]]:
 
 
 def main(made: Mapping[Path, str]) -> None:
-    """Write what changed, and remove what is no more."""
+    """Write the files, and remove those that are no longer generated."""
     for directory in (REFERENCE, MAN):
         directory.mkdir(parents=True, exist_ok=True)
         for path in set(directory.iterdir()) - made.keys():

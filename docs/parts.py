@@ -1,8 +1,8 @@
-"""The picture of the parts: parts.svg, for the README and the architecture page.
+"""Draw the picture of the parts, parts.svg, for the README and the architecture page.
 
     python docs/parts.py > docs/parts.svg
 
-All text stands on a filled shape, and lines have a middle grey: so it can be read on a dark page and on a light one.
+All text is on a filled shape and lines are a middle grey, so that it is legible on dark and on light pages.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ from __future__ import annotations
 import sys
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 960, 400
-INK, PAPER, LINE = '#1f2733', '#f4f6f9', '#7d8794'
-OURS, THEIRS, GUEST, HOST = '#1f5fa8', '#5b4b8a', '#3d6b4f', '#d9e0e8'
+WIDTH = 960
+HEIGHT = 400
+INK = '#1f2733'
+PAPER = '#f4f6f9'
+LINE = '#7d8794'
+# Colours of ecomp's programs, of what it works with, of a guest, and of a hypervisor's frame.
+OURS = '#1f5fa8'
+THEIRS = '#5b4b8a'
+GUEST = '#3d6b4f'
+HOST = '#d9e0e8'
 """Colours of what ecomp is, of what it works with, of a guest, and of a hypervisor's frame."""
 
 
 def draw() -> str:
-    """The whole picture."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
         ' font-family="DejaVu Sans, Verdana, Arial, sans-serif" role="img">',

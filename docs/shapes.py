@@ -1,7 +1,7 @@
-"""What -f json prints (and -f yaml): a JSON schema for each command. Nothing here runs in one.
+"""The JSON schema of the output of each command with -f json (and -f yaml).
 
-The reference shows them, and the tests hold every command's answer against its own. What is said of a command's words
-is an object for one word, and an array for several.
+The reference shows the schemas, and the tests validate every command's output against its own. Where a command takes
+several words, its output is an object for one word and an array for several.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ def _is(kind: str, means: str = '', null: bool = False, **more: Any) -> Schema:
 def _fields(
     fields: Mapping[str, Schema], means: str = '', null: bool = False, needs: str = '', may: str = ''
 ) -> Schema:
-    """An object of these fields and no others; `needs` are those that are always there, '' for all but `may`."""
+    """Make a schema of an object with only these fields.
+
+    `needs` are the fields that are always present; '' means all but those in `may`.
+    """
     required = needs.split() or [name for name in fields if name not in may.split()]
     return _is('object', means, null, properties=fields, required=required, additionalProperties=False)
 
 
 def _object(means: str = '', null: bool = False, **fields: Schema) -> Schema:
-    """An object that always has these fields and no others."""
+    """Make a schema of an object that always has these fields and no others."""
     return _fields(fields, means, null)
 
 
 def _map(means: str, of: Schema) -> Schema:
-    """An object with any keys."""
+    """Make a schema of an object with arbitrary keys."""
     return _is('object', means, additionalProperties=of)
 
 
 def many(of: Schema, means: str = '') -> Schema:
-    """An array."""
     return _is('array', means, items=of)
 
 
 def one_or_many(of: Schema) -> Schema:
-    """Of one word one, of several an array."""
+    """Make a schema of one object for one word, an array for several."""
     return {'anyOf': [of, many(of)]}
 
 
@@ -71,7 +73,7 @@ _AMOUNTS = _map('by resource class', _is('integer'))
 
 
 def _outcome(**known: Schema) -> Schema:
-    """What came of a word of a command that changes something, or waits."""
+    """Make a schema of the outcome of each word, for a command that changes or waits."""
     fields = {'word': _text('what was typed'), **known, 'said': many(_text(''), 'what stderr says of it, line by line')}
     return one_or_many(_fields({**fields, 'error': _ERROR}))
 
@@ -198,6 +200,7 @@ REFUSED = _object(
     refused=_object(reason=_text('in a line'), details=many(_text(''), 'what each compute lacks, and what would fit')),
 )  # fmt: skip
 
+# By command. `create` and `plan` print REFUSED if there is no room, or no quota (exit code 3).
 SHAPES: Mapping[str, Schema] = {
     'create': many(_NEW),
     'plan': many(_RANKED),
@@ -232,4 +235,3 @@ SHAPES: Mapping[str, Schema] = {
     'audit': many(_FINDING),
     'doctor': _HEALTH,
 }
-"""By the command's name. `create` and `plan` print REFUSED where there is no room, or no quota (exit 3)."""

@@ -1,4 +1,4 @@
-"""How the pages that are made from the code are written: blocks and sections, as Markdown and as man pages."""
+"""Blocks and sections of the generated pages, rendered as Markdown and as man pages."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import NamedTuple
 
 from ecomp import __version__
 
+# Date of the man pages: when they were last read as a whole.
 DATE = '2026-11-23'
-"""What man pages say of their age: the day on which they were last read as a whole."""
 
 
 class Code(NamedTuple):
-    """Lines that are shown as they are; `kind` is what Markdown calls their language."""
+    """Lines shown verbatim; `kind` is Markdown's name of their language."""
 
     text: str
     kind: str = ''
 
 
 class Terms(NamedTuple):
-    """Terms, each with what it means, below `head`."""
+    """Terms with their meanings, below `head`."""
 
     head: tuple[str, str]
     rows: Sequence[tuple[str, str]]
 
 
 class Table(NamedTuple):
-    """A table of more columns than two; man pages have none."""
+    """A table of more than two columns; man pages cannot have one."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -39,14 +39,12 @@ Block = str | Code | Terms | Table
 
 
 class Section(NamedTuple):
-    """A title, and what is below it."""
-
     title: str
     blocks: Sequence[Block]
 
 
 class ManPage(NamedTuple):
-    """A man page: its name and number, a line about it, and its sections; `see` are other pages."""
+    """A man page: its name, section number, one-line description, sections and related pages."""
 
     name: str
     number: int
@@ -56,34 +54,32 @@ class ManPage(NamedTuple):
 
 
 def doc(of: object) -> str:
-    """The docstring."""
     return inspect.getdoc(of) or ''
 
 
 def docstring(of: object) -> list[Block]:
-    """The paragraphs of a text, or of a docstring; what is indented in it is shown as it is."""
-    found: list[Block] = []
+    """Split a text or docstring into paragraphs; indented ones become Code."""
+    blocks: list[Block] = []
     text = of if isinstance(of, str) else doc(of)
     for part in re.sub(r' ?Pure(?:, and light to import)?\.', '', text).split('\n\n'):
         if part.startswith('  '):
-            found.append(Code(textwrap.dedent(part)))
+            blocks.append(Code(textwrap.dedent(part)))
         elif part.strip():
-            found.append(part.replace('\n', ' '))
-    return found
+            blocks.append(part.replace('\n', ' '))
+    return blocks
 
 
 def link(title: str) -> str:
-    """A link to a section of the same page, as GitHub names it."""
+    """Make a link to a section of the same page, as GitHub names it."""
     return f'[{title.removeprefix("eschedule ")}](#{anchor(title)})'
 
 
 def anchor(title: str) -> str:
-    """What GitHub calls a section."""
+    """Make GitHub's anchor of a section title."""
     return re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-')
 
 
 def markdown(title: str, top: Sequence[Block], sections: Iterable[Section]) -> str:
-    """A page in Markdown."""
     parts = [f'# {title}', '<!-- made by docs.generate -->', *map(_markdown, top)]
     for section in sections:
         parts += [f'## {section.title}', *map(_markdown, filter(None, section.blocks))]
@@ -92,18 +88,18 @@ def markdown(title: str, top: Sequence[Block], sections: Iterable[Section]) -> s
 
 def _markdown(block: Block) -> str:
     if isinstance(block, str):
-        # A word in angle brackets is no HTML; in backticks it is shown as it is.
+        # Escape <, so that <word> is not HTML, except in backticks.
         return re.sub('(`[^`]*`)|<', lambda found: found[1] or '&lt;', block)
     if isinstance(block, Code):
         return f'```{block.kind}\n{block.text}\n```'
     if isinstance(block, Terms):
-        return _markdown(Table(block.head, [[f'`{term}`', said] for term, said in block.rows]))
+        return _markdown(Table(block.head, [[f'`{term}`', meaning] for term, meaning in block.rows]))
     rows = [block.head, ['---'] * len(block.head), *block.rows]
     return '\n'.join(f'| {" | ".join(_markdown(cell.replace("|", "&#124;")) for cell in row)} |' for row in rows)
 
 
 def roff(page: ManPage) -> str:
-    """A man page, as groff's man macros have it."""
+    """Render a man page with groff's man macros; raise TypeError if it has a table."""
     name = f'{page.name}({page.number})'
     lines = [
         '.\\" made by docs.generate',
@@ -114,8 +110,8 @@ def roff(page: ManPage) -> str:
     for section in page.sections:
         lines.append(f'.SH "{_text(section.title)}"')
         words = [line for block in filter(None, section.blocks) for line in _roff(block)]
-        lines += words[words[:1] == ['.PP'] :]  # a section begins with a paragraph as it is
-    see = ', '.join(_text(each) for each in page.see if each != name)
+        lines += words[words[:1] == ['.PP'] :]  # a section starts a paragraph itself
+    see = ', '.join(_text(related) for related in page.see if related != name)
     return '\n'.join([*lines, '.SH "SEE ALSO"', see]) + '\n'
 
 
@@ -125,12 +121,12 @@ def _roff(block: Block) -> list[str]:
     if isinstance(block, Code):
         return ['.PP', '.nf', *(_line(line) for line in block.text.split('\n')), '.fi']
     if isinstance(block, Terms):
-        return [line for term, said in block.rows for line in ('.TP', f'.B "{_plain(term)}"', _text(said))]
+        return [line for term, meaning in block.rows for line in ('.TP', f'.B "{_plain(term)}"', _text(meaning))]
     raise TypeError('man pages have no tables')
 
 
 def _text(text: str) -> str:
-    """A paragraph: code in bold, links as their words, nothing at a line's beginning that roff would obey."""
+    """Render a paragraph: code bold, links as their text, no roff command at the start."""
     text = re.sub(r'\[([^]]+)\]\([^)]+\)', r'\1', text)
     parts = re.split(r'`([^`]+)`', text)
     bold = [_plain(part) if number % 2 == 0 else f'\\fB{_plain(part)}\\fR' for number, part in enumerate(parts)]
