@@ -387,7 +387,7 @@ def _old_places(records: Snapshot) -> list[str]:
 
 
 def _listed(words: list[str]) -> str:
-    return ', '.join(printable(each, 200) for each in words[:NAMED]) + (' …' if len(words) > NAMED else '')
+    return ', '.join(printable(name, 200) for name in words[:NAMED]) + (' …' if len(words) > NAMED else '')
 
 
 def _put_cluster(store: Store, now: datetime) -> bool:

@@ -245,7 +245,7 @@ def _up(options: argparse.Namespace) -> int:
             _say(f'lab {name} has {lab.count} hosts already; elab down removes them')
         with _step('control plane'):
             start_control(lab)
-        hosts = [LabHost(lab, each) for each in lab.hosts]
+        hosts = [LabHost(lab, host_name) for host_name in lab.hosts]
         _divide(hosts)
         with _step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
             # All are started before the first wait, because each libvirtd probes its own QEMU.
@@ -409,7 +409,7 @@ def _certs(options: argparse.Namespace) -> int:
     if options.disable and has_names:
         raise UsageError('--disable makes no certificates: say it alone')
     now = datetime.now(UTC).replace(microsecond=0)
-    computes = [each.partition('=') for each in options.compute]
+    computes = [argument.partition('=') for argument in options.compute]
     etcd_port, placement_port = _ports(options)
     cluster = certs.Cluster(
         servers=tuple(options.control),

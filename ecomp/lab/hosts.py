@@ -140,17 +140,17 @@ class LabHost:
     def start_libvirt(self) -> None:
         """Start virtlogd and libvirtd, without waiting for them."""
         for daemon in ('virtlogd', 'libvirtd'):
-            what = f'{self.name} {daemon}'
-            if not self.lab.running(what):
+            label = f'{self.name} {daemon}'
+            if not self.lab.running(label):
                 # The path of the package; the default is on another, shared file system.
                 command = self.command([daemon, '--pid-file', f'/run/libvirt/{daemon}.pid'])
                 log = self.directory / f'{daemon}.log'
-                machine.start(what, command, log, remember=self.lab.remember)
+                machine.start(label, command, log, remember=self.lab.remember)
 
     def wait_libvirt(self) -> None:
         """Wait until libvirtd answers, then define and start its network `default`."""
-        what, log = f'{self.name} libvirtd', self.directory / 'libvirtd.log'
-        machine.wait_for(what, self.libvirt_answers, self.lab.processes[what], log, START_SECONDS)
+        label, log = f'{self.name} libvirtd', self.directory / 'libvirtd.log'
+        machine.wait_for(label, self.libvirt_answers, self.lab.processes[label], log, START_SECONDS)
         definition = self.directory / 'network.xml'
         if not (self.directory / 'etc/qemu/networks/autostart/default.xml').is_symlink():
             # Always the same uuid: libvirt accepts another definition of a name only with the first one's.
@@ -180,18 +180,18 @@ class LabHost:
 
     def start_ecompute(self) -> None:
         """Start ecompute, without waiting for its presence."""
-        what = f'{self.name} ecompute'
-        if not self.lab.running(what):
+        label = f'{self.name} ecompute'
+        if not self.lab.running(label):
             # A killed ecompute's presence stays until its lease expires; it does not show that this one is ready.
             self._older = self._presence()
             config = str(self.directory / 'compute.yaml')
             command = self.command([sys.executable, '-m', 'ecomp.compute', '--config', config])
-            machine.start(what, command, self.log, remember=self.lab.remember)
+            machine.start(label, command, self.log, remember=self.lab.remember)
 
     def wait_ecompute(self) -> None:
         """Wait until ecompute has written its presence to etcd."""
-        what = f'{self.name} ecompute'
-        machine.wait_for(what, self.ecompute_answers, self.lab.processes[what], self.log, START_SECONDS)
+        label = f'{self.name} ecompute'
+        machine.wait_for(label, self.ecompute_answers, self.lab.processes[label], self.log, START_SECONDS)
 
     def ecompute_answers(self) -> bool:
         """True if ecompute runs and has written its presence since start_ecompute()."""

@@ -277,7 +277,7 @@ def ensure_host(layout: Layout, host: str) -> bool:
 
     The bridge is for `bridge: br0`. Returns True if the namespace was missing. Raises EcompError.
     """
-    made = _ensure_namespace(layout, host)
+    was_missing = _ensure_namespace(layout, host)
     space, control = layout.namespace(host), layout.namespace(CONTROL)
     _ensure_bridge(layout, host, str(layout.address(host)))
     if not has_interface(layout, host, 'eth0'):
@@ -288,7 +288,7 @@ def ensure_host(layout: Layout, host: str) -> bool:
     run(['ip', '-n', space, 'route', 'replace', str(layout.network), 'via', str(layout.control)])
     run(['ip', '-n', control, 'route', 'replace', str(layout.guests(host)), 'via', str(layout.address(host))])
     _ensure_fence(layout, space)
-    return made
+    return was_missing
 
 
 def exists(layout: Layout, place: str) -> bool:

@@ -84,7 +84,7 @@ class Lab:
             'namespaces': [layout.namespace(place) for place in self.places],
             'link': layout.link,
             'boot': boot_id(),
-            'processes': {what: asdict(process) for what, process in self.processes.items()},
+            'processes': {label: asdict(process) for label, process in self.processes.items()},
         }
         write_durably(self.directory / RECORD, json.dumps(data, indent=1), 0o644)
 
@@ -105,7 +105,7 @@ def load(name: str, root: Path = ROOT) -> Lab:
             )
         # Start times count from the boot: after a reboot they are meaningless.
         recorded = data['processes'] if data['boot'] == boot_id() else {}
-        processes = {what: Process(**process) for what, process in recorded.items()}
+        processes = {label: Process(**process) for label, process in recorded.items()}
         return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), processes)
     except FileNotFoundError as error:
         names = [lab.layout.name for lab in all_labs(root)]
@@ -137,8 +137,8 @@ def load_or_create(name: str, count: int | None) -> Lab:
         raise UsageError(f'{problem}: move that away, or make {directory} a link to an empty directory')
     with locked(ROOT):  # two labs created concurrently must not choose the same network
         routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
-        taken = routed_networks(routes) + [lab.layout.network for lab in all_labs()]
-        lab = Lab(directory, Layout(name, choose_network(taken)), count or 3)
+        used_networks = routed_networks(routes) + [lab.layout.network for lab in all_labs()]
+        lab = Lab(directory, Layout(name, choose_network(used_networks)), count or 3)
         lab.save()
     return lab
 
