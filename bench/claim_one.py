@@ -1,8 +1,8 @@
-"""claim-one: the whole eschedule command, against three curl calls doing the same HTTP, both with certificates.
+"""claim-one: the eschedule command against three curl calls with the same HTTP.
 
-The floor asks placement for candidates, claims the first and puts the request into etcd (its JSON gateway), one curl
-process each. Both sides run in turn, in one run, so that a slow moment hits both; the figure is the median of
-the pairs' ratios. Aim: at most 2 at 10 computes, 1.4 at 1,000.
+Both sides use certificates. The floor asks placement for candidates, claims the first one and puts the request into
+etcd (by its JSON gateway), one curl process each. Both sides run in turn, so that a slow moment affects both; the
+result is the median ratio of the pairs. Target: at most 2 with 10 computes, 1.4 with 1,000.
 
     python bench/claim_one.py [ROUNDS] [--quick] [--json]       30 rounds at 10 and at 1,000
 """
@@ -23,18 +23,18 @@ from bench.result import arguments, asked, paired, tell
 from bench.secured import Secured, in_turn, secured
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:1'
+# Maximum ratio to the floor, by number of computes.
 TARGETS = {10: 2.0, 1000: 1.4}
-"""Times the floor, by how many computes there are."""
 
 
 def floor(there: Secured) -> None:
-    """Candidates, claim, put."""
+    """Get candidates, claim the first one and put the request."""
     headers = ['-H', f'x-auth-token: {there.token}', '-H', 'openstack-api-version: placement 1.39']
     headers += ['-H', 'content-type: application/json']
-    found = json.loads(there.ask(*headers, f'{there.placement}/allocation_candidates?{QUERY}'))
+    answer = json.loads(there.ask(*headers, f'{there.placement}/allocation_candidates?{QUERY}'))
     instance = str(uuid.uuid4())
     claim = {
-        'allocations': found['allocation_requests'][0]['allocations'],
+        'allocations': answer['allocation_requests'][0]['allocations'],
         'user_id': 'bench',
         'project_id': 'bench',
         'consumer_generation': None,
@@ -47,7 +47,6 @@ def floor(there: Secured) -> None:
 
 
 def main() -> None:
-    """See the module."""
     options = asked(arguments(__doc__, 30))
     for computes, target in TARGETS.items():
         with secured(computes) as there:

@@ -1,4 +1,4 @@
-"""A cluster for a benchmark: etcd, placement on PostgreSQL with its calls counted, and many pretended computes."""
+"""A cluster for benchmarks: etcd, placement on PostgreSQL, and many fake computes."""
 
 from __future__ import annotations
 
@@ -26,62 +26,62 @@ from ecomp.store.watch import Follower, State
 from tests.kit.commands import write_config
 from tests.kit.servers import TOP, Etcd, PlacementServer, Server, free_port, until
 
-PROCESSES, THREADS = 2, 2
-"""Placement's: one process a core, as docker.sh has it."""
+# Of placement: one process a core, as in docker.sh.
+PROCESSES = 2
+THREADS = 2
 POSTGRES = ('postgres', 'initdb')
+# Started cold from its installation: processes that the tests start share memory and have done their imports.
 ECOMPUTE = str(Path(sys.executable).parent / 'ecompute')
-"""Started cold, as it is installed: what the tests start shares its memory, and has its imports done."""
 
 
 class Use(NamedTuple):
-    """Of one part: processor so far, in seconds, and memory now, in MB (PSS)."""
+    """The use of one part: processor seconds so far, and current memory in MB (PSS)."""
 
     cpu: float
     memory: float
 
 
 def use_of(*pids: int) -> Use:
-    """What these processes take with all their children; one that has ended takes nothing."""
+    """Sum the use of these processes and their children; those that have ended count as 0."""
     cpu, memory = 0.0, 0.0
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            for each in (process, *process.children(recursive=True)):
+            for member in (process, *process.children(recursive=True)):
                 with suppress(psutil.NoSuchProcess):
-                    times = each.cpu_times()
+                    times = member.cpu_times()
                     cpu += times.user + times.system
-                    memory += each.memory_full_info().pss / 2**20
+                    memory += member.memory_full_info().pss / 2**20
     return Use(cpu, memory)
 
 
 class Postgres(Server):
-    """PostgreSQL on a socket in its directory, as its own user, without fsync: the disk is not what is measured."""
+    """PostgreSQL on a socket, as its own user, without fsync: the disk is not measured."""
 
     name = 'postgres'
 
     def __init__(self) -> None:
         super().__init__()
         self.url = f'postgresql+psycopg2://postgres@/postgres?host={self.directory}'
-        found = [shutil.which(each, path=f'{os.environ["PATH"]}:{_debian()}') for each in POSTGRES]
-        if None in found:
+        programs = [shutil.which(program, path=f'{os.environ["PATH"]}:{_debian()}') for program in POSTGRES]
+        if None in programs:
             sys.exit('PostgreSQL is not installed: apt-get install postgresql')
-        self._postgres, self._initdb = map(str, found)
+        self._postgres, self._initdb = map(str, programs)
         if os.geteuid() == 0:  # PostgreSQL does not run as root
             shutil.chown(self.directory, 'postgres')
         subprocess.run(self._as_postgres(self._initdb, '-D', 'data', '-U', 'postgres', '-A', 'trust', '--no-sync'),
                        cwd=self.directory, check=True, stdout=subprocess.DEVNULL)
 
     def command(self) -> list[str]:
-        """The server, and nothing on the network."""
+        """The server, without a network address."""
         settings = ['listen_addresses=', f'unix_socket_directories={self.directory}', 'fsync=off']
-        return self._as_postgres(self._postgres, '-D', 'data', *[word for each in settings for word in ('-c', each)])
+        return self._as_postgres(self._postgres, '-D', 'data', *[word for line in settings for word in ('-c', line)])
 
     def is_ready(self) -> bool:
-        """It says so."""
         return 'ready to accept connections' in self.last_words()
 
     def close(self) -> None:
-        """End it in good order: killed, it leaves shared memory behind."""
+        """Stop it with SIGINT: after a kill it leaves shared memory behind."""
         if self.is_running:
             self.stop(signal.SIGINT)
         super().close()
@@ -94,11 +94,11 @@ class Postgres(Server):
 
 
 def _debian() -> str:
-    return ':'.join(str(each) for each in sorted(Path('/usr/lib/postgresql').glob('*/bin'), reverse=True))
+    return ':'.join(str(path) for path in sorted(Path('/usr/lib/postgresql').glob('*/bin'), reverse=True))
 
 
 class Counting(PlacementServer):
-    """Placement at two ports, on a database: `url` for those who ask, `computes_url` for the computes."""
+    """Placement at two ports on a database: `url` for requesters, `computes_url` for computes."""
 
     def __init__(self, database: str) -> None:
         super().__init__()
@@ -107,25 +107,23 @@ class Counting(PlacementServer):
         self.computes_url = f'http://127.0.0.1:{self.computes_port}'
 
     def command(self) -> list[str]:
-        """Several processes."""
         script = str(TOP / 'bench/counted_placement.py')
         return [sys.executable, script, str(PROCESSES), str(THREADS), str(self.port), str(self.computes_port)]
 
     def environment(self) -> dict[str, str]:
-        """The same, on the database."""
         return {**super().environment(), 'OS_PLACEMENT_DATABASE__CONNECTION': self._database}
 
     def close(self) -> None:
-        """Its processes end with it."""
+        """Stop it, so that its child processes end too."""
         if self.is_running:
             self.stop()
         super().close()
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Calls so far, by kind: of those who ask, and of the computes."""
-        with urllib.request.urlopen(f'{self.url}/counts', timeout=30) as answer:
-            found = json.load(answer)
-        return {'asking': found[str(self.port)], 'computes': found[str(self.computes_port)]}
+        """Read the calls so far, by kind, of requesters (`asking`) and of computes."""
+        with urllib.request.urlopen(f'{self.url}/counts', timeout=30) as response:
+            counts = json.load(response)
+        return {'asking': counts[str(self.port)], 'computes': counts[str(self.computes_port)]}
 
 
 class Computes(Server):
@@ -138,26 +136,29 @@ class Computes(Server):
         self._config, self._count, self._inventory = config, count, inventory
 
     def command(self) -> list[str]:
-        """One process."""
         return [ECOMPUTE, '--config', str(self._config), '--fake', self._inventory, '--count', str(self._count)]
 
     def environment(self) -> dict[str, str]:
-        """Its throw-away state goes with it."""
+        """Put its temporary state into this server's directory."""
         return {**super().environment(), 'TMPDIR': str(self.directory)}
 
     def wait_ready(self) -> None:
-        """A thousand take a minute where others are at work, too."""
+        """Wait for the log line; a thousand computes take a minute on a busy machine."""
 
         def ready() -> bool:
             assert self.is_running, f'{self.name} ended while starting:\n{self.last_words()}'
-            # What it was asked meanwhile it does at once, and says so behind it; and an earlier one said the same.
+            # Other lines may follow: the process works on waiting requests immediately. The pid excludes the line of an
+            # earlier process.
             return f' {self.pid} {self._count} computes are ready' in self.log.read_text(errors='replace')
 
         until(ready, 900, f'{self._count} computes are ready (see {self.log})')
 
 
 class Cluster:
-    """All of it. `seen` has when each request was first seen with a compute (monotonic seconds), and where."""
+    """The whole cluster.
+
+    `seen` has the time (monotonic seconds) and compute of each request when it was first seen.
+    """
 
     def __init__(self, computes: int, vcpus: int, **settings: Any) -> None:
         self.vcpus = vcpus
@@ -171,16 +172,16 @@ class Cluster:
         enter = self._at_exit.enter_context
         try:
             self.directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
-            os.environ['XDG_CACHE_HOME'] = str(self.directory)  # where requesters remember how large it is
+            os.environ['XDG_CACHE_HOME'] = str(self.directory)  # requesters cache the size of the cluster there
             self.etcd = enter(Etcd())
             self.placement = enter(Counting(enter(Postgres()).url))
-            at = self.etcd.endpoint
-            self.schedule_yaml = write_config(self.directory / 'schedule.yaml', at, self.placement.url)
-            config = write_config(self.directory / 'compute.yaml', at, self.placement.computes_url, **self._settings)
-            plenty = f'VCPU:{self.vcpus},DISK_GB:{self.vcpus},MEMORY_MB:{self.vcpus * 128}'
-            enter(Computes(config, self._count, plenty))
+            etcd = self.etcd.endpoint
+            self.schedule_yaml = write_config(self.directory / 'schedule.yaml', etcd, self.placement.url)
+            config = write_config(self.directory / 'compute.yaml', etcd, self.placement.computes_url, **self._settings)
+            inventory = f'VCPU:{self.vcpus},DISK_GB:{self.vcpus},MEMORY_MB:{self.vcpus * 128}'
+            enter(Computes(config, self._count, inventory))
             self.computes = sorted(keys.last(key) for key in self.etcd.keys(keys.COMPUTES))
-            follower = Follower(EtcdConfig((at,)), [(keys.HOSTS, self._on_state)])
+            follower = Follower(EtcdConfig((etcd,)), [(keys.HOSTS, self._on_state)])
             follower.start()
             self._at_exit.callback(follower.stop)
         except BaseException:
@@ -192,35 +193,35 @@ class Cluster:
         self._at_exit.close()
 
     def fill(self) -> list[str]:
-        """Take all VCPU that is left, for nobody; who was made to hold it."""
+        """Claim all free VCPU for unused consumers, and return their uuids."""
         fillers = []
-        left = {compute: self.vcpus - self._used(compute) for compute in self.computes}
+        free_vcpus = {compute: self.vcpus - self._used(compute) for compute in self.computes}
         claims = []
-        for compute, amount in left.items():
+        for compute, amount in free_vcpus.items():
             if amount:
                 body = {'allocations': {compute: {'resources': {'VCPU': amount}}}, 'user_id': 'u', 'project_id': 'p'}
                 claims.append((str(uuid.uuid4()), {**body, 'consumer_generation': None, 'consumer_type': 'INSTANCE'}))
         for start in range(0, len(claims), 100):
-            some = dict(claims[start : start + 100])
-            self.placement.call('POST', '/allocations', some)
-            fillers += some
+            batch = dict(claims[start : start + 100])
+            self.placement.call('POST', '/allocations', batch)
+            fillers += batch
         return fillers
 
     def empty(self, consumers: list[str]) -> None:
-        """Release what was made to be held, and the computes have not released meanwhile: nobody asked for it."""
-        for each in consumers:
+        """Release these consumers; the computes may have released some of them as unrequested."""
+        for consumer in consumers:
             try:
-                self.placement.call('DELETE', f'/allocations/{each}')
+                self.placement.call('DELETE', f'/allocations/{consumer}')
             except urllib.error.HTTPError as error:
                 if error.code != 404:
                     raise
 
     def wait_for(self, instances: set[str], seconds: float) -> None:
-        """Return when each of them is with a compute."""
+        """Wait until a compute has each of these requests."""
         until(lambda: instances <= self.seen.keys(), seconds, 'all requests are with a compute')
 
     def balance(self, instances: set[str]) -> float:
-        """The largest share of its VCPU that is used of a compute, less the smallest; each instance has one."""
+        """Return the range of the VCPU shares used by `instances`, each of which has one VCPU."""
         used = dict.fromkeys(self.computes, 0)
         for instance in instances:
             used[self.seen[instance][1]] += 1

@@ -1,13 +1,13 @@
-"""Three ways to place: pushed one at a time, pushed in sets, pulled from a queue; what each costs.
+"""Three ways to place and their costs: pushed one at a time or in sets, or pulled.
 
     python bench/comparison.py [--computes 10,100] [--requesters 1,8,32] [--ways one,sets,command,pull]
                                [--requests N] [--results FILE] [--quick] [--json]
     python bench/comparison.py --plot           bench/comparison.svg and the table, from the results
 
-Each line of the results is a cell: a number of computes, of requesters, and a way. A cell that is there is not measured
-again, so what was interrupted goes on; --json, for bench/run, measures all anew and keeps nothing. `command` is `one`
-with a real `eschedule` process for each request; the others run eschedule's main() in processes that have been started
-and have loaded its modules. Needs '.[lab,test]', psycopg2-binary, PostgreSQL and, for --plot, matplotlib.
+Each line of the results is a cell: a number of computes, of requesters, and a way. A cell in the results is not
+measured again, so an interrupted run continues; --json, for bench/run, measures all and keeps nothing. `command` is
+`one` with a real `eschedule` process for each request; the others run eschedule's main() in started processes that have
+loaded its modules. Needs '.[lab,test]', psycopg2-binary, PostgreSQL and, for --plot, matplotlib.
 """
 
 from __future__ import annotations
@@ -33,50 +33,53 @@ from bench.result import figure, tell  # noqa: E402
 RESULTS, PLOT = Path(__file__).with_name('comparison.jsonl'), Path(__file__).with_name('comparison.svg')
 WAYS = ('one', 'command', 'sets', 'pull')
 QUERY, FLAVOR, IMAGE = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128', 'bench', 'http://images.invalid/bench.qcow2'
+# Of each way, the same in every panel.
 COLORS = {'one': 'tab:blue', 'command': 'tab:orange', 'sets': 'tab:green', 'pull': 'tab:red'}
-"""Of each way, in every panel, whichever ways it has."""
 SET = 10
+# Minimum number of requests to a full cluster; each requester makes at least one.
 REFUSALS = 8
-"""How often it is asked when all is full, at least: each requester once."""
 UUID = re.compile('[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$', re.MULTILINE)
 Row = dict[str, Any]
 
 
 def vcpus(computes: int) -> int:
-    """Of each compute: 800 in all or, of many, four each."""
+    """Return the VCPU of each compute: 800 in all, but at least four each."""
     return max(4, 800 // computes)
 
 
 def words(way: str) -> list[str]:
-    """What eschedule is asked."""
+    """Make eschedule's arguments for a way."""
     if way == 'pull':
         return ['--queue', '--flavor', FLAVOR, IMAGE]
     return [QUERY, IMAGE, *(['--count', str(SET)] if way == 'sets' else [])]
 
 
-# A requester, in a process of its own
+# A requester process
 
 
 def requester(config: str, way: str) -> None:
-    """Say `ready`; for each line of stdin, a number, ask so often, and print [began, ended, code, stdout] of each."""
+    """Print `ready`; for each number on stdin, place that often and print each result.
+
+    A result is [start, end, code, stdout].
+    """
     arguments = ['--config', config, *words(way)]
     ask = _command(arguments) if way == 'command' else _main(arguments)
     print('ready', flush=True)
     for line in sys.stdin:
-        said = []
+        results = []
         for _ in range(int(line)):
-            began = time.monotonic()
+            start = time.monotonic()
             code, output = ask()
-            said.append([began, time.monotonic(), code, output])
-        print(json.dumps(said), flush=True)
+            results.append([start, time.monotonic(), code, output])
+        print(json.dumps(results), flush=True)
 
 
 def _command(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
     eschedule = str(Path(sys.executable).with_name('eschedule'))
 
     def ask() -> tuple[int, str]:
-        done = subprocess.run([eschedule, *arguments], capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout
+        result = subprocess.run([eschedule, *arguments], capture_output=True, text=True, check=False)
+        return result.returncode, result.stdout
 
     return ask
 
@@ -85,7 +88,7 @@ def _main(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
     import ecomp.placement.by_http
     import ecomp.scheduler.placing.create
     import ecomp.scheduler.placing.explain
-    import ecomp.store.by_h2  # noqa: F401  (loaded before anything is measured)
+    import ecomp.store.by_h2  # noqa: F401  (loaded before the measurements)
     from ecomp import schedule
 
     def ask() -> tuple[int, str]:
@@ -98,7 +101,7 @@ def _main(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
 
 
 class Requesters:
-    """So many processes, started and ready."""
+    """A number of requester processes, started and ready."""
 
     def __init__(self, count: int, config: Path, way: str) -> None:
         from tests.kit.servers import environment
@@ -108,81 +111,80 @@ class Requesters:
             subprocess.Popen(again, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
             for _ in range(count)
         ]
-        for each in self._processes:
-            assert each.stdout is not None
-            assert each.stdout.readline() == 'ready\n'
+        for process in self._processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == 'ready\n'
 
     def ask(self, times: int) -> list[list[Any]]:
-        """So many requests in all, shared among them and begun at once."""
-        share, more = divmod(times, len(self._processes))
-        for number, each in enumerate(self._processes):
-            assert each.stdin is not None
-            each.stdin.write(f'{share + (number < more)}\n')
-            each.stdin.flush()
-        return [said for each in self._processes if each.stdout for said in json.loads(each.stdout.readline())]
+        """Make `times` requests in all, divided among the processes and started concurrently."""
+        share, rest = divmod(times, len(self._processes))
+        for number, child in enumerate(self._processes):
+            assert child.stdin is not None
+            child.stdin.write(f'{share + (number < rest)}\n')
+            child.stdin.flush()
+        return [answer for child in self._processes if child.stdout for answer in json.loads(child.stdout.readline())]
 
     def close(self) -> None:
-        """End them."""
-        for each in self._processes:
-            assert each.stdin is not None
-            each.stdin.close()
-        for each in self._processes:
-            each.wait()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            process.wait()
 
 
 # Measuring
 
 
 def measure(cluster: Any, requesters: int, way: str, requests: int) -> Row:
-    """One cell: place, look, refuse at 100 %, and leave the cluster empty."""
-    asking = Requesters(requesters, cluster.schedule_yaml, way)
+    """Measure a cell: place, get refusals with no room, and empty the cluster."""
+    processes = Requesters(requesters, cluster.schedule_yaml, way)
     try:
         before = cluster.placement.counts()
-        said = asking.ask(requests // (SET if way == 'sets' else 1))
+        results = processes.ask(requests // (SET if way == 'sets' else 1))
         instances, latencies = set[str](), list[float]()
-        placed = [(began, UUID.findall(output)) for began, _, code, output in said if code == 0]
+        placed = [(began, UUID.findall(output)) for began, _, code, output in results if code == 0]
         for _, found in placed:
             instances |= set(found)
         cluster.wait_for(instances, 900)
         after = cluster.placement.counts()
         for began, found in placed:
             latencies += [cluster.seen[instance][0] - began for instance in found]
-        seconds = max(cluster.seen[each][0] for each in instances) - min(began for began, *_ in said)
+        seconds = max(cluster.seen[each][0] for each in instances) - min(began for began, *_ in results)
         row = {
             'placed': len(instances),
-            'failed': sorted(code for *_, code, _ in said if code),
+            'failed': sorted(code for *_, code, _ in results if code),
             'per_second': round(len(instances) / seconds, 1),
             **{f'p{n}': round(_percentile(latencies, n), 3) for n in (50, 95)},
             'calls': _each(before, after, len(instances)),
             'balance': round(cluster.balance(instances), 3),
         }
         if way != 'pull':
-            row['full'] = _refusals(cluster, asking, requesters)
+            row['full'] = _refusals(cluster, processes, requesters)
     finally:
-        asking.close()
+        processes.close()
     _clear(cluster, instances)
     return row
 
 
 def _refusals(cluster: Any, asking: Requesters, requesters: int) -> Row:
-    """What happens when there is no room at all."""
+    """Measure requests to a cluster without any room."""
     fillers = cluster.fill()
     before = cluster.placement.counts()
-    said = asking.ask(max(requesters, REFUSALS))
+    results = asking.ask(max(requesters, REFUSALS))
     after = cluster.placement.counts()
     cluster.empty(fillers)
-    took = [ended - began for began, ended, *_ in said]
+    durations = [ended - began for began, ended, *_ in results]
     return {
-        'codes': sorted({code for *_, code, _ in said}),
-        **{f'p{n}': round(_percentile(took, n), 3) for n in (50, 95)},
-        'calls': _each(before, after, len(said)),
+        'codes': sorted({code for *_, code, _ in results}),
+        **{f'p{n}': round(_percentile(durations, n), 3) for n in (50, 95)},
+        'calls': _each(before, after, len(results)),
     }
 
 
 def _each(before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping[str, int]], count: int) -> Row:
-    """Calls for each of so many; the upkeep of the computes is left out, for it does not come of requests."""
-    more = {f'{who} {kind}': after[who][kind] - before[who][kind] for who in after for kind in after[who]}
-    return {name: round(calls / count, 2) for name, calls in more.items() if calls and name != 'computes upkeep'}
+    """Return the calls per item, without the computes' upkeep, which requests do not cause."""
+    differences = {f'{who} {kind}': after[who][kind] - before[who][kind] for who in after for kind in after[who]}
+    return {name: round(calls / count, 2) for name, calls in differences.items() if calls and name != 'computes upkeep'}
 
 
 def _percentile(values: Sequence[float], percent: int) -> float:
@@ -193,21 +195,21 @@ def _clear(cluster: Any, instances: set[str]) -> None:
     from tests.kit.commands import eschedule
     from tests.kit.servers import until
 
-    named = sorted(instances)
-    for start in range(0, len(named), 500):
-        done = eschedule(cluster.schedule_yaml, 'destroy', *named[start : start + 500], timeout=600)
-        assert done.code == 0, done.stderr[-500:]
+    uuids = sorted(instances)
+    for start in range(0, len(uuids), 500):
+        result = eschedule(cluster.schedule_yaml, 'destroy', *uuids[start : start + 500], timeout=600)
+        assert result.code == 0, result.stderr[-500:]
     until(lambda: not cluster.there, 600, 'every instance is gone')
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what is asked for and not in the results yet."""
+    """Measure the requested cells that are not in the results."""
     from bench.cluster import Cluster
     from tests.kit.commands import eschedule
 
     ways = options.ways
     for computes in options.computes:
-        # Those with queues are a cluster of their own: what they ask beside is not to be in the others' figures.
+        # Computes with queues form a separate cluster: their extra calls must not affect the other figures.
         for kept, settings in (([way for way in ways if way != 'pull'], {}), (['pull'], {'queues': True})):
             have = {_cell(row) for row in read(options.results)}
             cells = [(computes, number, way) for way in kept if way in ways for number in options.requesters]
@@ -234,7 +236,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """The results so far."""
+    """Read the results so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -246,7 +248,10 @@ def _cell(row: Row) -> tuple[int, int, str]:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The results in Markdown. Calls are placement's by anybody, but of a refusal only those of who is refused."""
+    """Render the results in Markdown.
+
+    Calls are all calls of placement, but for a refusal only the requesters'.
+    """
     names = ['computes', 'requesters', 'way', 'a second', 'p50', 'p95', 'calls', 'claims', '409', '5xx', 'balance']
     names += ['refusal', 'its calls', 'load']
     yield f'| {" | ".join(names)} |'
@@ -263,13 +268,13 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _sum(calls: Mapping[str, float], kind: str, by: Sequence[str] = ('asking', 'computes')) -> float:
-    """Of one kind or, with '', of all: an answer's status is no call."""
-    wanted = (kind,) if kind else ('candidates', 'claims', 'held', 'upkeep')
-    return sum(calls.get(f'{who} {each}', 0) for who in by for each in wanted)
+    """Sum the calls of one kind, or of all with ''; an answer's status is not a call."""
+    kinds = (kind,) if kind else ('candidates', 'claims', 'held', 'upkeep')
+    return sum(calls.get(f'{who} {name}', 0) for who in by for name in kinds)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Requests a second and the time until one is placed, by requesters: a column for each number of computes."""
+    """Plot rates and times until placed by requesters, a column for each number of computes."""
     import matplotlib
 
     matplotlib.use('svg')
@@ -299,26 +304,24 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         below.set_xlabel('requesters')
     axes[0][0].set_ylabel('instances a second')
     axes[1][0].set_ylabel('s until placed: p50, p95 dotted')
-    # Above all panels: in one of them it would cover what is drawn there.
+    # Above the panels: inside one it would cover the curves.
     ways = [Line2D([], [], color=COLORS[way], marker='o', markersize=3, label=way) for way in WAYS]
     figure.legend(handles=ways, loc='outside upper center', ncols=len(ways), frameon=False)
     figure.savefig(path, metadata={'Date': None})
 
 
 def numbers(text: str) -> list[int]:
-    """`1,8,32`."""
     return [int(each) for each in text.split(',')]
 
 
 def ways(text: str) -> list[str]:
-    """`one,pull`."""
+    """Parse `one,pull`."""
     if wrong := set(text.split(',')) - set(WAYS):
         raise argparse.ArgumentTypeError(f'{", ".join(wrong)}: the ways are {", ".join(WAYS)}')
     return text.split(',')
 
 
 def main() -> None:
-    """See the module."""
     if sys.argv[1:2] == ['--requester']:
         return requester(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,8 +1,10 @@
-"""Placement with its calls counted: python bench/counted_placement.py PROCESSES THREADS PORT...
+"""Placement with its calls counted.
 
-Served at each of the ports, by several processes, so PostgreSQL has to be behind it. GET /counts, at any port, is
-{port: {kind: calls}}: so whoever is to be told apart is given a port of his own. Kinds are a method and what it is
-about, `claims` being POST and PUT of allocations, and `409` and `5xx` what was answered so.
+    python bench/counted_placement.py PROCESSES THREADS PORT...
+
+Several processes serve each of the ports, so its database must be PostgreSQL. GET /counts, at any port, returns {port:
+{kind: calls}}; give each client to be distinguished its own port. A kind is a method and its subject, `claims` meaning
+POST and PUT of allocations; `409` and `5xx` count answers with such a status.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+# `held`: the allocations of one consumer or provider; `upkeep`: everything about providers themselves.
 KINDS = ('candidates', 'claims', 'held', 'upkeep', '409', '5xx')
-"""`held`: what one consumer or provider holds; `upkeep`: everything about providers themselves."""
 
 
 def kind(method: str, path: str) -> str:
-    """What a call is counted as."""
+    """Return the kind of a call."""
     if path == '/allocation_candidates':
         return 'candidates'
     if 'allocations' in path:
@@ -31,7 +33,7 @@ def kind(method: str, path: str) -> str:
 
 
 class Counted:
-    """A WSGI application that counts what it hands on; the counts are shared by all processes forked from here."""
+    """A WSGI application that counts calls; all forked processes share the counts."""
 
     def __init__(self, ports: Sequence[str]) -> None:
         self._numbers = {(port, each): i for i, (port, each) in enumerate((p, k) for p in ports for k in KINDS)}
@@ -39,14 +41,14 @@ class Counted:
         self.application: Callable[..., Iterable[bytes]] | None = None
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        """See PEP 3333."""
+        """Serve a request (PEP 3333), or the counts."""
         port = str(environ['SERVER_PORT'])
         if environ['PATH_INFO'] == '/counts':
-            found: dict[str, dict[str, int]] = {}
-            for (name, each), i in self._numbers.items():
-                found.setdefault(name, {})[each] = self._counts[i]
+            counts: dict[str, dict[str, int]] = {}
+            for (name, kind_), i in self._numbers.items():
+                counts.setdefault(name, {})[kind_] = self._counts[i]
             start('200 OK', [('content-type', 'application/json')])
-            return [json.dumps(found).encode()]
+            return [json.dumps(counts).encode()]
         self._add(port, kind(environ['REQUEST_METHOD'], environ['PATH_INFO']))
 
         def started(status: str, *rest: Any) -> Any:
@@ -75,7 +77,7 @@ def main(processes: int, threads: int, ports: Sequence[str]) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(('127.0.0.1', int(port)))
         sockets.append(listener)
-    # The tables are made when it is imported: once, for two that do it at a time get in each other's way.
+    # Importing it makes the tables: once, because two concurrent imports would conflict.
     if (child := os.fork()) == 0:
         import placement.wsgi.api
 
@@ -85,14 +87,14 @@ def main(processes: int, threads: int, ports: Sequence[str]) -> None:
     if os.waitpid(child, 0)[1] != 0:
         sys.exit('placement could not make its tables')
     children = []
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     for _ in range(processes):
         if (child := os.fork()) == 0:
             from placement.wsgi import api
 
-            # However this ends, nothing is written to the pipe, and then its other end is gone.
-            os.close(theirs)
-            threading.Thread(target=lambda: os._exit(len(os.read(ours, 1))), daemon=True).start()
+            # When this process ends, in any way, the pipe is closed, and the child exits.
+            os.close(write_end)
+            threading.Thread(target=lambda: os._exit(len(os.read(read_end, 1))), daemon=True).start()
             counted.application = api.application
             waitress.serve(counted, sockets=sockets, threads=threads, connection_limit=4000, asyncore_use_poll=True)
             os._exit(0)

@@ -1,8 +1,8 @@
-"""cycle: instances created and destroyed on one pretended compute, the last tenth of them against the first.
+"""cycle: create and destroy instances on a fake compute; does it slow down?
 
-Each round is a set of ten, created and waited for, and its destroy, waited for: by eschedule's main() in this process.
-The figure is the ratio of the medians of the last and the first tenth's rounds. Aim: at most 1.1, and memory flat
-after the first fifth.
+Each round creates a set of ten, waits, destroys it and waits, by eschedule's main() in this process. The result is the
+ratio of the median times of the last and first tenth of the rounds. Target: at most 1.1, and constant memory after the
+first fifth.
 
     python bench/cycle.py [ROUNDS] [--quick] [--json]       100 rounds
 """
@@ -33,16 +33,16 @@ UUID = re.compile('[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$', re.MULTILINE)
 
 
 def ask(*words: str) -> str:
-    """What eschedule says."""
-    out, said = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(said):
+    """Run eschedule, which must succeed, and return its stdout."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
         code = schedule.main(list(words))
-    assert code == 0, (words, code, out.getvalue(), said.getvalue())
+    assert code == 0, (words, code, out.getvalue(), err.getvalue())
     return out.getvalue()
 
 
 def measure(rounds: int) -> Iterator[Result]:
-    """The ratio, and what the compute has in memory."""
+    """Measure the ratio of times and the compute's memory."""
     with (
         tempfile.TemporaryDirectory(prefix='ecomp-bench-') as directory,
         Etcd() as etcd,
@@ -52,12 +52,12 @@ def measure(rounds: int) -> Iterator[Result]:
         config = str(write_config(Path(directory) / 'schedule.yaml', etcd.endpoint, placement.url))
         seconds, uses = list[float](), list[Use]()
         for _ in range(rounds):
-            began = time.monotonic()
-            made = ask('--config', config, SMALL, '--count', str(AT_ONCE), '--wait')
-            instances = sorted(set(UUID.findall(made)))
-            assert len(instances) == AT_ONCE, made
+            start = time.monotonic()
+            output = ask('--config', config, SMALL, '--count', str(AT_ONCE), '--wait')
+            instances = sorted(set(UUID.findall(output)))
+            assert len(instances) == AT_ONCE, output
             ask('--config', config, 'destroy', '--wait', *instances)
-            seconds.append(time.monotonic() - began)
+            seconds.append(time.monotonic() - start)
             uses.append(Use.of(compute.pid))
         tenth = max(rounds // 10, 1)
         workload = f'{rounds * AT_ONCE:,} pretended instances'
@@ -69,10 +69,9 @@ def measure(rounds: int) -> Iterator[Result]:
 
 
 def main() -> None:
-    """See the module."""
     options = asked(arguments(__doc__, 100, 20))
-    for each in measure(options.rounds):
-        tell(each, options.json)
+    for result in measure(options.rounds):
+        tell(result, options.json)
 
 
 if __name__ == '__main__':

@@ -1,9 +1,9 @@
-"""cycle, with real guests: 30 are made and destroyed one after another, against the first tenth of them.
+"""cycle, with real guests: 30 are made and destroyed one after another; does it slow down?
 
-What a guest costs does not grow with those that were there before: neither the time from the request's put to the
-domain running, nor that until nothing is left, each as so many times what bare libvirt takes for the same at that
-moment (guests.py), nor the memory of ecompute and its workers. The floor is the median of the first tenth, and a ratio
-is one later guest's to that. Target: at most 1.1.
+The cost of a guest must not grow with the number of earlier ones: neither the time from the request's put to the
+running domain, nor that until nothing is left, each relative to bare libvirt at that moment (guests.py), nor the memory
+of ecompute and its workers. The floor is the median of the first tenth, and a ratio is one later guest's to that.
+Target: at most 1.1.
 
     python bench/cycle_real.py [GUESTS] [--quick] [--json]         (as root; it makes a lab of its own and removes it)
 """
@@ -24,14 +24,14 @@ TARGET = 1.1
 
 
 def memory() -> float:
-    """What ecompute and its workers have for themselves, in MB."""
+    """Measure the memory of ecompute and its workers in MB (USS)."""
     pid = json.loads((LAB.directory / 'lab.json').read_text())['processes']['hv1 ecompute']['pid']
     parent = psutil.Process(pid)
-    return sum(each.memory_full_info().uss for each in (parent, *parent.children(recursive=True))) / 1e6
+    return sum(process.memory_full_info().uss for process in (parent, *parent.children(recursive=True))) / 1e6
 
 
 def inside(guests: int, images: str) -> Iterator[Result]:
-    """The measuring itself, on the lab host."""
+    """Measure on the lab host."""
     bench = Bench(LAB, images)
 
     def cycle() -> tuple[float, float, float]:
@@ -43,12 +43,12 @@ def inside(guests: int, images: str) -> Iterator[Result]:
         return started / started_bare, gone / bench.destroy_bare(bare), memory()
 
     cycle()  # the first fetches the image and warms caches
-    taken = [cycle() for _ in range(guests)]
+    cycles = [cycle() for _ in range(guests)]
     first = max(1, guests // 10)
     for workload, unit, values in zip(
         ('put to started', 'destroy to gone', 'memory of ecompute and its workers'),
         ('x libvirt', 'x libvirt', 'MB'),
-        zip(*taken, strict=True),
+        zip(*cycles, strict=True),
         strict=True,
     ):
         floor = median(values[:first])

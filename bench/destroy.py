@@ -1,7 +1,8 @@
-"""destroy: ten at once, until domain, disk, claim and keys are gone, against bare libvirt-python (guests.py).
+"""destroy: ten instances at once, against bare libvirt-python (guests.py).
 
-Ours begins with the transaction that asks for it and ends when the last request's key is gone, which ecompute removes
-after all else. The floor destroys and undefines the domain and deletes the volume, a thread each. Target: at most 1.15.
+Our side begins with the transaction of the tombstones and ends when the last request's key is gone, which ecompute
+removes after domain, disk and claim. The floor destroys and undefines the domain and deletes the volume, a thread each.
+Target: at most 1.15.
 
     python bench/destroy.py [ROUNDS] [--quick] [--json]            (as root; it makes a lab of its own and removes it)
 """
@@ -20,7 +21,7 @@ TARGET = 1.15
 
 
 def inside(rounds: int, images: str) -> Iterator[Result]:
-    """The measuring itself, on the lab host."""
+    """Measure on the lab host."""
     bench = Bench(LAB, images)
 
     def ours(count: int) -> float:
@@ -35,8 +36,8 @@ def inside(rounds: int, images: str) -> Iterator[Result]:
         return bench.destroy_bare(instances)
 
     ours(1), floor(1)  # the first of each fetches the image and warms caches
-    taken = [(ours(COUNT), floor(COUNT)) for _ in range(rounds)]
-    yield paired('destroy', f'{COUNT} at once', [each[0] for each in taken], [each[1] for each in taken], TARGET)
+    pairs = [(ours(COUNT), floor(COUNT)) for _ in range(rounds)]
+    yield paired('destroy', f'{COUNT} at once', [pair[0] for pair in pairs], [pair[1] for pair in pairs], TARGET)
     bench.close()
 
 

@@ -1,11 +1,12 @@
-"""domain-start: from the request's put to the domain running, against bare libvirt-python doing the same (guests.py).
+"""domain-start: from the request to the running domain, against bare libvirt-python.
 
-One, and ten at once, which are asked for in one transaction and end with the last; the filters are on. Both ends are
-libvirt's own `started` event, and both sides run in turn on one lab host. Targets: at most 1.05 for one, 1.1 for ten.
+The floor is in guests.py. One instance, and ten requested in one transaction, which end with the last; the filters are
+on. Both sides end at libvirt's `started` event and run in turn on one lab host. Targets: at most 1.05 for one, 1.1 for
+ten.
 
     python bench/domain_start.py [ROUNDS] [--quick] [--json]       (as root; it makes a lab of its own and removes it)
 
-With no more rounds than --quick has: one alone.
+With as few rounds as --quick, only one instance.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TARGETS = {1: 1.05, 10: 1.1}
 
 
 def inside(rounds: int, images: str) -> Iterator[Result]:
-    """The measuring itself, on the lab host."""
+    """Measure on the lab host."""
     bench = Bench(LAB, images)
 
     def ours(count: int) -> float:
@@ -39,9 +40,9 @@ def inside(rounds: int, images: str) -> Iterator[Result]:
     ours(1), floor(1)  # the first of each fetches the image and warms caches
     for count, target in TARGETS.items():
         if rounds <= QUICK and count > 1:
-            break  # a minute by themselves
-        taken = [(ours(count), floor(count)) for _ in range(rounds)]
-        mine, floors = [each[0] for each in taken], [each[1] for each in taken]
+            break  # they take a minute
+        pairs = [(ours(count), floor(count)) for _ in range(rounds)]
+        mine, floors = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         yield paired('domain-start', 'one' if count == 1 else f'{count} at once', mine, floors, target)
     bench.close()
 

@@ -1,7 +1,7 @@
-"""Every benchmark, one after another: bench/run is its front door.
+"""Run every benchmark, one after another, for bench/run.
 
-A script that fails, or does not end in its time, is named and its lab is removed, and the others still run. What misses
-its target has not failed: the table says so.
+A script that fails or exceeds its time is reported and its lab is removed; the others still run. A missed target is not
+a failure: the table shows it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from lab import Lab
 from result import Result, amount, interrupt_on_signals, read, signals_ignored
 
 HERE = Path(__file__).resolve().parent
+# For a script to clean up before it is killed.
 CLEANUP_SECONDS = 60
-"""Seconds that a script may take to clean up before it is killed."""
+# Last lines of stderr that are shown of a failed script.
 LAST_WORDS = 8
-"""Lines of what a script that failed said last."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script of this directory: after how many seconds it is ended, with --quick and without; the lab it makes.
+    """A script of this directory, its limits in seconds with --quick and without, and its lab.
 
-    On a machine with nothing else to do it takes a fraction of them.
-
-    `quickly` False: nothing of it can be said in a minute, so `quick` leaves it out.
+    On an idle machine it takes a fraction of the limits. `quickly` False means that `quick` leaves it out, because it
+    has no meaningful result in a minute.
     """
 
     name: str
@@ -43,6 +42,7 @@ class Script:
     quickly: bool = True
 
 
+# In the order to run them: first what users wait for.
 SCRIPTS = (
     Script('claim_one', 60, 600),
     Script('plain_yaml', 60, 120),
@@ -63,14 +63,13 @@ SCRIPTS = (
     Script('slopes', 120, 1200, quickly=False),
     Script('thousand', 120, 5400, quickly=False),
 )
-"""In the order in which they run: first what people wait for."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a script: its figures, and what is to be said of it, '' for nothing; `failed` counts.
+    """The outcome of a script: its results, and a message about it, '' for none.
 
-    `interrupted`: the user ended the run while it was at work.
+    `failed` sets the exit code; `interrupted` means that the user ended the run during the script.
     """
 
     results: Sequence[Result] = ()
@@ -80,7 +79,7 @@ class Ran:
 
 
 def run(script: Script, quick: bool) -> Ran:
-    """Run it. One that does not end in its time is ended, with all that it started, and its lab is removed."""
+    """Run a script; after its limit end it and its child processes, and remove its lab."""
     path = HERE / f'{script.name}.py'
     if not path.exists():
         return Ran(said='not found')
@@ -90,28 +89,28 @@ def run(script: Script, quick: bool) -> Ran:
         return Ran(said='not run: it makes a lab, which takes root')
     command = [sys.executable, str(path), '--json', *(['--quick'] if quick else [])]
     limit = script.quick if quick else script.whole
-    # A group of its own: what it has started ends with it.
+    # Its own process group, so that its child processes end with it.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     interrupted = False
     try:
         out, errors = process.communicate(timeout=limit)
-        why = _why(process.returncode)
+        problem = _why(process.returncode)
     except subprocess.TimeoutExpired:
         out, errors = _ended(process)
-        why = f'not done after {limit} s'
+        problem = f'not done after {limit} s'
     except KeyboardInterrupt:
         out, errors = _ended(process)
-        why, interrupted = 'interrupted', True
-    if script.lab and why:
+        problem, interrupted = 'interrupted', True
+    if script.lab and problem:
         try:
             Lab(script.lab).remove()
         except subprocess.CalledProcessError as error:
-            why = f'{why}; lab {script.lab} is still up: {error}'
-    results = [each for each in map(read, out.splitlines()) if each is not None]
-    if not why and not results:
-        why = 'it said no figure'
-    last = '\n'.join(f'    {line}' for line in errors.splitlines()[-LAST_WORDS:]) if why else ''
-    return Ran(results, f'{why}\n{last}'.rstrip(), bool(why), interrupted)
+            problem = f'{problem}; lab {script.lab} is still up: {error}'
+    results = [result for result in map(read, out.splitlines()) if result is not None]
+    if not problem and not results:
+        problem = 'it said no figure'
+    last_lines = '\n'.join(f'    {line}' for line in errors.splitlines()[-LAST_WORDS:]) if problem else ''
+    return Ran(results, f'{problem}\n{last_lines}'.rstrip(), bool(problem), interrupted)
 
 
 def _why(code: int) -> str:
@@ -121,7 +120,7 @@ def _why(code: int) -> str:
 
 
 def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """End a script as Ctrl-C does, so that it cleans up; what it had said."""
+    """End a script as Ctrl-C does, so that it cleans up; return its output."""
     with signals_ignored():
         os.killpg(process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -131,42 +130,42 @@ def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """A row a figure, in Markdown."""
+    """Render the results in Markdown."""
     names = ('name', 'workload', 'ours', 'floor', 'ratio', 'rounds', 'target', '', 'counts')
     yield f'| {" | ".join(names)} |'
     yield '|---' * len(names) + '|'
-    for each in results:
-        floor = '' if each.floor is None else amount(each.floor, each.unit)
-        ratio = '' if each.floor is None else f'{each.ratio:.2f} ({each.least:.2f} to {each.most:.2f})'
-        verdict = {None: '', True: 'met', False: '**missed**'}[each.met]
-        counts = ', '.join(f'{what} {number:g}' for what, number in each.counts.items())
-        figures = amount(each.ours, each.unit), floor, ratio, str(each.rounds), each.aim, verdict, counts
-        yield f'| {" | ".join((each.name, each.workload, *figures))} |'
+    for result in results:
+        floor = '' if result.floor is None else amount(result.floor, result.unit)
+        ratio = '' if result.floor is None else f'{result.ratio:.2f} ({result.least:.2f} to {result.most:.2f})'
+        verdict = {None: '', True: 'met', False: '**missed**'}[result.met]
+        counts = ', '.join(f'{what} {number:g}' for what, number in result.counts.items())
+        figures = amount(result.ours, result.unit), floor, ratio, str(result.rounds), result.aim, verdict, counts
+        yield f'| {" | ".join((result.name, result.workload, *figures))} |'
 
 
 def chosen(names: Sequence[str]) -> list[Script]:
-    """Those of these names, all for none."""
-    if wrong := set(names) - {each.name for each in SCRIPTS}:
-        sys.exit(f'bench/run: no such script: {", ".join(sorted(wrong))}')
-    return [each for each in SCRIPTS if not names or each.name in names]
+    """Return the scripts of these names, or all; exit for an unknown name."""
+    if unknown := set(names) - {script.name for script in SCRIPTS}:
+        sys.exit(f'bench/run: no such script: {", ".join(sorted(unknown))}')
+    return [script for script in SCRIPTS if not names or script.name in names]
 
 
 def report(ran: Mapping[str, Ran], seconds: float) -> int:
-    """Print the table, and what was not measured and why; the exit code."""
-    results = [result for each in ran.values() for result in each.results]
+    """Print the table and what was not measured, and why; return the exit code."""
+    results = [result for outcome in ran.values() for result in outcome.results]
     print('\n'.join(['', *table(results), '']))
-    for name, each in ran.items():
-        if each.said:
-            print(f'{name}: {each.said}')
-    failed = [name for name, each in ran.items() if each.failed]
-    missed = sum(each.met is False for each in results)
-    named = f'failed: {", ".join(failed)}' if failed else 'no script failed'
-    print(f'{len(results)} figures, {missed} missed their target, {named}, {seconds / 60:.0f} min')
+    for name, outcome in ran.items():
+        if outcome.said:
+            print(f'{name}: {outcome.said}')
+    failed = [name for name, outcome in ran.items() if outcome.failed]
+    missed = sum(result.met is False for result in results)
+    summary = f'failed: {", ".join(failed)}' if failed else 'no script failed'
+    print(f'{len(results)} figures, {missed} missed their target, {summary}, {seconds / 60:.0f} min')
     return 1 if failed else 0
 
 
 def main() -> int:
-    """See bench/run."""
+    """Run bench/run."""
     interrupt_on_signals()
     parser = argparse.ArgumentParser(prog='bench/run', description=__doc__)
     parser.add_argument('words', nargs='*', metavar='quick | NAME')
@@ -174,20 +173,20 @@ def main() -> int:
     options = parser.parse_intermixed_args()  # the names may stand on both sides of --into
     quick = 'quick' in options.words
     into = options.into or HERE / ('quick.jsonl' if quick else 'results.jsonl')
-    began = time.monotonic()
+    start = time.monotonic()
     ran: dict[str, Ran] = {}
     with into.open('w') as file:
         for script in chosen([word for word in options.words if word != 'quick']):
             print(f'== {script.name}', flush=True)
             started = time.monotonic()
-            ran[script.name] = found = run(script, quick)
+            ran[script.name] = outcome = run(script, quick)
             print(f'   {time.monotonic() - started:.0f} s', flush=True)
-            for each in found.results:
-                print(each, flush=True)
-                print(each.line(), file=file, flush=True)
-            if found.interrupted:
+            for result in outcome.results:
+                print(result, flush=True)
+                print(result.line(), file=file, flush=True)
+            if outcome.interrupted:
                 break
-    return report(ran, time.monotonic() - began)
+    return report(ran, time.monotonic() - start)
 
 
 if __name__ == '__main__':

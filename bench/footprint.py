@@ -1,11 +1,11 @@
-"""footprint: what an idle ecompute takes, against bare Python with libvirt connected; and many in one process.
+"""footprint: an idle ecompute against bare Python with libvirt; many in one process.
 
-One process after the other is watched, for as many rounds; figures are medians of the rounds. Memory is USS, the pages
-that no other process has; PSS divides a library among all that run beside it. A second process like the floor runs
-throughout, so that the libraries of bare Python and libvirt are shared pages on both sides. One ecompute is a lab's, on
-libvirt, behind certificates and without guests: its own process is compared, and its workers and mdserver are said
-beside it. Those with guests pretend them. Aims: at most 2 x the floor's USS, less than 0.3 % of a core, no etcd write
-but the lease's renewal (which writes no key); of many: started in 30 s, less than 10 % of a core.
+One process after another is measured for ROUNDS rounds; figures are medians. Memory is USS, the pages of no other
+process; PSS would divide a library among all processes that run. A second process like the floor runs throughout, so
+that the libraries of bare Python and libvirt are shared pages on both sides. One ecompute is a lab's, on libvirt, with
+certificates and without guests: its own process is compared, its workers and mdserver are reported beside it. Those
+with guests are fakes. Targets: at most 2 x the floor's USS, less than 0.3 % of a core, no etcd write except the lease's
+renewal (which writes no key); for many: started in 30 s, less than 10 % of a core.
 
     python bench/footprint.py [ROUNDS] [--quick] [--json] [--seconds 10] [--many 1000]
 """
@@ -36,10 +36,10 @@ from tests.kit.servers import Etcd, until
 ROOM = 'VCPU:100,DISK_GB:100,MEMORY_MB:12800'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 GUESTS = 50
+# Seconds after which the hint is published: it is renewed with the lease, every ten seconds.
 SAID = 25.0
-"""Seconds after which it has said what it has left: with a renewal of its lease, every ten."""
+# Seconds for the first periodic check of many computes.
 SETTLED = 60.0
-"""Seconds in which many look for the first time at what they have."""
 FLOOR = "import libvirt, time; c = libvirt.open('test:///default'); print('ready', flush=True); time.sleep(86400)"
 
 
@@ -47,12 +47,12 @@ class Installed(Ecompute):
     """`ecompute`, started cold (see ECOMPUTE)."""
 
     def command(self) -> list[str]:
-        """The same without Python's own words."""
+        """The command without Python's own arguments."""
         return [ECOMPUTE, *super().command()[3:]]
 
 
 class Use(NamedTuple):
-    """Of a process: MiB of USS, seconds of processor so far, threads."""
+    """The use of a process: MiB of USS, processor seconds so far, threads."""
 
     uss: float
     processor: float
@@ -60,14 +60,14 @@ class Use(NamedTuple):
 
 
 def use(pid: int) -> Use:
-    """Now."""
+    """Measure a process now."""
     process = psutil.Process(pid)
     times = process.cpu_times()
     return Use(process.memory_full_info().uss / 2**20, times.user + times.system, process.num_threads())
 
 
 class Watched(NamedTuple):
-    """Of a process in the rounds: MiB of USS, percent of a core, threads at most."""
+    """A process in the rounds: MiB of USS, percent of a core, maximum of threads."""
 
     uss: list[float]
     shares: list[float]
@@ -75,25 +75,25 @@ class Watched(NamedTuple):
 
 
 def watch(pid: int, seconds: float, rounds: int) -> Watched:
-    """Look at it for so many rounds of so many seconds."""
+    """Measure a process for `rounds` rounds of `seconds`."""
     uss, shares, threads = [], [], 0
     for _ in range(rounds):
-        began, before = time.monotonic(), use(pid)
+        start, before = time.monotonic(), use(pid)
         time.sleep(seconds)
         after = use(pid)
-        shares.append(100 * (after.processor - before.processor) / (time.monotonic() - began))
+        shares.append(100 * (after.processor - before.processor) / (time.monotonic() - start))
         uss.append(after.uss)
         threads = max(threads, after.threads)
     return Watched(uss, shares, threads)
 
 
 def written(etcd: Etcd) -> int:
-    """The revision that etcd is at: one more for each write."""
+    """Read etcd's revision, which each write increments."""
     return int(etcd.call('kv/range', {'key': 'Lw=='})['header']['revision'])
 
 
 def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
-    """What each process takes."""
+    """Measure each process."""
     with ExitStack() as at_exit:
         enter = at_exit.enter_context
         directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
@@ -106,14 +106,14 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
         def told(name: str, pid: int, counts: Mapping[str, float] = MappingProxyType({})) -> Iterator[Result]:
             found = watch(pid, seconds, rounds)
             yield paired('footprint', f'{name}: memory', found.uss, bare, 2.0, unit='MiB', counts=counts)
-            # A tick of its clock is 0.1 % of a round.
+            # A clock tick is 0.1 % of a round.
             yield figure('footprint', f'{name}: idle', [mean(found.shares)], 0.3, unit='% of a core')
 
         with Installed(etcd.endpoint, placement.computes_url, ROOM) as compute:
             time.sleep(SAID)
             yield from told('0 guests', compute.pid)
-            done = eschedule(config, SMALL, '--count', str(GUESTS))
-            assert done.code == 0, done
+            result = eschedule(config, SMALL, '--count', str(GUESTS))
+            assert result.code == 0, result
             until(lambda: len(etcd.keys('/booted/')) == GUESTS, 120, 'all have their addresses')
             time.sleep(SAID)
             before = written(etcd)
@@ -122,27 +122,27 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
             yield figure('footprint', f'etcd writes in {rounds * seconds:g} s', [writes], 0, unit='writes')
         with Lab('bench-footprint').up() as lab:
             time.sleep(SAID)
-            beside = [use(each.pid).uss for each in psutil.Process(lab.ecompute).children(recursive=True)]
-            counts = {'other processes of it': len(beside), 'MiB of theirs': round(sum(beside), 1)}
+            child_memory = [use(each.pid).uss for each in psutil.Process(lab.ecompute).children(recursive=True)]
+            counts = {'other processes of it': len(child_memory), 'MiB of theirs': round(sum(child_memory), 1)}
             yield from told('on libvirt, 0 guests', lab.ecompute, counts)
         if many:
             settings = write_config(directory / 'compute.yaml', etcd.endpoint, placement.computes_url, queues=True)
-            began = time.monotonic()
+            start = time.monotonic()
             process = enter(Computes(settings, many, ROOM))
-            yield figure('footprint', f'{many:,} with queues: start', [time.monotonic() - began], 30.0)
+            yield figure('footprint', f'{many:,} with queues: start', [time.monotonic() - start], 30.0)
             time.sleep(SETTLED)
             before, calls = written(etcd), placement.counts()['computes']
             found = watch(process.pid, seconds, rounds)
-            more = sum(number - calls[name] for name, number in placement.counts()['computes'].items())
+            new_calls = sum(number - calls[name] for name, number in placement.counts()['computes'].items())
             counts = {'threads': found.threads, 'MiB': round(median(found.uss), 1)}
-            counts |= {'etcd writes': written(etcd) - before, 'calls of placement': more}
+            counts |= {'etcd writes': written(etcd) - before, 'calls of placement': new_calls}
             idle = f'{many:,} with queues: idle'
             yield figure('footprint', idle, found.shares, 10.0, unit='% of a core', counts=counts)
 
 
 @contextmanager
 def bare_python() -> Iterator[int]:
-    """The pid of the floor's process."""
+    """Run the floor's process and yield its pid."""
     with subprocess.Popen([sys.executable, '-c', FLOOR], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -153,15 +153,14 @@ def bare_python() -> Iterator[int]:
 
 
 def main() -> None:
-    """See the module."""
     parser = arguments(__doc__, 12)
     parser.add_argument('--seconds', type=float, default=10.0)
     parser.add_argument('--many', type=int, default=1000, help='0: none')
     options = asked(parser)
     if options.quick:
-        options.rounds, options.many = min(options.rounds, 2), 0  # a round is as long as else: a tick is 0.1 % of it
-    for each in measure(options.rounds, options.seconds, options.many):
-        tell(each, options.json)
+        options.rounds, options.many = min(options.rounds, 2), 0  # rounds are not shorter: a clock tick is 0.1 % of one
+    for result in measure(options.rounds, options.seconds, options.many):
+        tell(result, options.json)
 
 
 if __name__ == '__main__':

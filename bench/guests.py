@@ -1,7 +1,7 @@
-"""Guests of a lab's host, made and removed in two ways: by requests to its ecompute, and by bare libvirt-python.
+"""Guests of a lab's host, made by requests to its ecompute or by bare libvirt-python.
 
-The floor makes the same overlay on the same base volume, and defines and starts the same XML, on one open connection,
-with a thread for each guest. Each service that a guest is kept from is a rule of its filter, and some 20 ms of a start.
+The floor makes the same overlay on the same base volume, and defines and starts the same XML, on one open connection
+with a thread for each guest. Each service that a guest may not reach is a rule of its filter and adds some 20 ms.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ SECONDS = 120.0
 
 
 def together(count: int, do: Callable[[int], object]) -> None:
-    """Call do(0), do(1) and so on, each in a thread of its own."""
+    """Call do(0), do(1) and so on, each in its own thread."""
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(do, range(count)))
 
 
 class Seen:
-    """When things were first seen, in monotonic seconds, each by its name."""
+    """The times at which names were first seen, in monotonic seconds."""
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
         self._changed = threading.Condition()
 
     def note(self, names: Iterable[str]) -> None:
-        """They are seen now."""
+        """Record that these names are seen now."""
         now = time.monotonic()
         with self._changed:
             for name in names:
@@ -55,21 +55,21 @@ class Seen:
             self._changed.notify_all()
 
     def last(self, names: Sequence[str], what: str) -> float:
-        """When the last of these was seen, once all are."""
+        """Wait until all names are seen, and return the last time; exit after SECONDS."""
         with self._changed:
-            if not self._changed.wait_for(lambda: all(each in self._times for each in names), SECONDS):
-                raise SystemExit(f'not {what} in {SECONDS:g} s: {[each for each in names if each not in self._times]}')
-            return max(self._times[each] for each in names)
+            if not self._changed.wait_for(lambda: all(name in self._times for name in names), SECONDS):
+                raise SystemExit(f'not {what} in {SECONDS:g} s: {[name for name in names if name not in self._times]}')
+            return max(self._times[name] for name in names)
 
 
 def prepare(lab: Lab) -> None:
-    """What a lab needs before its script runs on its host."""
+    """Prepare a lab before its script runs on its host."""
     lab.add_blank()
     lab.overcommit()
 
 
 class Bench:
-    """Both ways, on the one host of `lab`; `images` is the URL of its image server, which has blank.raw."""
+    """Both sides on the one host of `lab`; `images` is the URL of its image server."""
 
     def __init__(self, lab: Lab, images: str) -> None:
         import libvirt
@@ -93,42 +93,42 @@ class Bench:
         self._follower.start()
 
     def close(self) -> None:
-        """End what follows etcd."""
+        """Stop following etcd."""
         self._follower.stop()
 
     # By requests
 
     def start(self, count: int) -> tuple[list[str], float]:
-        """So many instances asked for in one transaction, and the seconds until the last one's domain runs."""
+        """Request instances in one transaction; return the seconds until the last domain runs."""
         instances = [str(uuid.uuid4()) for _ in range(count)]
-        for each in instances:
-            allocations.claim_once(self._placement, each, {self.compute: SHARE}, 'bench', 'bench')
-        puts = [self._put(each, SHARE) for each in instances]
-        began = time.monotonic()
+        for instance in instances:
+            allocations.claim_once(self._placement, instance, {self.compute: SHARE}, 'bench', 'bench')
+        puts = [self._put(instance, SHARE) for instance in instances]
+        start = time.monotonic()
         self._store.commit([], puts)
-        return instances, self._started.last(instances, 'started') - began
+        return instances, self._started.last(instances, 'started') - start
 
     def settle(self, instances: Sequence[str]) -> None:
-        """Return when they are recorded as active."""
+        """Wait until they are recorded as active."""
         self._active.last(instances, 'active')
 
     def destroy(self, instances: Sequence[str]) -> float:
-        """Seconds from the transaction that asks for their end until the last one's key is gone."""
+        """Return the seconds from the transaction of the tombstones until the last key is gone."""
         self._asked |= set(instances)
         tombstones = [self._put(each, None) for each in instances]
-        began = time.monotonic()
+        start = time.monotonic()
         self._store.commit([], tombstones)
-        return self._gone.last(instances, 'gone') - began
+        return self._gone.last(instances, 'gone') - start
 
     def check_gone(self, instances: Sequence[str]) -> None:
-        """See that nothing is left of them, and remove their records."""
-        domains = {each.UUIDString() for each in self.connection.listAllDomains()}
-        for each in instances:
-            held = allocations.consumer(self._placement, each).allocations
-            left = each in domains or (self.state / f'images/{each}.qcow2').exists() or held
-            if left:
-                raise SystemExit(f'{each} is not gone: {held}')
-        self._store.commit([], [Delete(keys.record(self.compute, each)) for each in instances])
+        """Exit if anything of them is left; remove their records."""
+        domains = {instance.UUIDString() for instance in self.connection.listAllDomains()}
+        for instance in instances:
+            held = allocations.consumer(self._placement, instance).allocations
+            is_left = instance in domains or (self.state / f'images/{instance}.qcow2').exists() or held
+            if is_left:
+                raise SystemExit(f'{instance} is not gone: {held}')
+        self._store.commit([], [Delete(keys.record(self.compute, instance)) for instance in instances])
 
     def _put(self, instance: str, share: Mapping[str, int] | None) -> Put:
         allocations = {self.compute: share} if share else {}
@@ -136,10 +136,10 @@ class Bench:
         request = Request(instance, allocations, image=image, user_id='bench', project_id='bench')
         return Put(keys.request(self.compute, instance), to_json(request))
 
-    # By libvirt alone
+    # By bare libvirt
 
     def start_bare(self, count: int) -> tuple[list[str], float]:
-        """The same without ecompute."""
+        """Do the same as start() without ecompute."""
         instances = [str(uuid.uuid4()) for _ in range(count)]
         base = next((self.state / 'images').glob('base-*.raw'))
         image = BaseImage(str(base), 'raw', base.stat().st_size)
@@ -147,19 +147,19 @@ class Bench:
         def make(number: int) -> None:
             instance = instances[number]
             disk, console = self._files(instance)
-            # Another compute's mark: nothing here is ecompute's business.
-            # Any address: what the filter lets pass is not what takes time.
+            # Without this compute's owner mark ecompute ignores the domain. Any address will do: what the filter allows
+            # does not affect the time.
             spec = GuestSpec(instance, 'bench', 1, SHARE['MEMORY_MB'], 1, image, 'qemu', reserved=('10.0.0.1',))
             self._pool.createXML(xml.volume_xml(disk.name, 2**30, image.path, image.format))
             description = xml.domain_xml(spec, str(disk), str(console), control=self._control)
             self.connection.defineXML(description).create()
 
-        began = time.monotonic()
+        start = time.monotonic()
         together(count, make)
-        return instances, self._started.last(instances, 'started') - began
+        return instances, self._started.last(instances, 'started') - start
 
     def destroy_bare(self, instances: Sequence[str]) -> float:
-        """Domain destroyed and undefined, volume deleted: seconds until that is so of all."""
+        """Remove the domains and volumes, and return the seconds that it takes."""
 
         def end(number: int) -> None:
             domain = self.connection.lookupByUUIDString(instances[number])
@@ -167,17 +167,17 @@ class Bench:
             domain.undefine()
             self._pool.storageVolLookupByName(self._files(instances[number])[0].name).delete()
 
-        began = time.monotonic()
+        start = time.monotonic()
         together(len(instances), end)
-        seconds = time.monotonic() - began
-        for each in instances:
-            self._files(each)[1].unlink(missing_ok=True)
+        seconds = time.monotonic() - start
+        for instance in instances:
+            self._files(instance)[1].unlink(missing_ok=True)
         return seconds
 
     def _files(self, instance: str) -> tuple[Path, Path]:
         return self.state / f'images/{instance}.qcow2', self.state / f'console/{instance}.log'
 
-    # What is heard
+    # Callbacks
 
     def _loop(self) -> None:
         import libvirt
@@ -192,8 +192,8 @@ class Bench:
             self._started.note([domain.UUIDString()])
 
     def _on_requests(self, state: Mapping[str, Entry]) -> None:
-        there = {keys.last(key) for key in state}
-        self._gone.note([each for each in self._asked if each not in there])
+        present = {keys.last(key) for key in state}
+        self._gone.note([instance for instance in self._asked if instance not in present])
 
     def _on_records(self, state: Mapping[str, Entry]) -> None:
         self._active.note([keys.last(key) for key, entry in state.items() if b'"active"' in entry.value])

@@ -1,8 +1,8 @@
-"""image-to-disk: from a cached image to a disk ready to attach, against `qemu-img create -b`, and against a plain copy.
+"""image-to-disk: from a cached image to a disk, against `qemu-img create -b` and a copy.
 
-Ours is what a worker does of a build: the image is looked up in the cache, held, and an overlay volume is made on it
-by libvirt. `asked`: its server is asked whether it has still the same; `pinned`: its URL has #sha256=, and nobody is
-asked. All sides run in turn on one lab host. Targets: at most 1.5 times qemu-img. The copy is there to be looked at.
+Our side is a worker's part of a build: look the image up in the cache, hold it, and make an overlay on it by libvirt.
+`asked` checks with the image's server for a newer one; `pinned` has a URL with #sha256= and asks no server. All sides
+run in turn on one lab host. Target: at most 1.5 times qemu-img; the copy has no target.
 
     python bench/image_to_disk.py [ROUNDS] [--quick] [--json]      (as root; it makes a lab of its own and removes it)
 """
@@ -35,14 +35,14 @@ COPIES = 4
 
 
 def timed(do: Callable[[], object]) -> float:
-    """Seconds it takes."""
-    began = time.monotonic()
+    """Return the seconds that a call takes."""
+    start = time.monotonic()
     do()
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
 def inside(rounds: int, server: str) -> Iterator[Result]:
-    """The measuring itself, on the lab host."""
+    """Measure on the lab host."""
     config = load_compute(LAB.compute_yaml)
     state = config.state
     libvirt = Libvirt(state)
@@ -55,7 +55,7 @@ def inside(rounds: int, server: str) -> Iterator[Result]:
 def measure(
     size: int, rounds: int, server: str, libvirt: Libvirt, cache: ImageCache, directory: Path
 ) -> Iterator[Result]:
-    """All sides in turn."""
+    """Measure all sides in turn."""
     url = f'{server}{size}.qcow2'
     content = hashlib.sha256(LAB.image(f'{size}.qcow2').read_bytes()).hexdigest()
     base, copy = directory / f'base-{content}.qcow2', directory / 'copy'
@@ -77,28 +77,28 @@ def measure(
     def once(make: Callable[[], object]) -> float:
         seconds = timed(make)
         libvirt.delete_disk(disk.stem)
-        for left in (disk, copy):
-            left.unlink(missing_ok=True)
+        for path in (disk, copy):
+            path.unlink(missing_ok=True)
         return seconds
 
     sides = {'asked': lambda: ours(url), 'pinned': lambda: ours(f'{url}#sha256={content}'), 'qemu-img': overlay}
     names = list(sides)
     for name in names:
         once(sides[name])  # the first of each fetches the image and warms caches
-    taken: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
-        # Each side comes first in turn, and after each other.
+        # Each side comes first in turn, and follows each other side.
         for name in names[number % 3 :] + names[: number % 3]:
-            taken[name].append(once(sides[name]))
-    # By itself, for what it writes keeps the machine busy behind it.
+            times[name].append(once(sides[name]))
+    # Separately, because its writes keep the disk busy afterwards.
     copies = [once(copied) for _ in range(min(rounds, COPIES))]
     for name in ('asked', 'pinned'):
-        yield paired('image-to-disk', f'{name}, {size} MB', taken[name], taken['qemu-img'], TARGET)
+        yield paired('image-to-disk', f'{name}, {size} MB', times[name], times['qemu-img'], TARGET)
     yield figure('image-to-disk', f'a plain copy, {size} MB', copies, None)
 
 
 def make_image(path: Path, size: int) -> None:
-    """A qcow2 of that many MB of random bytes."""
+    """Make a qcow2 of `size` MiB of random bytes."""
     raw = path.with_suffix('.raw')
     with raw.open('wb') as file:
         for _ in range(size):
@@ -108,7 +108,7 @@ def make_image(path: Path, size: int) -> None:
 
 
 def prepare() -> None:
-    """The images, on the lab's web server."""
+    """Make the images of the lab's web server."""
     for size in SIZES:
         make_image(LAB.image(f'{size}.qcow2'), size)
 

@@ -1,8 +1,8 @@
-"""lease-to-booted: from the DHCP lease in dnsmasq's status file to /booted/<instance> at an etcd watcher.
+"""lease-to-booted: from the DHCP lease in dnsmasq's file to /booted/<instance> at a watch.
 
-The lease is asked for by udhcpc with the guest's MAC address on the guests' bridge: the guest itself boots nothing. It
-begins when the file was written and ends in a watch's callback. The floor is the least a program can do: inotify on the
-file, one put, and the same watch. Both sides run in turn on one lab host. Target: 90 of 100 under 50 ms.
+udhcpc requests the lease with the guest's MAC on the guests' bridge: the guest itself boots nothing. The time starts at
+the write of the file and ends in a watch's callback. The floor is the minimum of a program: inotify on the file, one
+put, and the same watch. Both sides run in turn on one lab host. Target: 90 of 100 under 50 ms.
 
     python bench/lease_to_booted.py [ROUNDS] [--quick] [--json]    (as root; it makes a lab of its own and removes it)
 """
@@ -35,26 +35,26 @@ SHARE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 STATUS = LEASES / 'virbr0.status'
 SECONDS = 60.0
 TARGET = 0.05
+# Seconds without a write of the status file: a reservation makes dnsmasq write all leases again.
 QUIET = 0.5
-"""Seconds in which nothing was written of leases: a reservation has all of them written anew."""
 
 
 class Seen:
-    """When keys under /booted/ were first seen, in seconds since the epoch."""
+    """The times at which keys under /booted/ were first seen, in seconds since the epoch."""
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
         self._changed = threading.Condition()
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
-        """The follower's callback."""
+        """Record the keys, as the callback of the follower."""
         now = time.time()
         with self._changed:
             self._times = {key: self._times.get(key, now) for key in state}
             self._changed.notify_all()
 
     def at(self, key: str) -> float:
-        """When it was, once it is."""
+        """Wait for a key and return its time; exit after SECONDS."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._times, SECONDS):
                 raise SystemExit(f'{key} did not come in {SECONDS:g} s')
@@ -62,7 +62,7 @@ class Seen:
 
 
 class Floor:
-    """Puts a key as soon as a MAC has a lease, and does nothing else."""
+    """Puts a key as soon as a MAC has a lease."""
 
     def __init__(self, store: Store) -> None:
         from watchdog.events import FileSystemEvent, FileSystemEventHandler
@@ -71,9 +71,9 @@ class Floor:
         self.mac = self.key = ''
 
         def look(event: FileSystemEvent) -> None:
-            found = addresses() if event.event_type == 'moved' else {}
-            if self.mac in found:
-                store.commit([], [Put(self.key, found[self.mac])])
+            leases = addresses() if event.event_type == 'moved' else {}
+            if self.mac in leases:
+                store.commit([], [Put(self.key, leases[self.mac])])
                 self.mac = ''
 
         handler = FileSystemEventHandler()
@@ -85,12 +85,12 @@ class Floor:
 
 
 def addresses() -> dict[str, str]:
-    """The address of each MAC that has a lease."""
+    """Read the address of each MAC with a lease."""
     return {mac: address for mac, address, _ in leased(STATUS) or ()}
 
 
 def ask(mac: str) -> float:
-    """Ask for a lease with this MAC; when it was written, in seconds since the epoch."""
+    """Request a lease with this MAC; return the time of its write, in seconds since the epoch."""
     until(lambda: time.time() - STATUS.stat().st_mtime > QUIET)
     run('ip', 'link', 'add', 'bench0', 'address', mac, 'type', 'veth', 'peer', 'name', 'bench1')
     try:
@@ -104,11 +104,11 @@ def ask(mac: str) -> float:
 
 
 def inside(pairs: int, images: str) -> Iterator[Result]:
-    """The measuring itself, on the lab host."""
+    """Measure on the lab host."""
     config = load_compute(LAB.compute_yaml)
     compute = (config.state / 'uuid').read_text().strip()
     store, placement, seen = Store(config.etcd), Placement(config.placement), Seen()
-    follower, least = Follower(config.etcd, [(keys.BOOTED, seen.on_state)]), Floor(Store(config.etcd))
+    follower, floor_program = Follower(config.etcd, [(keys.BOOTED, seen.on_state)]), Floor(Store(config.etcd))
     follower.start()
     libvirt = Libvirt(config.state)
 
@@ -119,21 +119,21 @@ def inside(pairs: int, images: str) -> Iterator[Result]:
         request = Request(instance, {compute: SHARE}, image=images + 'blank.raw', user_id='bench', project_id='bench')
         store.commit([], [Put(key, to_json(request))])
         until(lambda: (entry := store.get(keys.record(compute, instance))) is not None and b'"active"' in entry.value)
-        taken = -ask(mac_address(instance, 0)) + seen.at(keys.booted(instance))
+        seconds = -ask(mac_address(instance, 0)) + seen.at(keys.booted(instance))
         store.commit([], [Put(key, to_json(Request(instance, {}, image=None, user_id='bench', project_id='bench')))])
         until(lambda: store.get(key) is None)
         store.commit([Unchanged(key, 0)], [Delete(keys.record(compute, instance))])
-        return taken
+        return seconds
 
     def floor() -> float:
-        nobody = str(uuid.uuid4())
-        mac = mac_address(nobody, 0)
-        libvirt.reserve(nobody, mac, 'default')  # nobody else is given an address
-        least.key, least.mac = keys.booted(nobody), mac
-        taken = -ask(mac) + seen.at(least.key)
-        libvirt.release(nobody)
-        store.commit([], [Delete(least.key)])
-        return taken
+        consumer = str(uuid.uuid4())
+        mac = mac_address(consumer, 0)
+        libvirt.reserve(consumer, mac, 'default')  # dnsmasq serves only reserved MACs
+        floor_program.key, floor_program.mac = keys.booted(consumer), mac
+        seconds = -ask(mac) + seen.at(floor_program.key)
+        libvirt.release(consumer)
+        store.commit([], [Delete(floor_program.key)])
+        return seconds
 
     ours(), floor()  # the first of each fetches the image and warms caches
     taken = [(ours(), floor()) for _ in range(pairs)]
@@ -145,7 +145,7 @@ def inside(pairs: int, images: str) -> Iterator[Result]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition between two measurements."""
+    """Wait for a condition between two measurements; exit after SECONDS."""
     end = time.monotonic() + SECONDS
     while not condition():
         if time.monotonic() > end:
@@ -154,7 +154,6 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def run(*command: str) -> None:
-    """A command that has to succeed."""
     subprocess.run(command, check=True, capture_output=True)
 
 

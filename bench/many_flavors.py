@@ -1,7 +1,7 @@
-"""How much tens of thousands of flavors cost a compute that takes few of them: the "permutations" question of pull.
+"""The cost of tens of thousands of flavors for a compute that takes few of them.
 
-One `ecompute --fake` with queues; flavors in etcd, and requests that wait, each of a flavor of its own that the compute
-has no room for. Then one at a time that it has room for.
+This is the "permutations" question of pull. One `ecompute --fake` with queues; flavors in etcd, and waiting requests,
+each of its own flavor that does not fit the compute. Then requests that fit, one at a time.
 
     python bench/many_flavors.py [ROUNDS] [--quick] [--json]
 """
@@ -30,36 +30,36 @@ from ecomp.store.client import Put, Store
 from tests.kit.commands import Ecompute
 from tests.kit.servers import Etcd, PlacementServer, until
 
+# Numbers of flavors and of waiting requests.
 CELLS = ((0, 0), (30000, 0), (30000, 3000), (30000, 30000))
-"""Flavors, and requests that wait."""
 ROOM = 'VCPU:1000,DISK_GB:1000,MEMORY_MB:100000'
 IDLE, AT_ONCE = 10.0, 100
 SMALL = Flavor('small', {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64})
 
 
 def large(number: int) -> Flavor:
-    """One that nothing here has room for."""
+    """Make a flavor that no compute has room for."""
     return Flavor(f'large-{number}', {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 200_000 + number})
 
 
 def waiting(flavor: Flavor) -> Put:
-    """One more request that waits with it."""
-    found = QueueEntry(str(uuid.uuid4()), flavor, image='http://bench.invalid/x', user_id='bench', project_id='bench')
-    return Put(found.key, waiting_to_json(found))
+    """Make the put of one more waiting request."""
+    entry = QueueEntry(str(uuid.uuid4()), flavor, image='http://bench.invalid/x', user_id='bench', project_id='bench')
+    return Put(entry.key, waiting_to_json(entry))
 
 
 def put_all(store: Store, puts: Iterator[Put]) -> None:
-    """Write them, so many in each transaction."""
-    while some := list(islice(puts, AT_ONCE)):
-        assert store.commit([], some) is not None
+    """Write the puts, AT_ONCE in each transaction."""
+    while batch := list(islice(puts, AT_ONCE)):
+        assert store.commit([], batch) is not None
 
 
 def cell(many: int, waits: int, takes: int) -> Iterator[Result]:
-    """What it costs with so many."""
+    """Measure one cell."""
     with Etcd() as etcd, PlacementServer() as placement:
         store = Store(EtcdConfig((etcd.endpoint,)))
-        there = (SMALL, *(large(each) for each in range(many)))
-        put_all(store, (Put(keys.flavor(each.name), flavors.to_json(each)) for each in there))
+        all_flavors = (SMALL, *(large(each) for each in range(many)))
+        put_all(store, (Put(keys.flavor(each.name), flavors.to_json(each)) for each in all_flavors))
         put_all(store, (waiting(large(each)) for each in range(waits)))
         with Ecompute(etcd.endpoint, placement.url, ROOM, queues=True) as compute:
             process = psutil.Process(compute.pid)
@@ -70,10 +70,10 @@ def cell(many: int, waits: int, takes: int) -> Iterator[Result]:
 
             def take() -> float:
                 put = waiting(SMALL)
-                there = keys.request(compute.uuid, keys.last(put.key))
+                all_flavors = keys.request(compute.uuid, keys.last(put.key))
                 began = time.monotonic()
                 assert store.commit([], [put]) is not None
-                until(lambda: store.get(there) is not None, 60, 'it is taken')
+                until(lambda: store.get(all_flavors) is not None, 60, 'it is taken')
                 return time.monotonic() - began
 
             first = take()
@@ -82,24 +82,23 @@ def cell(many: int, waits: int, takes: int) -> Iterator[Result]:
             time.sleep(IDLE)
             idle = (used() - before) / IDLE
             before = used()
-            taken = [take() for _ in range(takes)]
+            seconds = [take() for _ in range(takes)]
             each = (used() - before) / takes
             memory = process.memory_info().rss / 1e6
         store.close()
-    where = f'{many:,} flavors, {waits:,} waiting'
-    yield figure('many-flavors', f'{where}: the first is taken', [first], None)
+    workload = f'{many:,} flavors, {waits:,} waiting'
+    yield figure('many-flavors', f'{workload}: the first is taken', [first], None)
     used_by_each = {'ms of its processor': each * 1000}
-    yield figure('many-flavors', f'{where}: one more is taken', taken, None, counts=used_by_each)
-    yield figure('many-flavors', f'{where}: idle', [idle * 100], None, unit='% of a core')
-    yield figure('many-flavors', f'{where}: memory', [memory], None, unit='MB')
+    yield figure('many-flavors', f'{workload}: one more is taken', seconds, None, counts=used_by_each)
+    yield figure('many-flavors', f'{workload}: idle', [idle * 100], None, unit='% of a core')
+    yield figure('many-flavors', f'{workload}: memory', [memory], None, unit='MB')
 
 
 def main() -> None:
-    """See the module."""
     options = asked(arguments(__doc__, 10))
     for many, waits in CELLS[:2] if options.quick else CELLS:
-        for each in cell(many, waits, options.rounds):
-            tell(each, options.json)
+        for result in cell(many, waits, options.rounds):
+            tell(result, options.json)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
-"""plain-yaml: the command of claim-one with PyYAML as its reader of YAML, against the same with ecomp/yaml_plain.py.
+"""plain-yaml: the command of claim-one with PyYAML, against ecomp/yaml_plain.py.
 
-Both sides run in turn, at 10 computes, behind certificates. Each round has its wall time and the processor time of the
-command's process. A reader of our own is worth having above 1.08 of the command; else PyYAML reads every file.
+Both run in turn with 10 computes and certificates; each round has the wall time and processor time of the command. The
+own reader is worth keeping if PyYAML's command takes more than 1.08 times as long; else PyYAML should read every file.
 
     python bench/plain_yaml.py [ROUNDS] [--quick] [--json]       30 rounds
 """
@@ -23,9 +23,10 @@ from bench.secured import secured, timed
 from ecomp.yaml_plain import plain
 
 COMPUTES = 10
+# Minimum ratio of PyYAML's command to ours for the own reader to be worth keeping.
 WORTH = 1.08
-"""Times the command that PyYAML's has to take for a reader of our own to be worth having."""
 AS_IT_IS = 'from ecomp.schedule import run\nrun()\n'
+# The command without that module: its Node remains, and no file is plain.
 WITHOUT = f"""from __future__ import annotations
 import sys
 from types import ModuleType
@@ -39,18 +40,16 @@ class Node(NamedTuple):
 sys.modules['ecomp.yaml_plain'] = without = ModuleType('ecomp.yaml_plain')
 without.Node, without.plain = Node, lambda text: None
 {AS_IT_IS}"""
-"""What the same command is if the module goes: its node remains, and nothing is plain."""
 
 
 class Taken(NamedTuple):
-    """Seconds of one command: by the clock, and of the processor."""
+    """Wall time and processor time of a command, in seconds."""
 
     wall: float
     processor: float
 
 
 def main() -> None:
-    """See the module."""
     options = asked(arguments(__doc__, 30))
     with secured(COMPUTES) as there:
         assert plain(there.config.read_text()) is not None, 'no configuration that is plain: nothing to measure'
@@ -64,9 +63,9 @@ def main() -> None:
 
         run(WITHOUT), run(AS_IT_IS)  # the first of each reads modules and pages from the disk
         rounds = [(run(WITHOUT), run(AS_IT_IS)) for _ in range(options.rounds)]
-    for number, what in enumerate(('wall time', 'processor time')):
+    for number, kind in enumerate(('wall time', 'processor time')):
         without, ours = ([each[number] for each in side] for side in zip(*rounds, strict=True))
-        tell(paired('plain-yaml', f'{COMPUTES} computes, {what}', without, ours, WORTH, at_least=True), options.json)
+        tell(paired('plain-yaml', f'{COMPUTES} computes, {kind}', without, ours, WORTH, at_least=True), options.json)
 
 
 if __name__ == '__main__':

@@ -1,12 +1,11 @@
-"""Requests that computes take out of a queue, in clusters of several sizes: what a size costs against the smallest.
+"""Requests taken from a queue in clusters of several sizes, each against the smallest.
 
     python bench/pull.py [ROUNDS] [--quick] [--json] [--computes 10,100,1000] [--requesters 1,8,32] [--each 4]
 
-The clusters are there side by side, each an etcd, a placement and pretended computes with queues of its own, and each
-round asks every one of them: a round's rate of a size against that of the smallest is a pair. A rate is of the time
-from the first request's beginning until the last is with a compute, as a watch sees it. A lone request is put when the
-one before is with a compute. Nothing is destroyed between rounds: there is room for all.
-Needs '.[lab,test]', psycopg2-binary and PostgreSQL.
+The clusters run side by side, each with its own etcd, placement and fake computes with queues, and each round asks all
+of them: the rates of a size and of the smallest in a round are a pair. A rate covers the time from the start of the
+first request until a watch sees the last one at a compute. A lone request is put when a compute has the previous one.
+Nothing is destroyed between rounds: there is room for all. Needs '.[lab,test]', psycopg2-binary and PostgreSQL.
 """
 
 from __future__ import annotations
@@ -27,48 +26,48 @@ from bench.comparison import FLAVOR, QUERY, UUID, Requesters, numbers  # noqa: E
 from bench.result import Result, arguments, asked, figure, paired, tell  # noqa: E402
 from tests.kit.commands import eschedule  # noqa: E402
 
+# Minimum of the rate, relative to the smallest, at a thousand computes.
 TARGET = 0.5
-"""Of the smallest's rate, at a thousand computes."""
+# Maximum of seconds for a lone request.
 LONE = 0.5
-"""Seconds."""
+# Room for requests, relative to their number.
 SPARE = 2
-"""How much more room there is than requests."""
 SECONDS = 600.0
 
 
 def once(cluster: Cluster, asking: Requesters, count: int) -> tuple[float, list[float]]:
-    """Ask for so many at once: how many were placed a second, and how many seconds each of them took."""
-    said = asking.ask(count)
-    placed = [(began, UUID.findall(output)) for began, _, code, output in said if code == 0]
-    instances = {instance for _, found in placed for instance in found}
-    assert len(instances) == count, said
+    """Make `count` concurrent requests; return the rate a second and the seconds of each."""
+    results = asking.ask(count)
+    placed = [(began, UUID.findall(output)) for began, _, code, output in results if code == 0]
+    instances = {instance for _, uuids in placed for instance in uuids}
+    assert len(instances) == count, results
     cluster.wait_for(instances, SECONDS)
     seconds = max(cluster.seen[each][0] for each in instances) - min(began for began, _ in placed)
-    return count / seconds, [cluster.seen[instance][0] - began for began, found in placed for instance in found]
+    return count / seconds, [cluster.seen[instance][0] - began for began, uuids in placed for instance in uuids]
 
 
 def cells(clusters: dict[int, Cluster], requesters: int, options: argparse.Namespace) -> Iterator[Result]:
-    """What each cluster did in the rounds of so many requesters."""
+    """Measure each cluster with these requesters."""
     asking = {size: Requesters(requesters, each.schedule_yaml, 'pull') for size, each in clusters.items()}
     try:
         for size, each in clusters.items():
-            once(each, asking[size], requesters)  # connections are made, and sizes known
+            once(each, asking[size], requesters)  # opens connections and learns the sizes
         rates: dict[int, list[float]] = {size: [] for size in clusters}
-        took: dict[int, list[float]] = {size: [] for size in clusters}
+        durations: dict[int, list[float]] = {size: [] for size in clusters}
         before = {size: each.placement.counts() for size, each in clusters.items()}
         for turn in range(options.rounds):
             for size in sorted(clusters, reverse=bool(turn % 2)):
                 rate, seconds = once(clusters[size], asking[size], options.each * requesters)
                 rates[size].append(rate)
-                took[size] += seconds
+                durations[size] += seconds
         placed = options.rounds * options.each * requesters
         for size, each in clusters.items():
             counts = {}
             for who, kinds in each.placement.counts().items():
-                more = {f'{who} {kind}': now - before[size][who][kind] for kind, now in kinds.items()}
-                counts |= {kind: round(calls / placed, 2) for kind, calls in more.items() if calls}
-            late = sorted(took[size])[len(took[size]) * 95 // 100]
-            counts |= {'p50 s': round(median(took[size]), 3), 'p95 s': round(late, 3)}
+                new_calls = {f'{who} {kind}': now - before[size][who][kind] for kind, now in kinds.items()}
+                counts |= {kind: round(calls / placed, 2) for kind, calls in new_calls.items() if calls}
+            late = sorted(durations[size])[len(durations[size]) * 95 // 100]
+            counts |= {'p50 s': round(median(durations[size]), 3), 'p95 s': round(late, 3)}
             target = TARGET if size >= 1000 else None
             workload = f'{size:,} computes, {requesters} requesters'
             yield paired('pull', workload, rates[size], rates[min(rates)], target, unit='a second', at_least=True,
@@ -79,7 +78,7 @@ def cells(clusters: dict[int, Cluster], requesters: int, options: argparse.Names
 
 
 def lone(size: int, cluster: Cluster, rounds: int) -> Result:
-    """One request at a time, each after the one before is with a compute."""
+    """Measure one request at a time, each after a compute has the previous one."""
     asking = Requesters(1, cluster.schedule_yaml, 'pull')
     try:
         seconds = []
@@ -92,7 +91,6 @@ def lone(size: int, cluster: Cluster, rounds: int) -> Result:
 
 
 def main() -> None:
-    """See the module."""
     parser = arguments(__doc__, 12)
     parser.add_argument('--computes', type=numbers, default=[10, 100, 1000])
     parser.add_argument('--requesters', type=numbers, default=[1, 8, 32])

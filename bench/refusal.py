@@ -1,9 +1,9 @@
-"""NO ALLOCATIONS LEFT with every reason, in clusters of several sizes: its calls, its time, and that of one question.
+"""NO ALLOCATIONS LEFT with every reason, in clusters of several sizes: calls and time.
 
     python bench/refusal.py [ROUNDS] [--quick] [--json] [--computes 10,1000]
 
-`all`: nothing is left of anything, and the computes say so; `vcpu`: somebody took all VCPU behind their backs, so what
-they say is not so. The floor is one GET /allocation_candidates of the same query, asked by turns with the refusals.
+`all`: nothing is free, and the hints show it; `vcpu`: another client took all VCPU, and the hints are wrong. The floor
+is one GET /allocation_candidates of the same query, in turn with the refusals.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.singles import EACH, Pretended  # noqa: E402
 
 
 def take_vcpu(cluster: Pretended) -> list[str]:
-    """Take all VCPU, for nobody, and have no compute say so; who was made to hold it."""
+    """Take all VCPU without an update of hints, and return the consumers."""
     held = []
     for start in range(0, cluster.size, 100):
         claims = {
@@ -40,44 +40,43 @@ def take_vcpu(cluster: Pretended) -> list[str]:
 
 
 def measure(cluster: Pretended, what: str, rounds: int) -> Iterator[Result]:
-    """What a refusal takes."""
-    asking = Requesters(1, cluster.config, 'one')
+    """Measure the refusals."""
+    requesters = Requesters(1, cluster.config, 'one')
     url = f'{cluster.placement.url}/allocation_candidates?{QUERY}'
     headers = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
     try:
-        asking.ask(2)
-        took, floors, calls = [], [], []
+        requesters.ask(2)
+        durations, floors, calls = [], [], []
         for _ in range(rounds):
-            began = time.monotonic()
-            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
-                answer.read()
-            floors.append(time.monotonic() - began)
+            start = time.monotonic()
+            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as response:
+                response.read()
+            floors.append(time.monotonic() - start)
             before = cluster.placement.counts()['asking']
-            ((began, ended, code, said),) = asking.ask(1)
-            assert (code, said) == (3, 'NO ALLOCATIONS LEFT\n'), (code, said)
-            took.append(ended - began)
+            ((start, ended, code, output),) = requesters.ask(1)
+            assert (code, output) == (3, 'NO ALLOCATIONS LEFT\n'), (code, output)
+            durations.append(ended - start)
             after = cluster.placement.counts()['asking']
             calls.append(sum(after[kind] - before[kind] for kind in ('candidates', 'claims', 'held', 'upkeep')))
         workload = f'{cluster.size:,} computes, {what}'
         counted = {'calls': max(calls)}
-        yield paired('refusal', f'{workload}, against one question', took, floors, None, counts=counted)
-        yield figure('refusal', f'{workload}, whole', took, 1.0, unit='s')
+        yield paired('refusal', f'{workload}, against one question', durations, floors, None, counts=counted)
+        yield figure('refusal', f'{workload}, whole', durations, 1.0, unit='s')
         yield figure('refusal', f'{workload}, calls', calls, 6, unit='calls')
     finally:
-        asking.close()
+        requesters.close()
 
 
 def main() -> None:
-    """See the module."""
     parser = arguments(__doc__, 12)
     parser.add_argument('--computes', type=numbers, default=[10, 1000])
     options = asked(parser)
     for size in options.computes:
-        for what in ('vcpu', 'all'):
+        for kind in ('vcpu', 'all'):
             with Pretended(size) as cluster:
-                cluster.fill(100) if what == 'all' else take_vcpu(cluster)
-                for each in measure(cluster, what, options.rounds):
-                    tell(each, options.json)
+                cluster.fill(100) if kind == 'all' else take_vcpu(cluster)
+                for result in measure(cluster, kind, options.rounds):
+                    tell(result, options.json)
 
 
 if __name__ == '__main__':

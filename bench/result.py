@@ -1,7 +1,7 @@
-"""The one shape of a benchmark's figures, and the arguments that every script of bench/run takes.
+"""The result of a benchmark, and the arguments of every script of bench/run.
 
-A script prints a line a figure: words, or with --json an object with the fields of Result and `met`. With --quick it
-has as few rounds as still say something. What else it has to say goes to stderr.
+A script prints one line a result, as text or, with --json, as an object with the fields of Result and `met`. --quick
+takes the fewest rounds that are still meaningful. All other output goes to stderr.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
+# The signals that ask a process to end.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The signals that ask a process to end."""
+# Rounds with --quick, by default.
 QUICK = 4
-"""Rounds of --quick, unless the script says otherwise."""
 
 
 @dataclass(frozen=True)
 class Result:
     """A figure: `ours` against `floor`, both medians, in `unit`.
 
-    `ratio` is the median of the rounds' ratios, `least` and `most` are the smallest and the largest. Where `floor` is
-    None, they are of `ours` itself. `target` is what `ratio` may be at most or, where `at_least`, has to be; None: it
-    is only looked at. `counts` are of one round, or of what is counted in it: calls, operations, processes.
+    `ratio` is the median of the rounds' ratios, `least` and `most` are the smallest and largest one; without a `floor`
+    (None) they are those of `ours`. `target` is the maximum of `ratio`, or its minimum with `at_least`; None means no
+    target. `counts` are for one round, or one counted item: calls, operations, processes.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Result:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is none."""
+        """True if the target is met, None without one."""
         if self.target is None:
             return None
         return self.ratio >= self.target if self.at_least else self.ratio <= self.target
 
     def line(self) -> str:
-        """One line of JSON."""
+        """Format the result as one line of JSON."""
         return json.dumps(vars(self) | {'counts': dict(self.counts), 'met': self.met})
 
     def __str__(self) -> str:
@@ -65,50 +65,50 @@ class Result:
 
     @property
     def aim(self) -> str:
-        """The target in words, '' for none."""
+        """The target as text, '' for none."""
         if self.target is None:
             return ''
-        what = f'{self.target:g} x' if self.floor is not None else amount(self.target, self.unit)
-        return f'{">=" if self.at_least else "<="} {what}'
+        limit = f'{self.target:g} x' if self.floor is not None else amount(self.target, self.unit)
+        return f'{">=" if self.at_least else "<="} {limit}'
 
 
 def amount(value: float, unit: str) -> str:
-    """A number with its unit; short times in milliseconds."""
+    """Format a number with its unit, times below a second in milliseconds."""
     return f'{value * 1000:.1f} ms' if unit == 's' and value < 1 else f'{value:.4g} {unit}'.strip()
 
 
 def paired(
     name: str, workload: str, ours: Sequence[float], floors: Sequence[float], target: float | None, **more: Any
 ) -> Result:
-    """Of rounds in which both sides ran in turn; the numbers are seconds, unless `unit` says otherwise."""
+    """Make the result of rounds that measured both sides in turn, by default in seconds."""
     ratios = [mine / theirs for mine, theirs in zip(ours, floors, strict=True)]
-    middle = median(ours), median(ratios), min(ratios), max(ratios), len(ratios), target
-    return Result(name, workload, more.pop('unit', 's'), median(floors), *middle, **more)
+    figures = median(ours), median(ratios), min(ratios), max(ratios), len(ratios), target
+    return Result(name, workload, more.pop('unit', 's'), median(floors), *figures, **more)
 
 
 def figure(name: str, workload: str, values: Sequence[float], target: float | None, **more: Any) -> Result:
-    """Of what has no floor: the values themselves are held against the target."""
+    """Make the result of values without a floor, which are compared with the target themselves."""
     middle = median(values)
     spread = middle, middle, min(values), max(values), len(values), target
     return Result(name, workload, more.pop('unit', 's'), None, *spread, **more)
 
 
 def read(line: str) -> Result | None:
-    """The Result on a line of a script's output; None for any other line."""
+    """Parse a line of a script's output as a Result, None for any other line."""
     try:
-        said = json.loads(line)
-        return Result(**{each.name: said[each.name] for each in fields(Result) if each.name in said})
+        data = json.loads(line)
+        return Result(**{item.name: data[item.name] for item in fields(Result) if item.name in data})
     except (ValueError, TypeError):
         return None
 
 
 def tell(result: Result, as_json: bool) -> None:
-    """Print it, at once: what was measured is not lost with what comes after."""
+    """Print a result immediately, so that it is not lost if the script fails later."""
     print(result.line() if as_json else result, flush=True)
 
 
 def arguments(description: str | None, rounds: int, quick: int = QUICK) -> argparse.ArgumentParser:
-    """[ROUNDS] [--quick] [--json]; see asked()."""
+    """Make a parser of [ROUNDS] [--quick] [--json], for asked()."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('rounds', nargs='?', type=int, metavar='ROUNDS', help=f'{rounds}, or {quick} with --quick')
     parser.add_argument('--quick', action='store_true', help='few rounds')
@@ -118,7 +118,7 @@ def arguments(description: str | None, rounds: int, quick: int = QUICK) -> argpa
 
 
 def asked(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was asked for, with the number of rounds filled in."""
+    """Parse the arguments and fill in the number of rounds; signals now interrupt."""
     interrupt_on_signals()
     options = parser.parse_args(words)
     if options.rounds is None:
@@ -127,9 +127,9 @@ def asked(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -
 
 
 def interrupt_on_signals() -> None:
-    """Raise KeyboardInterrupt for each signal that asks this process to end, so that it cleans up.
+    """Raise KeyboardInterrupt for each signal that ends this process, so that it cleans up.
 
-    A shell starts what it runs in the background with SIGINT ignored.
+    A shell starts background jobs with SIGINT ignored.
     """
     for number in ENDING:
         signal.signal(number, signal.default_int_handler)
@@ -137,10 +137,10 @@ def interrupt_on_signals() -> None:
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Clean up in this block: no second signal interrupts it, nor the processes that it starts."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+    """Ignore signals in this block, here and in child processes, so that cleanup completes."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,6 +1,6 @@
-"""What a command meets by default: etcd and placement behind certificates, and computes that are only pretended.
+"""The environment of a command: etcd and placement with certificates, fake computes.
 
-etcd answers its JSON gateway, too, for the floor's sake. Placement is on SQLite, behind stunnel, as a lab's is.
+etcd also serves its JSON gateway, for the floor. Placement runs on SQLite behind stunnel, as in a lab.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tests.kit.servers import free_port
 
 HOST = '127.0.0.1'
 LARGE = {name: {'total': 100_000} for name in ('VCPU', 'MEMORY_MB', 'DISK_GB')}
+# Seconds of the fake computes' lease.
 LEASE = 3600
-"""Seconds that the pretended computes live."""
 
 
 class Secured(NamedTuple):
-    """Where both are, a configuration that says so, and what curl is told to be let in."""
+    """The addresses of etcd and placement, a configuration for them, and curl's credentials."""
 
     etcd: str
     placement: str
@@ -50,14 +50,14 @@ class Secured(NamedTuple):
     token: str
 
     def ask(self, *words: str) -> bytes:
-        """One curl process with our certificate; it must succeed."""
+        """Run curl with our certificate, which must succeed, and return its output."""
         return subprocess.run(['curl', '-sS', '--fail', *self.curl, *words], check=True, capture_output=True).stdout
 
 
 @contextmanager
 def secured(computes: int) -> Iterator[Secured]:
-    """Both servers, and so many computes that are alive and have room; ended with all that is theirs."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the servers would outlive a benchmark that is ended
+    """Start both servers and register live computes with room; remove all at the end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the servers would outlive a terminated benchmark
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='ecomp-secured-')))
         certs = directory / 'certs'
@@ -86,21 +86,21 @@ def secured(computes: int) -> Iterator[Secured]:
             compute = str(uuid.uuid4())
             providers.ensure(placement, compute)
             providers.set_inventory(placement, compute, LARGE)
-            says = {'version': '1.0.0', 'hostname': 'pretended', 'room': host.room_hint(LARGE, [])}
-            store.commit([], [Put(keys.compute(compute), dump(says), lease)])
-        shown = ['--cacert', str(certs / 'ca.crt'), '--cert', str(client[0]), '--key', str(client[1])]
-        yield Secured(etcd.endpoint, url, config, store, shown, (certs / 'token').read_text())
+            presence = {'version': '1.0.0', 'hostname': 'pretended', 'room': host.room_hint(LARGE, [])}
+            store.commit([], [Put(keys.compute(compute), dump(presence), lease)])
+        credentials = ['--cacert', str(certs / 'ca.crt'), '--cert', str(client[0]), '--key', str(client[1])]
+        yield Secured(etcd.endpoint, url, config, store, credentials, (certs / 'token').read_text())
 
 
 def timed(what: Callable[[], object]) -> float:
-    """Seconds that a call took."""
-    began = time.monotonic()
+    """Return the seconds that a call takes."""
+    start = time.monotonic()
     what()
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
 def in_turn(ours: Callable[[], object], floor: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each side in each round. Both sides in turn, so that both meet a slow moment."""
+    """Return the seconds of each side in each round, in turn, so that both meet a slow moment."""
     ours(), floor()  # the first of each reads modules and pages from the disk
-    taken = [(timed(ours), timed(floor)) for _ in range(rounds)]
-    return [mine for mine, _ in taken], [theirs for _, theirs in taken]
+    pairs = [(timed(ours), timed(floor)) for _ in range(rounds)]
+    return [mine for mine, _ in pairs], [theirs for _, theirs in pairs]

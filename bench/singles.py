@@ -1,12 +1,12 @@
-"""One instance at a time in clusters of several sizes: what a size costs against the smallest, in the same run.
+"""One instance at a time in clusters of several sizes, each against the smallest.
 
     python bench/singles.py [ROUNDS] [--quick] [--json] [--computes 10,100,1000] [--requesters 1,8,32] [--full 0,75,97]
                             [--each 4]
 
-The clusters are there side by side, each an etcd and a placement of its own, and each round asks every one of them: a
-round's rate of a size against that of the smallest is a pair. `full`: so many hundredths of all places are taken.
-The computes are keys and providers, whose hints are put anew every ten seconds, as an ecompute does: nobody builds.
-Needs '.[lab,test]', psycopg2-binary and PostgreSQL.
+The clusters run side by side, each with its own etcd and placement, and each round asks all of them: the rates of a
+size and of the smallest in a round are a pair. `full` is the percentage of places taken. The computes are only keys and
+providers, whose hints are renewed every ten seconds, as by an ecompute. Needs '.[lab,test]', psycopg2-binary and
+PostgreSQL.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ from tests.kit.commands import write_config  # noqa: E402
 from tests.kit.servers import Etcd  # noqa: E402
 
 EACH = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
+# Seconds between two renewals of a compute's hint.
 RENEWAL = 10
-"""Seconds between two times that a compute says what it has left."""
+# Minimum of the rate, relative to the smallest cluster, by size.
 TARGETS = {1000: 0.8, 10_000: 0.6}
-"""Of the rate of the smallest, by size."""
+# The ids of the first classes in placement's database.
 CLASSES = {'VCPU': 0, 'MEMORY_MB': 1, 'DISK_GB': 2}
-"""The ids that placement gives to its first classes."""
 
 
 class Pretended:
-    """A cluster of keys and providers."""
+    """A cluster of keys and providers, without ecomputes."""
 
     def __init__(self, computes: int) -> None:
         self.size = computes
-        self.places = max(8, 2000 // computes)
-        """Of each compute."""
+        self.places = max(8, 2000 // computes)  # of each compute
         self.inventory = {name: {'total': self.places * amount} for name, amount in EACH.items()}
         self.computes = sorted(str(uuid.uuid4()) for _ in range(computes))
         self.used = dict.fromkeys(self.computes, 0)
@@ -65,7 +64,7 @@ class Pretended:
         self._postgres = enter(Postgres())
         self.placement = enter(Counting(self._postgres.url))
         directory = Path(enter(TemporaryDirectory(prefix='ecomp-bench-')))
-        os.environ['XDG_CACHE_HOME'] = str(directory)  # where requesters remember how large it is
+        os.environ['XDG_CACHE_HOME'] = str(directory)  # requesters cache the size of the cluster there
         self.config = write_config(directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
         self._store = Store(EtcdConfig((self.etcd.endpoint,)))
         self._at_exit.callback(self._store.close)
@@ -82,43 +81,43 @@ class Pretended:
         self._at_exit.close()
 
     def fill(self, hundredths: int) -> None:
-        """Take so many of all places, here more and there fewer, for nobody."""
-        wanted = self.size * self.places * hundredths // 100 - sum(self.used.values())
+        """Take a percentage of all places for unused consumers, unevenly among the computes."""
+        missing = self.size * self.places * hundredths // 100 - sum(self.used.values())
         places = [each for each in self.computes for _ in range(self.places - self.used[each])]
         random.Random(1).shuffle(places)
-        taken: dict[str, int] = {}
-        for each in places[: max(wanted, 0)]:
-            taken[each] = taken.get(each, 0) + 1
+        counts: dict[str, int] = {}
+        for each in places[: max(missing, 0)]:
+            counts[each] = counts.get(each, 0) + 1
         claims = {}
-        for compute, count in taken.items():
+        for compute, count in counts.items():
             resources = {name: amount * count for name, amount in EACH.items()}
             body = {'allocations': {compute: {'resources': resources}}, 'user_id': 'u', 'project_id': 'p'}
             claims[str(uuid.uuid4())] = {**body, 'consumer_generation': None, 'consumer_type': 'INSTANCE'}
             self.used[compute] += count
-        named = list(claims)
-        for start in range(0, len(named), 100):
-            self.placement.call('POST', '/allocations', {each: claims[each] for each in named[start : start + 100]})
+        consumers = list(claims)
+        for start in range(0, len(consumers), 100):
+            self.placement.call('POST', '/allocations', {each: claims[each] for each in consumers[start : start + 100]})
         self.say(self.computes)
 
     def say(self, computes: list[str]) -> None:
-        """Have those say what they have left of which that is another by now."""
-        changed = [each for each in computes if self._said.get(each) != self.used[each]]
+        """Renew the hints of those computes whose room has changed."""
+        changed = [compute for compute in computes if self._said.get(compute) != self.used[compute]]
         for start in range(0, len(changed), 100):
             puts = []
-            for each in changed[start : start + 100]:
-                given = {name: amount * self.used[each] for name, amount in EACH.items()}
-                room = host.room_hint(self.inventory, [given])
-                value = dump({'token': 'x', 'hostname': each[:8], 'room': room})
-                puts.append(Put(keys.compute(each), value, self._lease))
-                self._said[each] = self.used[each]
+            for compute in changed[start : start + 100]:
+                allocated = {name: amount * self.used[compute] for name, amount in EACH.items()}
+                room = host.room_hint(self.inventory, [allocated])
+                value = dump({'token': 'x', 'hostname': compute[:8], 'room': room})
+                puts.append(Put(keys.compute(compute), value, self._lease))
+                self._said[compute] = self.used[compute]
             self._store.commit([], puts)
 
     def imbalance(self) -> float:
-        """How many hundredths of its places the fullest has taken more than the emptiest."""
+        """Return the percentage points between the fullest and the emptiest compute."""
         return round(100 * (max(self.used.values()) - min(self.used.values())) / self.places, 1)
 
     def placed(self, said: list[list[Any]]) -> list[float]:
-        """Count what requesters placed; how long each took, in seconds."""
+        """Count the placed instances, and return the seconds of each request."""
         for _, _, code, output in said:
             if code == 0:
                 self.used[output.split('TARGET, ')[1][:36]] += 1
@@ -131,72 +130,71 @@ class Pretended:
             self.say(self.computes[number % RENEWAL :: RENEWAL])
 
     def _register(self) -> None:
-        """Straight into the database: ten thousand take half an hour by requests."""
+        """Register providers in the database: ten thousand take half an hour by requests."""
         import psycopg2
         from psycopg2.extras import execute_values
 
-        where = self._postgres.url.partition('host=')[2]
-        with psycopg2.connect(user='postgres', dbname='postgres', host=where) as database, database.cursor() as cursor:
+        path = self._postgres.url.partition('host=')[2]
+        with psycopg2.connect(user='postgres', dbname='postgres', host=path) as database, database.cursor() as cursor:
             rows = [(each, each, 0) for each in self.computes]
             execute_values(cursor, 'INSERT INTO resource_providers (uuid, name, generation) VALUES %s', rows)
             cursor.execute('UPDATE resource_providers SET root_provider_id = id')
             cursor.execute('SELECT id FROM resource_providers')
-            have = [
+            inventories = [
                 (number, CLASSES[name], each['total'], 0, 1, each['total'], 1, 1.0)
                 for (number,) in cursor.fetchall()
                 for name, each in self.inventory.items()
             ]
             execute_values(cursor, 'INSERT INTO inventories (resource_provider_id, resource_class_id, total, reserved, '
-                           'min_unit, max_unit, step_size, allocation_ratio) VALUES %s', have)  # fmt: skip
+                           'min_unit, max_unit, step_size, allocation_ratio) VALUES %s', inventories)  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, and print a line a cell."""
+    """Measure, and print a line for each cell."""
     with ExitStack() as at_exit:
         clusters = [at_exit.enter_context(Pretended(each)) for each in options.computes]
         for full in options.full:
             for each in clusters:
                 each.fill(full)
             for requesters in options.requesters:
-                for found in cells(clusters, full, requesters, options):
-                    tell(found, options.json)
+                for result in cells(clusters, full, requesters, options):
+                    tell(result, options.json)
 
 
 def cells(clusters: list[Pretended], full: int, requesters: int, options: argparse.Namespace) -> list[Result]:
-    """What each cluster did in the rounds of so many requesters: its rate against that of the smallest."""
-    asking = [Requesters(requesters, each.config, 'one') for each in clusters]
+    """Measure the rate of each cluster with these requesters against that of the smallest."""
+    requester_groups = [Requesters(requesters, cluster.config, 'one') for cluster in clusters]
     try:
-        for each, ask in zip(clusters, asking, strict=True):
-            each.placed(ask.ask(requesters))  # connections are made, and sizes known
+        for cluster, group in zip(clusters, requester_groups, strict=True):
+            cluster.placed(group.ask(requesters))  # opens connections and learns the sizes
         rates: list[list[float]] = [[] for _ in clusters]
-        before = [each.placement.counts()['asking'] for each in clusters]
+        before = [cluster.placement.counts()['asking'] for cluster in clusters]
         count, failed = options.each * requesters, [0] * len(clusters)
         for turn in range(options.rounds):
             for number in sorted(range(len(clusters)), reverse=bool(turn % 2)):
-                began = time.monotonic()
-                said = asking[number].ask(count)
-                rates[number].append(count / (time.monotonic() - began))
-                clusters[number].placed(said)
-                failed[number] += sum(code != 0 for *_, code, _ in said)
-        found = []
-        for number, each in enumerate(clusters):
-            calls = {kind: now - before[number][kind] for kind, now in each.placement.counts()['asking'].items()}
+                start = time.monotonic()
+                answers = requester_groups[number].ask(count)
+                rates[number].append(count / (time.monotonic() - start))
+                clusters[number].placed(answers)
+                failed[number] += sum(code != 0 for *_, code, _ in answers)
+        results = []
+        for number, cluster in enumerate(clusters):
+            calls = {kind: now - before[number][kind] for kind, now in cluster.placement.counts()['asking'].items()}
             placed = count * options.rounds - failed[number]
-            workload = f'{each.size:,} computes, {full} % full, {requesters} requesters'
+            workload = f'{cluster.size:,} computes, {full} % full, {requesters} requesters'
             counts = {kind: round(more / max(placed, 1), 3) for kind, more in calls.items() if more}
-            counts |= {'failed': failed[number], 'points between the fullest and the emptiest': each.imbalance()}
-            # Once the room is used up it is refusals that are counted, and bench/refusal.py is for those.
-            target = None if any(failed) else TARGETS.get(each.size)
-            found.append(paired('singles', workload, rates[number], rates[0], target, unit='a second',
+            counts |= {'failed': failed[number], 'points between the fullest and the emptiest': cluster.imbalance()}
+            # Without room these are refusals, which bench/refusal.py measures.
+            target = None if any(failed) else TARGETS.get(cluster.size)
+            results.append(paired('singles', workload, rates[number], rates[0], target, unit='a second',
                                 at_least=True, counts=counts))  # fmt: skip
-        return found
+        return results
     finally:
-        for each in asking:
-            each.close()
+        for group in requester_groups:
+            group.close()
 
 
 def main() -> None:
-    """See the module."""
     parser = arguments(__doc__, 12)
     parser.add_argument('--computes', type=numbers, default=[10, 100, 1000])
     parser.add_argument('--requesters', type=numbers, default=[1, 8])

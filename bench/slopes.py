@@ -1,11 +1,12 @@
-"""What one more compute costs etcd and placement: daemons of their own, as in life, of two numbers.
+"""The cost of one more compute for etcd and placement, by two numbers of daemons.
 
     python bench/slopes.py [ROUNDS] [--json] [--few 30] [--many 120] [--seconds 60]
 
-bench/thousand.py has its computes in two processes, which share a lease, a watch and their idle questions: cheaper for
-etcd and placement than a thousand machines. Here each is an `ecompute --fake` with `queues: true`. A figure is what the
-many took more than the few, for each of the more: idle for --seconds, and by requests, pushed and pulled in turn for
-ROUNDS rounds of ten. Nothing of it is time: the daemons have two cores between them. Needs what singles.py needs.
+bench/thousand.py has its computes in two processes, which share a lease, a watch and their idle queries: cheaper for
+etcd and placement than a thousand machines. Here each is an `ecompute --fake` with `queues: true`. A figure is the
+difference of many and few, divided by the number of additional daemons: idle for --seconds, and for requests, pushed
+and pulled in turn for ROUNDS rounds of ten. Times are not measured: the daemons share two cores. Needs what singles.py
+needs.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from tests.kit.servers import Etcd, until  # noqa: E402
 
 ROOM = 'VCPU:100,DISK_GB:100,MEMORY_MB:12800'
 TEN = 10
+# Daemons that are started concurrently.
 AT_ONCE = 4
-"""Daemons that are started at the same time."""
+# Seconds for the first periodic check of each daemon.
 SETTLED = 150.0
-"""Seconds in which each looks for the first time at what it has."""
 WAYS = {'pushed': [QUERY, IMAGE], 'pulled': ['--queue', '--flavor', FLAVOR, IMAGE]}
 
 
 class Fleet:
-    """Servers, and daemons that are added to them. `found` has what was measured of each number of daemons."""
+    """The servers, and the daemons that are added to them."""
 
     def __init__(self, at_exit: ExitStack) -> None:
         self._at_exit, enter = at_exit, at_exit.enter_context
@@ -48,37 +49,37 @@ class Fleet:
         self.daemons: list[Ecompute] = []
 
     def grow(self, number: int) -> None:
-        """Start daemons until there are so many, and let them come to rest."""
+        """Start daemons up to this number, and wait until they are idle."""
         while len(self.daemons) < number:
-            some = [
+            batch = [
                 Ecompute(self.etcd.endpoint, self.placement.computes_url, ROOM, queues=True)
                 for _ in range(min(AT_ONCE, number - len(self.daemons)))
             ]
-            for each in some:
-                self._at_exit.callback(each.close)
-                each.launch()
-            for each in some:
-                each.wait_ready()
-            self.daemons += some
+            for daemon in batch:
+                self._at_exit.callback(daemon.close)
+                daemon.launch()
+            for daemon in batch:
+                daemon.wait_ready()
+            self.daemons += batch
         time.sleep(SETTLED)
 
     def idle(self, seconds: float) -> dict[str, float]:
-        """What they take when nothing is asked: by name, in seconds of processor, MB, and calls."""
+        """Measure the idle use of the servers: percent of a core, MB and calls, by name."""
         before, calls = self._uses(), self._calls()
         time.sleep(seconds)
         after = self._uses()
-        found = {f'{name}, % of a core': 100 * (after[name].cpu - before[name].cpu) / seconds for name in after}
-        found |= {f'{name}, MB': after[name].memory for name in after}
-        return found | {'calls a minute': (self._calls() - calls) * 60 / seconds}
+        figures = {f'{name}, % of a core': 100 * (after[name].cpu - before[name].cpu) / seconds for name in after}
+        figures |= {f'{name}, MB': after[name].memory for name in after}
+        return figures | {'calls a minute': (self._calls() - calls) * 60 / seconds}
 
     def placing(self, way: str, rounds: int) -> dict[str, float]:
-        """What a request takes: milliseconds of processor of each server."""
+        """Measure the processor milliseconds of each server for one request."""
         before = self._uses()
         for _ in range(rounds):
             for _ in range(TEN):
-                done = eschedule(self.config, *WAYS[way])
-                assert done.code == 0, done
-                (instance,) = UUID.findall(done.stdout)
+                result = eschedule(self.config, *WAYS[way])
+                assert result.code == 0, result
+                (instance,) = UUID.findall(result.stdout)
                 until(lambda: self.etcd.keys(f'/booted/{instance}'), 60, 'it has its address')  # noqa: B023
         after = self._uses()
         return {
@@ -94,34 +95,33 @@ class Fleet:
 
 
 def measure(numbers: tuple[int, int], seconds: float, rounds: int) -> Iterator[Result]:
-    """Each figure of the few, and the slope."""
-    found: list[Mapping[str, float]] = []
+    """Yield the slope of each figure, with its values for few and many."""
+    measurements: list[Mapping[str, float]] = []
     with ExitStack() as at_exit:
         fleet = Fleet(at_exit)
         for number in numbers:
             fleet.grow(number)
-            if not found:
+            if not measurements:
                 assert eschedule(fleet.config, 'flavor', 'set', FLAVOR, QUERY).code == 0
             each = fleet.idle(seconds)
             for way in WAYS:
                 each |= fleet.placing(way, rounds)
-            found.append(each)
+            measurements.append(each)
     few, many = numbers
-    for name, value in found[0].items():
-        slope = (found[1][name] - value) / (many - few)
-        counts = {f'of {few}': round(value, 3), f'of {many}': round(found[1][name], 3)}
+    for name, value in measurements[0].items():
+        slope = (measurements[1][name] - value) / (many - few)
+        counts = {f'of {few}': round(value, 3), f'of {many}': round(measurements[1][name], 3)}
         yield figure('slopes', f'one more compute: {name}', [slope], None, unit='', counts=counts)
 
 
 def main() -> None:
-    """See the module."""
     parser = arguments(__doc__, 6)
     parser.add_argument('--few', type=int, default=30)
     parser.add_argument('--many', type=int, default=120)
     parser.add_argument('--seconds', type=float, default=60.0)
     options = asked(parser)
-    for each in measure((options.few, options.many), options.seconds, options.rounds):
-        tell(each, options.json)
+    for result in measure((options.few, options.many), options.seconds, options.rounds):
+        tell(result, options.json)
 
 
 if __name__ == '__main__':

@@ -1,12 +1,12 @@
-"""A thousand pretended computes on this machine: what they cost, what each part takes, and what breaks first.
+"""A thousand fake computes on this machine: their cost and what breaks first.
 
     python bench/thousand.py [--quick] [--json] [--computes 1000] [--instances 10000] [--churn 600] [--results FILE]
     python bench/thousand.py --plot           bench/thousand.svg and the tables, from the results
 
-They register; --instances are placed, a third each one at a time, in sets of ten and by the queue; as many as there are
-are then replaced, which is to take --churn seconds; a tenth of the computes is killed and started again; all is
-destroyed, and the audit has to find nothing. Each line of the results is a phase: how many, how long, and the processor
-(of one core) and memory of each part. Needs '.[lab,test]', psycopg2-binary, PostgreSQL and, for --plot, matplotlib.
+The computes register; a third of --instances is placed one at a time, a third in sets of ten and a third by the queue;
+as many are replaced within --churn seconds; a tenth of the computes is killed and restarted; all instances are
+destroyed, and the audit must find nothing. Each line of the results is a phase: counts, duration, and the processor (of
+one core) and memory of each part. Needs '.[lab,test]', psycopg2-binary, PostgreSQL and, for --plot, matplotlib.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ RESULTS, PLOT = Path(__file__).with_name('thousand.jsonl'), Path(__file__).with_
 QUERY, FLAVOR, IMAGE = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128', 'bench', 'http://images.invalid/bench.qcow2'
 SET = 10
 REQUESTERS = 8
+# Room for instances, relative to their number.
 SPARE = 4 / 3
-"""How much more room there is than instances."""
+# Seconds between two measurements of the parts.
 EVERY = 2.0
-"""Seconds between two looks at what the parts take."""
 UUID = re.compile('[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$', re.MULTILINE)
 
 
 class Asked(NamedTuple):
-    """What came of one eschedule: when it began and ended (monotonic seconds), its exit code and what it printed."""
+    """The result of one eschedule: start and end (monotonic seconds), exit code and output."""
 
     began: float
     ended: float
@@ -60,10 +60,10 @@ class Asked(NamedTuple):
 
 
 def requester() -> None:
-    """Say `ready`; for each line of stdin, an eschedule's arguments as JSON, run its main() and print an Asked."""
+    """Print `ready`; run each line of stdin, eschedule's arguments as JSON, and print an Asked."""
     import ecomp.placement.client
     import ecomp.scheduler.placing.create
-    import ecomp.scheduler.placing.explain  # noqa: F401  (loaded before anything is measured)
+    import ecomp.scheduler.placing.explain  # noqa: F401  (loaded before the measurements)
     from ecomp import schedule
 
     print('ready', flush=True)
@@ -75,7 +75,7 @@ def requester() -> None:
 
 
 class Requester:
-    """One of those processes."""
+    """A process that runs requester()."""
 
     def __init__(self, config: Path) -> None:
         from tests.kit.servers import environment
@@ -100,24 +100,26 @@ class Requester:
         return Asked(*json.loads(self.process.stdout.readline()))
 
     def close(self) -> None:
-        """End it."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 class Thousand:
-    """The cluster: nine tenths of its computes in one process, and a tenth in another, whose state outlives a kill."""
+    """The cluster: nine tenths of its computes in one process, a tenth in another.
+
+    The latter is killed; its state outlives the kill.
+    """
 
     def __init__(self, computes: int, instances: int) -> None:
         self.tenth = max(computes // 10, 1)
         self.count = computes
         self.vcpus = max(4, round(SPARE * instances / computes))
+        # When a compute was first seen with each instance's request, in monotonic seconds.
         self.placed: dict[str, float] = {}
-        """When each instance's request was first seen with a compute, in monotonic seconds."""
         self.there: Mapping[str, Any] = {}
+        # Processor seconds of killed computes.
         self.ended = 0.0
-        """Processor seconds of computes that were killed."""
         self._at_exit = ExitStack()
 
     def __enter__(self) -> Self:
@@ -133,23 +135,23 @@ class Thousand:
             self.directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
             self.etcd, self.postgres = enter(Etcd()), enter(Postgres())
             self.placement = enter(Counting(self.postgres.url))
-            at = self.etcd.endpoint
-            config = write_config(self.directory / 'schedule.yaml', at, self.placement.url)
+            endpoint = self.etcd.endpoint
+            config = write_config(self.directory / 'schedule.yaml', endpoint, self.placement.url)
             self._config = config
-            follower = Follower(EtcdConfig((at,)), [(keys.HOSTS, self._on_state)])
+            follower = Follower(EtcdConfig((endpoint,)), [(keys.HOSTS, self._on_state)])
             follower.start()
             self._at_exit.callback(follower.stop)
             self.requesters: list[Requester] = []
             for _ in range(REQUESTERS):
-                each = Requester(config)
-                self._at_exit.callback(each.close)
-                self.requesters.append(each)
-            plenty = f'VCPU:{self.vcpus},DISK_GB:{self.vcpus},MEMORY_MB:{self.vcpus * 128}'
+                requester_ = Requester(config)
+                self._at_exit.callback(requester_.close)
+                self.requesters.append(requester_)
+            inventory = f'VCPU:{self.vcpus},DISK_GB:{self.vcpus},MEMORY_MB:{self.vcpus * 128}'
             self.processes = []
             for name, count in (('most', self.count - self.tenth), ('tenth', self.tenth)):
                 settings: dict[str, Any] = {'queues': True, 'state': str(self.directory / name)}
-                path = write_config(self.directory / f'{name}.yaml', at, self.placement.computes_url, **settings)
-                process = Computes(path, count, plenty)
+                path = write_config(self.directory / f'{name}.yaml', endpoint, self.placement.computes_url, **settings)
+                process = Computes(path, count, inventory)
                 self._at_exit.callback(process.close)
                 self.processes.append(process)
         except BaseException:
@@ -161,36 +163,36 @@ class Thousand:
         self._at_exit.close()
 
     def ask_all(self, commands: Sequence[Sequence[str]]) -> list[Asked]:
-        """Run all of these, REQUESTERS at a time, each as soon as one of them is free."""
+        """Run all commands, each as soon as one of the REQUESTERS is free."""
         free = deque(self.requesters)
 
         def ask(words: Sequence[str]) -> Asked:
-            each = free.popleft()
+            requester_ = free.popleft()
             try:
-                return each.ask(*words)
+                return requester_.ask(*words)
             finally:
-                free.append(each)
+                free.append(requester_)
 
         with ThreadPoolExecutor(len(self.requesters)) as threads:
             return list(threads.map(ask, commands))
 
     def alive(self) -> int:
-        """How many computes have a life."""
+        """Count the computes with a presence."""
         return len(self.etcd.keys('/computes/'))
 
     def use(self) -> dict[str, Use]:
-        """What each part has taken, of all its processes."""
+        """Measure the use of each part, over all its processes."""
         from bench.cluster import use_of
 
         pids = {name: [getattr(self, name).pid] for name in ('etcd', 'placement', 'postgres')}
-        pids['computes'] = [each.pid for each in self.processes if each.is_running]
-        pids['requesters'] = [each.process.pid for each in self.requesters]
-        found = {part: use_of(*pids[part]) for part in PARTS}
-        computes = found['computes']
-        return {**found, 'computes': computes._replace(cpu=computes.cpu + self.ended)}
+        pids['computes'] = [process.pid for process in self.processes if process.is_running]
+        pids['requesters'] = [requester_.process.pid for requester_ in self.requesters]
+        uses = {part: use_of(*pids[part]) for part in PARTS}
+        computes = uses['computes']
+        return {**uses, 'computes': computes._replace(cpu=computes.cpu + self.ended)}
 
     def kill_the_tenth(self) -> None:
-        """Kill -9 the process that has it."""
+        """Kill (SIGKILL) the process with a tenth of the computes."""
         from bench.cluster import use_of
 
         tenth = self.processes[1]
@@ -205,37 +207,37 @@ class Thousand:
 
 
 class Phases:
-    """The rows, each with what the parts took while it lasted."""
+    """The rows of the results, each with the use of the parts in its phase."""
 
     def __init__(self, cluster: Thousand, results: Path, as_json: bool) -> None:
         self._cluster, self._results, self._as_json = cluster, results, as_json
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Row]:
-        """A phase; what it puts into the row stands beside what was measured."""
-        cluster, row, began = self._cluster, Row(), time.monotonic()
+        """Measure a phase; the block may add to the row."""
+        cluster, row, start = self._cluster, Row(), time.monotonic()
         before, calls = cluster.use(), cluster.placement.counts()
-        most = {part: each.memory for part, each in before.items()}
-        over = threading.Event()
+        peaks = {part: use.memory for part, use in before.items()}
+        finished = threading.Event()
 
         def look() -> None:
-            while not over.wait(EVERY):
-                for part, each in cluster.use().items():
-                    most[part] = max(most[part], each.memory)
+            while not finished.wait(EVERY):
+                for part, use in cluster.use().items():
+                    peaks[part] = max(peaks[part], use.memory)
 
-        looking = threading.Thread(target=look, name='looking', daemon=True)
-        looking.start()
+        sampler = threading.Thread(target=look, name='looking', daemon=True)
+        sampler.start()
         try:
             yield row
         finally:
-            over.set()
-            looking.join()
-        seconds = time.monotonic() - began
-        after, counted = cluster.use(), cluster.placement.counts()
+            finished.set()
+            sampler.join()
+        seconds = time.monotonic() - start
+        after, total = cluster.use(), cluster.placement.counts()
         row = {'phase': name, 'computes': cluster.count, 'seconds': round(seconds, 1), **row}
         row['cpu'] = {part: round((after[part].cpu - before[part].cpu) / seconds, 3) for part in PARTS}
-        row['memory'] = {part: round(most[part]) for part in PARTS}
-        kinds = {f'{who} {kind}': counted[who][kind] - calls[who][kind] for who in counted for kind in counted[who]}
+        row['memory'] = {part: round(peaks[part]) for part in PARTS}
+        kinds = {f'{who} {kind}': total[who][kind] - calls[who][kind] for who in total for kind in total[who]}
         row['calls'] = {kind: number for kind, number in kinds.items() if number}
         row['load'] = round(os.getloadavg()[0], 1)
         with self._results.open('a') as file:
@@ -247,24 +249,24 @@ class Phases:
 
 
 def placing(cluster: Thousand, row: Row, commands: Sequence[Sequence[str]], seconds: float) -> list[str]:
-    """Run commands that place, and wait until all that was taken is with a compute; the instances."""
+    """Run commands that place, wait until computes have all requests, and return the instances."""
     from tests.kit.servers import until
 
-    began = time.monotonic()
-    asked = cluster.ask_all(commands)
-    found = [(each.began, UUID.findall(each.stdout)) for each in asked if each.code == 0]
-    instances = [instance for _, some in found for instance in some]
-    until(lambda: all(each in cluster.placed for each in instances), seconds, 'all requests are with a compute')
-    took = sorted(cluster.placed[instance] - start for start, some in found for instance in some)
-    last = max((cluster.placed[instance] for instance in instances), default=began)
-    row |= {'asked': len(commands), 'placed': len(instances), 'per_second': round(len(instances) / (last - began), 1)}
-    row |= {f'p{n}': round(took[min(len(took) * n // 100, len(took) - 1)], 3) for n in (50, 95) if took}
-    row['failed'] = sorted({f'{each.code}: {each.stderr.strip()[-200:]}' for each in asked if each.code})[:5]
+    start = time.monotonic()
+    results = cluster.ask_all(commands)
+    placements = [(result.began, UUID.findall(result.stdout)) for result in results if result.code == 0]
+    instances = [instance for _, some in placements for instance in some]
+    until(lambda: all(instance in cluster.placed for instance in instances), seconds, 'all requests are with a compute')
+    delays = sorted(cluster.placed[instance] - began for began, some in placements for instance in some)
+    last = max((cluster.placed[instance] for instance in instances), default=start)
+    row |= {'asked': len(commands), 'placed': len(instances), 'per_second': round(len(instances) / (last - start), 1)}
+    row |= {f'p{n}': round(delays[min(len(delays) * n // 100, len(delays) - 1)], 3) for n in (50, 95) if delays}
+    row['failed'] = sorted({f'{result.code}: {result.stderr.strip()[-200:]}' for result in results if result.code})[:5]
     return instances
 
 
 def run(cluster: Thousand, phases: Phases, instances: int, churn: float, rng: random.Random) -> None:
-    """All phases, in order."""
+    """Run all phases in order."""
     from tests.kit.servers import until
 
     with phases.phase('start') as row:
@@ -292,8 +294,8 @@ def run(cluster: Thousand, phases: Phases, instances: int, churn: float, rng: ra
     with phases.phase('destroy') as row:
         living = sorted({key.rpartition('/')[2] for key in cluster.there})
         parts = [living[first : first + 100] for first in range(0, len(living), 100)]
-        asked = cluster.ask_all([['destroy', *some] for some in parts])
-        row |= {'destroyed': len(living), 'failed': sorted({each.code for each in asked} - {0})}
+        results = cluster.ask_all([['destroy', *part] for part in parts])
+        row |= {'destroyed': len(living), 'failed': sorted({result.code for result in results} - {0})}
         until(lambda: not cluster.there, 1800, 'every instance is gone')
     with phases.phase('audit') as row:
         (audited,) = cluster.ask_all([['audit']])
@@ -301,48 +303,47 @@ def run(cluster: Thousand, phases: Phases, instances: int, churn: float, rng: ra
 
 
 def _churn(cluster: Thousand, row: Row, living: list[str], seconds: float, rng: random.Random) -> None:
-    """Replace as many as there are, in tens, evenly over so many seconds or as fast as it goes."""
+    """Replace all instances in tens, evenly over `seconds` or as fast as possible."""
     rng.shuffle(living)
-    olds = [living[first : first + SET] for first in range(0, len(living), SET)]
-    began, late = time.monotonic(), 0.0
-    asked, news = list[Asked](), list[str]()
-    for first in range(0, len(olds), REQUESTERS // 2):
-        some = olds[first : first + REQUESTERS // 2]
-        due = began + seconds * first / len(olds)
+    old_sets = [living[first : first + SET] for first in range(0, len(living), SET)]
+    start, late = time.monotonic(), 0.0
+    results, new_instances = list[Asked](), list[str]()
+    for first in range(0, len(old_sets), REQUESTERS // 2):
+        batch = old_sets[first : first + REQUESTERS // 2]
+        due = start + seconds * first / len(old_sets)
         time.sleep(max(due - time.monotonic(), 0.0))
         late = max(late, time.monotonic() - due)
-        both = [*(['destroy', *old] for old in some), *([QUERY, IMAGE, '--count', str(SET)] for _ in some)]
-        said = cluster.ask_all(both)
-        asked += said
-        news += [instance for each in said for instance in UUID.findall(each.stdout)]
-    took = sorted(each.ended - each.began for each in asked)
-    row |= {'replaced': len(news), 'late': round(late, 1), 'p50': round(took[len(took) // 2], 3)}
-    row |= {'p95': round(took[len(took) * 95 // 100], 3)}
-    row['failed'] = sorted({f'{each.code}: {each.stderr.strip()[-200:]}' for each in asked if each.code})[:5]
+        commands = [*(['destroy', *old] for old in batch), *([QUERY, IMAGE, '--count', str(SET)] for _ in batch)]
+        batch_results = cluster.ask_all(commands)
+        results += batch_results
+        new_instances += [instance for result in batch_results for instance in UUID.findall(result.stdout)]
+    durations = sorted(result.ended - result.began for result in results)
+    row |= {'replaced': len(new_instances), 'late': round(late, 1), 'p50': round(durations[len(durations) // 2], 3)}
+    row |= {'p95': round(durations[len(durations) * 95 // 100], 3)}
+    row['failed'] = sorted({f'{result.code}: {result.stderr.strip()[-200:]}' for result in results if result.code})[:5]
 
 
 def _kill_a_tenth(cluster: Thousand, row: Row) -> None:
-    """Kill the tenth, place while it is away, start it again, and wait until it does what it was asked meanwhile."""
+    """Kill a tenth of the computes, place, restart it, and wait until it has its requests."""
     from tests.kit.servers import until
 
     tenth = cluster.processes[1]
     killed = time.monotonic()
     cluster.kill_the_tenth()
-    meanwhile = cluster.ask_all([[QUERY, IMAGE]] * cluster.tenth)
-    row['codes meanwhile'] = sorted({each.code for each in meanwhile})
+    results = cluster.ask_all([[QUERY, IMAGE]] * cluster.tenth)
+    row['codes meanwhile'] = sorted({result.code for result in results})
     until(lambda: cluster.alive() == cluster.count - cluster.tenth, 120, 'the killed are seen as dead')
     row['dead after'] = round(time.monotonic() - killed, 1)
-    began = time.monotonic()
+    start = time.monotonic()
     tenth.launch()
     tenth.wait_ready()
     until(lambda: cluster.alive() == cluster.count, 600, 'all computes are alive again')
-    row['alive again after'] = round(time.monotonic() - began, 1)
-    instances = [name for each in meanwhile for name in UUID.findall(each.stdout)]
+    row['alive again after'] = round(time.monotonic() - start, 1)
+    instances = [name for result in results for name in UUID.findall(result.stdout)]
     until(lambda: all(each in cluster.placed for each in instances), 600, 'what was asked meanwhile is with a compute')
 
 
 def main() -> None:
-    """See the module."""
     if sys.argv[1:2] == ['--requester']:
         return requester()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
