@@ -158,7 +158,7 @@ def report(ran: Mapping[str, Ran], seconds: float) -> int:
         if outcome.said:
             print(f'{name}: {outcome.said}')
     failed = [name for name, outcome in ran.items() if outcome.failed]
-    missed = sum(result.met is False for result in results)
+    missed = sum(row.met is False for row in results)
     summary = f'failed: {", ".join(failed)}' if failed else 'no script failed'
     print(f'{len(results)} figures, {missed} missed their target, {summary}, {seconds / 60:.0f} min')
     return 1 if failed else 0

@@ -165,8 +165,8 @@ def cells(clusters: list[Pretended], full: int, requesters: int, options: argpar
     """Measure the rate of each cluster with these requesters against that of the smallest."""
     requester_groups = [Requesters(requesters, cluster.config, 'one') for cluster in clusters]
     try:
-        for cluster, group in zip(clusters, requester_groups, strict=True):
-            cluster.placed(group.ask(requesters))  # opens connections and learns the sizes
+        for cluster, ask in zip(clusters, requester_groups, strict=True):
+            cluster.placed(ask.ask(requesters))  # opens connections and learns the sizes
         rates: list[list[float]] = [[] for _ in clusters]
         before = [cluster.placement.counts()['asking'] for cluster in clusters]
         count, failed = options.each * requesters, [0] * len(clusters)
@@ -190,8 +190,8 @@ def cells(clusters: list[Pretended], full: int, requesters: int, options: argpar
                                 at_least=True, counts=counts))  # fmt: skip
         return results
     finally:
-        for group in requester_groups:
-            group.close()
+        for processes in requester_groups:
+            processes.close()
 
 
 def main() -> None:
