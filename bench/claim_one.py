@@ -58,8 +58,8 @@ def main() -> None:
             def theirs(there: Secured = there) -> None:
                 floor(there)
 
-            taken = in_turn(ours, theirs, options.rounds)
-        tell(paired('claim-one', f'{computes:,} computes', *taken, target), options.json)
+            seconds = in_turn(ours, theirs, options.rounds)
+        tell(paired('claim-one', f'{computes:,} computes', *seconds, target), options.json)
 
 
 if __name__ == '__main__':

@@ -143,12 +143,12 @@ def measure(cluster: Any, requesters: int, way: str, requests: int) -> Row:
         results = processes.ask(requests // (SET if way == 'sets' else 1))
         instances, latencies = set[str](), list[float]()
         placed = [(began, UUID.findall(output)) for began, _, code, output in results if code == 0]
-        for _, found in placed:
-            instances |= set(found)
+        for _, uuids in placed:
+            instances |= set(uuids)
         cluster.wait_for(instances, 900)
         after = cluster.placement.counts()
-        for began, found in placed:
-            latencies += [cluster.seen[instance][0] - began for instance in found]
+        for began, uuids in placed:
+            latencies += [cluster.seen[instance][0] - began for instance in uuids]
         seconds = max(cluster.seen[each][0] for each in instances) - min(began for began, *_ in results)
         row = {
             'placed': len(instances),
@@ -210,9 +210,9 @@ def run(options: argparse.Namespace) -> None:
     ways = options.ways
     for computes in options.computes:
         # Computes with queues form a separate cluster: their extra calls must not affect the other figures.
-        for kept, settings in (([way for way in ways if way != 'pull'], {}), (['pull'], {'queues': True})):
+        for cluster_ways, settings in (([way for way in ways if way != 'pull'], {}), (['pull'], {'queues': True})):
             have = {_cell(row) for row in read(options.results)}
-            cells = [(computes, number, way) for way in kept if way in ways for number in options.requesters]
+            cells = [(computes, number, way) for way in cluster_ways if way in ways for number in options.requesters]
             cells = [cell for cell in cells if cell not in have]
             if not cells:
                 continue
@@ -270,7 +270,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 def _sum(calls: Mapping[str, float], kind: str, by: Sequence[str] = ('asking', 'computes')) -> float:
     """Sum the calls of one kind, or of all with ''; an answer's status is not a call."""
     kinds = (kind,) if kind else ('candidates', 'claims', 'held', 'upkeep')
-    return sum(calls.get(f'{who} {name}', 0) for who in by for name in kinds)
+    return sum(calls.get(f'{client} {name}', 0) for client in by for name in kinds)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -295,10 +295,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             above.plot(at, [row['per_second'] for row in mine], marker='o', markersize=3, color=color)
             below.plot(at, [row['p50'] for row in mine], marker='o', markersize=3, color=color)
             below.plot(at, [row['p95'] for row in mine], linestyle=':', color=color)
-        for each in (above, below):
-            each.set_xscale('log', base=2)
-            each.set_xticks([1, 8, 32], ['1', '8', '32'])
-            each.grid(alpha=0.3)
+        for axis in (above, below):
+            axis.set_xscale('log', base=2)
+            axis.set_xticks([1, 8, 32], ['1', '8', '32'])
+            axis.grid(alpha=0.3)
         above.set_ylim(bottom=0)
         below.set_yscale('log')
         below.set_xlabel('requesters')
@@ -311,7 +311,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(',')]
+    return [int(number) for number in text.split(',')]
 
 
 def ways(text: str) -> list[str]:

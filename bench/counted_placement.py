@@ -36,7 +36,7 @@ class Counted:
     """A WSGI application that counts calls; all forked processes share the counts."""
 
     def __init__(self, ports: Sequence[str]) -> None:
-        self._numbers = {(port, each): i for i, (port, each) in enumerate((p, k) for p in ports for k in KINDS)}
+        self._numbers = {(port, name): i for i, (port, name) in enumerate((p, k) for p in ports for k in KINDS)}
         self._counts = multiprocessing.Array('q', len(self._numbers))
         self.application: Callable[..., Iterable[bytes]] | None = None
 
@@ -101,8 +101,8 @@ def main(processes: int, threads: int, ports: Sequence[str]) -> None:
         children.append(child)
 
     def end(*_: object) -> None:
-        for each in children:
-            os.kill(each, signal.SIGKILL)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)

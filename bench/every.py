@@ -138,7 +138,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         floor = '' if result.floor is None else amount(result.floor, result.unit)
         ratio = '' if result.floor is None else f'{result.ratio:.2f} ({result.least:.2f} to {result.most:.2f})'
         verdict = {None: '', True: 'met', False: '**missed**'}[result.met]
-        counts = ', '.join(f'{what} {number:g}' for what, number in result.counts.items())
+        counts = ', '.join(f'{name} {number:g}' for name, number in result.counts.items())
         figures = amount(result.ours, result.unit), floor, ratio, str(result.rounds), result.aim, verdict, counts
         yield f'| {" | ".join((result.name, result.workload, *figures))} |'
 

@@ -104,10 +104,10 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
             bare = watch(floor, seconds, rounds).uss
 
         def told(name: str, pid: int, counts: Mapping[str, float] = MappingProxyType({})) -> Iterator[Result]:
-            found = watch(pid, seconds, rounds)
-            yield paired('footprint', f'{name}: memory', found.uss, bare, 2.0, unit='MiB', counts=counts)
+            watched = watch(pid, seconds, rounds)
+            yield paired('footprint', f'{name}: memory', watched.uss, bare, 2.0, unit='MiB', counts=counts)
             # A clock tick is 0.1 % of a round.
-            yield figure('footprint', f'{name}: idle', [mean(found.shares)], 0.3, unit='% of a core')
+            yield figure('footprint', f'{name}: idle', [mean(watched.shares)], 0.3, unit='% of a core')
 
         with Installed(etcd.endpoint, placement.computes_url, ROOM) as compute:
             time.sleep(SAID)
@@ -122,7 +122,7 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
             yield figure('footprint', f'etcd writes in {rounds * seconds:g} s', [writes], 0, unit='writes')
         with Lab('bench-footprint').up() as lab:
             time.sleep(SAID)
-            child_memory = [use(each.pid).uss for each in psutil.Process(lab.ecompute).children(recursive=True)]
+            child_memory = [use(child.pid).uss for child in psutil.Process(lab.ecompute).children(recursive=True)]
             counts = {'other processes of it': len(child_memory), 'MiB of theirs': round(sum(child_memory), 1)}
             yield from told('on libvirt, 0 guests', lab.ecompute, counts)
         if many:
@@ -132,12 +132,12 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
             yield figure('footprint', f'{many:,} with queues: start', [time.monotonic() - start], 30.0)
             time.sleep(SETTLED)
             before, calls = written(etcd), placement.counts()['computes']
-            found = watch(process.pid, seconds, rounds)
+            many_watched = watch(process.pid, seconds, rounds)
             new_calls = sum(number - calls[name] for name, number in placement.counts()['computes'].items())
-            counts = {'threads': found.threads, 'MiB': round(median(found.uss), 1)}
+            counts = {'threads': many_watched.threads, 'MiB': round(median(many_watched.uss), 1)}
             counts |= {'etcd writes': written(etcd) - before, 'calls of placement': new_calls}
             idle = f'{many:,} with queues: idle'
-            yield figure('footprint', idle, found.shares, 10.0, unit='% of a core', counts=counts)
+            yield figure('footprint', idle, many_watched.shares, 10.0, unit='% of a core', counts=counts)
 
 
 @contextmanager

@@ -107,8 +107,8 @@ def inside(pairs: int, images: str) -> Iterator[Result]:
     """Measure on the lab host."""
     config = load_compute(LAB.compute_yaml)
     compute = (config.state / 'uuid').read_text().strip()
-    store, placement, seen = Store(config.etcd), Placement(config.placement), Seen()
-    follower, floor_program = Follower(config.etcd, [(keys.BOOTED, seen.on_state)]), Floor(Store(config.etcd))
+    store, placement, booted = Store(config.etcd), Placement(config.placement), Seen()
+    follower, floor_program = Follower(config.etcd, [(keys.BOOTED, booted.on_state)]), Floor(Store(config.etcd))
     follower.start()
     libvirt = Libvirt(config.state)
 
@@ -119,7 +119,7 @@ def inside(pairs: int, images: str) -> Iterator[Result]:
         request = Request(instance, {compute: SHARE}, image=images + 'blank.raw', user_id='bench', project_id='bench')
         store.commit([], [Put(key, to_json(request))])
         until(lambda: (entry := store.get(keys.record(compute, instance))) is not None and b'"active"' in entry.value)
-        seconds = -ask(mac_address(instance, 0)) + seen.at(keys.booted(instance))
+        seconds = -ask(mac_address(instance, 0)) + booted.at(keys.booted(instance))
         store.commit([], [Put(key, to_json(Request(instance, {}, image=None, user_id='bench', project_id='bench')))])
         until(lambda: store.get(key) is None)
         store.commit([Unchanged(key, 0)], [Delete(keys.record(compute, instance))])
@@ -130,14 +130,14 @@ def inside(pairs: int, images: str) -> Iterator[Result]:
         mac = mac_address(consumer, 0)
         libvirt.reserve(consumer, mac, 'default')  # dnsmasq serves only reserved MACs
         floor_program.key, floor_program.mac = keys.booted(consumer), mac
-        seconds = -ask(mac) + seen.at(floor_program.key)
+        seconds = -ask(mac) + booted.at(floor_program.key)
         libvirt.release(consumer)
         store.commit([], [Delete(floor_program.key)])
         return seconds
 
     ours(), floor()  # the first of each fetches the image and warms caches
     taken = [(ours(), floor()) for _ in range(pairs)]
-    mine, floors = [each[0] for each in taken], [each[1] for each in taken]
+    mine, floors = [pair[0] for pair in taken], [pair[1] for pair in taken]
     yield paired('lease-to-booted', 'the median', mine, floors, None)
     yield figure('lease-to-booted', 'the ninetieth of a hundred', [quantiles(mine, n=10)[8]], TARGET)
     follower.stop()

@@ -39,9 +39,9 @@ def furnish(there: Secured) -> str:
         instance, compute = str(uuid.uuid4()), computes[number % len(computes)]
         resources = {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}
         fields = {'image': 'http://bench/x', 'name': f'web-{number}', 'stages': {'requested': NOW}}
-        asked = Request(instance, {compute: resources}, **fields)
-        there.store.commit([], [Put(keys.request(compute, instance), request_to_json(asked))])
-        record = new_record(compute, asked, NOW).at(ACTIVE, NOW, 'started', 'addressed')
+        request = Request(instance, {compute: resources}, **fields)
+        there.store.commit([], [Put(keys.request(compute, instance), request_to_json(request))])
+        record = new_record(compute, request, NOW).at(ACTIVE, NOW, 'started', 'addressed')
         address = Interface('default', f'52:54:00:00:00:{number:02x}', f'192.0.2.{number}')
         there.store.commit([], [Put(keys.record(compute, instance), to_json(replace(record, addresses=(address,))))])
         there.store.commit([], [Put(keys.name(f'web-{number}'), json.dumps({'version': 1, 'instance': instance}))])

@@ -51,11 +51,11 @@ class Taken(NamedTuple):
 
 def main() -> None:
     options = asked(arguments(__doc__, 30))
-    with secured(COMPUTES) as there:
-        assert plain(there.config.read_text()) is not None, 'no configuration that is plain: nothing to measure'
+    with secured(COMPUTES) as servers:
+        assert plain(servers.config.read_text()) is not None, 'no configuration that is plain: nothing to measure'
 
         def run(code: str) -> Taken:
-            command: Sequence[str | Path] = [sys.executable, '-P', '-c', code, '--config', there.config, QUERY]
+            command: Sequence[str | Path] = [sys.executable, '-P', '-c', code, '--config', servers.config, QUERY]
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             wall = timed(lambda: subprocess.run(command, check=True, capture_output=True))
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -64,7 +64,7 @@ def main() -> None:
         run(WITHOUT), run(AS_IT_IS)  # the first of each reads modules and pages from the disk
         rounds = [(run(WITHOUT), run(AS_IT_IS)) for _ in range(options.rounds)]
     for number, kind in enumerate(('wall time', 'processor time')):
-        without, ours = ([each[number] for each in side] for side in zip(*rounds, strict=True))
+        without, ours = ([round_[number] for round_ in side] for side in zip(*rounds, strict=True))
         tell(paired('plain-yaml', f'{COMPUTES} computes, {kind}', without, ours, WORTH, at_least=True), options.json)
 
 

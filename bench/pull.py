@@ -42,29 +42,29 @@ def once(cluster: Cluster, asking: Requesters, count: int) -> tuple[float, list[
     instances = {instance for _, uuids in placed for instance in uuids}
     assert len(instances) == count, results
     cluster.wait_for(instances, SECONDS)
-    seconds = max(cluster.seen[each][0] for each in instances) - min(began for began, _ in placed)
+    seconds = max(cluster.seen[uuid][0] for uuid in instances) - min(began for began, _ in placed)
     return count / seconds, [cluster.seen[instance][0] - began for began, uuids in placed for instance in uuids]
 
 
 def cells(clusters: dict[int, Cluster], requesters: int, options: argparse.Namespace) -> Iterator[Result]:
     """Measure each cluster with these requesters."""
-    asking = {size: Requesters(requesters, each.schedule_yaml, 'pull') for size, each in clusters.items()}
+    asking = {size: Requesters(requesters, cluster.schedule_yaml, 'pull') for size, cluster in clusters.items()}
     try:
-        for size, each in clusters.items():
-            once(each, asking[size], requesters)  # opens connections and learns the sizes
+        for size, cluster in clusters.items():
+            once(cluster, asking[size], requesters)  # opens connections and learns the sizes
         rates: dict[int, list[float]] = {size: [] for size in clusters}
         durations: dict[int, list[float]] = {size: [] for size in clusters}
-        before = {size: each.placement.counts() for size, each in clusters.items()}
+        before = {size: cluster.placement.counts() for size, cluster in clusters.items()}
         for turn in range(options.rounds):
             for size in sorted(clusters, reverse=bool(turn % 2)):
                 rate, seconds = once(clusters[size], asking[size], options.each * requesters)
                 rates[size].append(rate)
                 durations[size] += seconds
         placed = options.rounds * options.each * requesters
-        for size, each in clusters.items():
+        for size, cluster in clusters.items():
             counts = {}
-            for who, kinds in each.placement.counts().items():
-                new_calls = {f'{who} {kind}': now - before[size][who][kind] for kind, now in kinds.items()}
+            for client, kinds in cluster.placement.counts().items():
+                new_calls = {f'{client} {kind}': now - before[size][client][kind] for kind, now in kinds.items()}
                 counts |= {kind: round(calls / placed, 2) for kind, calls in new_calls.items() if calls}
             late = sorted(durations[size])[len(durations[size]) * 95 // 100]
             counts |= {'p50 s': round(median(durations[size]), 3), 'p95 s': round(late, 3)}
@@ -73,8 +73,8 @@ def cells(clusters: dict[int, Cluster], requesters: int, options: argparse.Names
             yield paired('pull', workload, rates[size], rates[min(rates)], target, unit='a second', at_least=True,
                          counts=counts)  # fmt: skip
     finally:
-        for each in asking.values():
-            each.close()
+        for group in asking.values():
+            group.close()
 
 
 def lone(size: int, cluster: Cluster, rounds: int) -> Result:
@@ -109,8 +109,8 @@ def main() -> None:
         for size, each in clusters.items():
             tell(lone(size, each, options.rounds), options.json)
         for requesters in options.requesters:
-            for found in cells(clusters, requesters, options):
-                tell(found, options.json)
+            for result in cells(clusters, requesters, options):
+                tell(result, options.json)
 
 
 if __name__ == '__main__':

@@ -55,13 +55,13 @@ class Result:
         return json.dumps(vars(self) | {'counts': dict(self.counts), 'met': self.met})
 
     def __str__(self) -> str:
-        beside = '' if self.floor is None else f' against {amount(self.floor, self.unit)}'
+        against = '' if self.floor is None else f' against {amount(self.floor, self.unit)}'
         times = '' if self.floor is None else f', {self.ratio:.2f} x ({self.least:.2f} to {self.most:.2f})'
-        counted = ''.join(f'; {what} {number:g}' for what, number in self.counts.items())
+        counts = ''.join(f'; {name} {number:g}' for name, number in self.counts.items())
         verdict = {None: '', True: ', met', False: ', missed'}[self.met]
-        aim = '' if self.target is None else f'; target {self.aim}{verdict}'
+        target = '' if self.target is None else f'; target {self.aim}{verdict}'
         ours = amount(self.ours, self.unit)
-        return f'{self.name}, {self.workload}: {ours}{beside}{times}, {self.rounds} rounds{aim}{counted}'
+        return f'{self.name}, {self.workload}: {ours}{against}{times}, {self.rounds} rounds{target}{counts}'
 
     @property
     def aim(self) -> str:

@@ -37,8 +37,8 @@ WHO = {'host': 'here', 'pid': 1}
 
 def ordered(count: int) -> SetOrder:
     """Make the order."""
-    more = {'user_id': 'u', 'project_id': 'p', 'stages': {'requested': '2030-01-01T00:00:00Z'}}
-    return SetOrder(str(uuid.uuid4()), query=QUERY, image=IMAGE, count=count, minimum=count, **more)
+    fields = {'user_id': 'u', 'project_id': 'p', 'stages': {'requested': '2030-01-01T00:00:00Z'}}
+    return SetOrder(str(uuid.uuid4()), query=QUERY, image=IMAGE, count=count, minimum=count, **fields)
 
 
 def ours(store: Store, placement: Placement, wanted: SetOrder) -> dict[str, str]:
@@ -54,8 +54,8 @@ def raw(store: Store, placement: Placement, wanted: SetOrder) -> dict[str, str]:
     candidates = placement.get(f'/allocation_candidates?{QUERY}')['allocation_requests']
     computes = [next(iter(each['allocations'])) for each in candidates]
     where = {instance: computes[number % len(computes)] for number, instance in enumerate(wanted.instances)}
-    who = {'user_id': 'u', 'project_id': 'p', 'consumer_generation': None, 'consumer_type': 'INSTANCE'}
-    bodies = {each: {'allocations': {at: {'resources': EACH}}, **who} for each, at in where.items()}
+    owner = {'user_id': 'u', 'project_id': 'p', 'consumer_generation': None, 'consumer_type': 'INSTANCE'}
+    bodies = {each: {'allocations': {at: {'resources': EACH}}, **owner} for each, at in where.items()}
     placement.write('POST', '/allocations', dict(sorted(bodies.items(), key=lambda each: where[each[0]])))
     requests = {each: Request(allocations={at: EACH}, **wanted.orders[each].parts()) for each, at in where.items()}
     store.commit([], [Put(keys.request(where[each], each), to_json(request)) for each, request in requests.items()])
@@ -75,10 +75,10 @@ def measure(cluster: Pretended, count: int, rounds: int) -> Iterator[Result]:
     times: dict[Any, list[float]] = {ours: [], raw: []}
     for turn in range(rounds + 1):
         for side in (ours, raw) if turn % 2 else (raw, ours):
-            wanted = ordered(count)
-            wanted.instances  # noqa: B018  the uuids are made before the measurement
+            order = ordered(count)
+            order.instances  # noqa: B018  the uuids are made before the measurement
             start = time.monotonic()
-            where = side(store, placement, wanted)
+            where = side(store, placement, order)
             times[side].append(time.monotonic() - start)
             clear(cluster, store, where)
     store.close()

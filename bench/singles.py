@@ -136,14 +136,14 @@ class Pretended:
 
         path = self._postgres.url.partition('host=')[2]
         with psycopg2.connect(user='postgres', dbname='postgres', host=path) as database, database.cursor() as cursor:
-            rows = [(each, each, 0) for each in self.computes]
+            rows = [(compute, compute, 0) for compute in self.computes]
             execute_values(cursor, 'INSERT INTO resource_providers (uuid, name, generation) VALUES %s', rows)
             cursor.execute('UPDATE resource_providers SET root_provider_id = id')
             cursor.execute('SELECT id FROM resource_providers')
             inventories = [
-                (number, CLASSES[name], each['total'], 0, 1, each['total'], 1, 1.0)
+                (number, CLASSES[name], compute['total'], 0, 1, compute['total'], 1, 1.0)
                 for (number,) in cursor.fetchall()
-                for name, each in self.inventory.items()
+                for name, compute in self.inventory.items()
             ]
             execute_values(cursor, 'INSERT INTO inventories (resource_provider_id, resource_class_id, total, reserved, '
                            'min_unit, max_unit, step_size, allocation_ratio) VALUES %s', inventories)  # fmt: skip
@@ -152,10 +152,10 @@ class Pretended:
 def run(options: argparse.Namespace) -> None:
     """Measure, and print a line for each cell."""
     with ExitStack() as at_exit:
-        clusters = [at_exit.enter_context(Pretended(each)) for each in options.computes]
+        clusters = [at_exit.enter_context(Pretended(cluster)) for cluster in options.computes]
         for full in options.full:
-            for each in clusters:
-                each.fill(full)
+            for cluster in clusters:
+                cluster.fill(full)
             for requesters in options.requesters:
                 for result in cells(clusters, full, requesters, options):
                     tell(result, options.json)

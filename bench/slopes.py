@@ -103,10 +103,10 @@ def measure(numbers: tuple[int, int], seconds: float, rounds: int) -> Iterator[R
             fleet.grow(number)
             if not measurements:
                 assert eschedule(fleet.config, 'flavor', 'set', FLAVOR, QUERY).code == 0
-            each = fleet.idle(seconds)
+            figures = fleet.idle(seconds)
             for way in WAYS:
-                each |= fleet.placing(way, rounds)
-            measurements.append(each)
+                figures |= fleet.placing(way, rounds)
+            measurements.append(figures)
     few, many = numbers
     for name, value in measurements[0].items():
         slope = (measurements[1][name] - value) / (many - few)

@@ -243,7 +243,7 @@ class Phases:
         with self._results.open('a') as file:
             file.write(json.dumps(row) + '\n')
         counts = {f'{part} % of a core': round(100 * row['cpu'][part]) for part in PARTS}
-        counts |= {what: row[what] for what in TOLD if what in row}
+        counts |= {key: row[key] for key in TOLD if key in row}
         workload = f'{cluster.count:,} computes: {name}'
         tell(figure('thousand', workload, [seconds], None, counts=counts), self._as_json)
 
@@ -340,7 +340,7 @@ def _kill_a_tenth(cluster: Thousand, row: Row) -> None:
     until(lambda: cluster.alive() == cluster.count, 600, 'all computes are alive again')
     row['alive again after'] = round(time.monotonic() - start, 1)
     instances = [name for result in results for name in UUID.findall(result.stdout)]
-    until(lambda: all(each in cluster.placed for each in instances), 600, 'what was asked meanwhile is with a compute')
+    until(lambda: all(uuid in cluster.placed for uuid in instances), 600, 'what was asked meanwhile is with a compute')
 
 
 def main() -> None:

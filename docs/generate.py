@@ -64,6 +64,7 @@ def reference() -> Iterator[tuple[str, str]]:
 
 
 def man_pages() -> Iterator[ManPage]:
+    """Generate each man page."""
     names = 'schedule.yaml', 'compute.yaml'
     places = [(f'./{name}, ~/.config/ecomp/{name}, /etc/ecomp/{name}', f'see {name}(5)') for name in names]
     files = Section('FILES', [Terms(('', ''), places)])
@@ -71,10 +72,10 @@ def man_pages() -> Iterator[ManPage]:
     means += 'is not set it is the first that is in ./, ~/.config/ecomp/ or /etc/ecomp/, and --config comes before all.'
     environment = Section('ENVIRONMENT', [Terms(('', ''), [(yaml_file.CONFIG_VARIABLE, means)])])
     exits = Section('EXIT STATUS', [Terms(('', ''), [(str(code), text) for code, text in EXITS.items()])])
-    commands = [each for family in families().values() for each in family]
+    commands = [entry for family in families().values() for entry in family]
     yield ManPage('eschedule', 1, 'place instances on hypervisors, look at them, change and destroy them', [
-        Section('SYNOPSIS', [Code('\n'.join(f'eschedule {each.usage}' for each in commands))]),
-        Section('COMMANDS', [*MEANS.values(), Terms(('', ''), [(each.usage, each.description) for each in commands])]),
+        Section('SYNOPSIS', [Code('\n'.join(f'eschedule {entry.usage}' for entry in commands))]),
+        Section('COMMANDS', [*MEANS.values(), Terms(('', ''), [(entry.usage, entry.description) for entry in commands])]),
         Section('OPTIONS', [Terms(('', ''), [option(row) for rows in OPTIONS.values() for row in rows])]),
         exits, files, environment,
     ], ['ecompute(8)', 'elab(1)', 'schedule.yaml(5)'])  # fmt: skip
@@ -89,9 +90,9 @@ def man_pages() -> Iterator[ManPage]:
     ], ['eschedule(1)', 'ecompute(8)'])  # fmt: skip
     for name, config in CONFIGURATIONS.items():
         top, sections = configuration(name, config)
-        of = {'compute.yaml': 'ecompute(8)', 'schedule.yaml': 'eschedule(1)'}.get(name, 'mdserver(8)')
-        about = f'the configuration of {of[:-3]}'
-        yield ManPage(name, 5, about, [Section('DESCRIPTION', top), *sections], [of])
+        program = {'compute.yaml': 'ecompute(8)', 'schedule.yaml': 'eschedule(1)'}.get(name, 'mdserver(8)')
+        about = f'the configuration of {program[:-3]}'
+        yield ManPage(name, 5, about, [Section('DESCRIPTION', top), *sections], [program])
 
 
 # Commands
@@ -100,8 +101,8 @@ def man_pages() -> Iterator[ManPage]:
 def command_names() -> str:
     """Render the module of command names, which lets a command load only its own rows."""
     names = {module: [row.name for row in load_rows(module)] for modules in FAMILIES.values() for module in modules}
-    reserved = {name.partition(' ')[0] for each in names.values() for name in each} | PLANNED
-    lines = [f'    {module!r}: {tuple(each)!r},' for module, each in names.items()]
+    reserved = {name.partition(' ')[0] for row_names in names.values() for name in row_names} | PLANNED
+    lines = [f'    {module!r}: {tuple(row_names)!r},' for module, row_names in names.items()]
     words = textwrap.fill(', '.join(map(repr, sorted(reserved))), 116, break_on_hyphens=False)
     return '\n'.join([
         '"""The names of eschedule\'s commands, made from their rows by `python -m docs.generate`. Pure."""', '',
@@ -264,7 +265,7 @@ def _apart(lines: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _defaults(config: type, names: Iterable[str]) -> list[Block]:
-    defaults = {each.name: each.default for each in dataclasses.fields(config)}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
     values = [(name, defaults.get(name.replace('-', '_'))) for name in names]
     short = [(name, value) for name, value in values if isinstance(value, str | int | Path) and len(str(value)) < 50]
     has_several = len(short) > 1
@@ -273,7 +274,7 @@ def _defaults(config: type, names: Iterable[str]) -> list[Block]:
 
 def _nothing_left_out(name: str, config: type, sections: Iterable[Section]) -> None:
     described = {word for section in sections for word in re.findall(r'[\w-]+', section.title)}
-    keys_ = {each.metadata.get('name') or each.name for each in dataclasses.fields(config) if each.metadata}
+    keys_ = {field.metadata.get('name') or field.name for field in dataclasses.fields(config) if field.metadata}
     assert keys_ <= described, f'{name} says nothing of {sorted(keys_ - described)}'
 
 
@@ -302,7 +303,7 @@ def etcd() -> tuple[list[Block], list[Section]]:
         key, meaning = re.split(r' {2,}', line.strip(), maxsplit=1)
         rows.append([f'`{key}`', ', '.join(_writers(key)), meaning])
     writers = Table(['key', 'may be written by', 'what it is'], rows)
-    top = [introduction, writers, *(each.replace('\n', ' ') for each in rest), *docstring(roles)]
+    top = [introduction, writers, *(part.replace('\n', ' ') for part in rest), *docstring(roles)]
     top += [f'compute-NAME: {doc(roles.of_compute)}', f'scheduler-NAME: {doc(roles.of_scheduler)}']
     return top, [Section(title, docstring(module)) for title, module in VALUES.items()]
 
@@ -310,7 +311,7 @@ def etcd() -> tuple[list[Block], list[Section]]:
 def _writers(pattern: str) -> list[str]:
     key = re.sub('<.*?>|…', 'x', pattern)
     kinds = {'compute': roles.of_compute('x'), 'scheduler': roles.of_scheduler()}
-    return [kind for kind, grants in kinds.items() if any(_covers(each, key) for each in grants)] + ['operator']
+    return [kind for kind, grants in kinds.items() if any(_covers(grant, key) for grant in grants)] + ['operator']
 
 
 def _covers(grant: roles.Permission, key: str) -> bool:
@@ -323,7 +324,7 @@ def records() -> tuple[list[Block], list[Section]]:
     return docstring(record), [
         Section('Stages', [f'In this order: {", ".join(f"`{stage}`" for stage in record.STAGES)}.']),
         Section('How long a record stays after its end', [f'{retention}.']),
-        *(Section(title, docstring(of)) for title, of in (
+        *(Section(title, docstring(source)) for title, source in (
             ('addresses', record.Interface), ('boots', boots), ('error', record.Failure),
             ('progress', record.Progress), ('power', order.Power),
         )),
@@ -331,7 +332,7 @@ def records() -> tuple[list[Block], list[Section]]:
 
 
 def audit() -> tuple[list[Block], list[Section]]:
-    rows = [[f'`{code}`', each.meaning, each.fix or '-', each.how or '-'] for code, each in findings.CODES.items()]
+    rows = [[f'`{code}`', row.meaning, row.fix or '-', row.how or '-'] for code, row in findings.CODES.items()]
     head = ['code', 'what it means', 'what `audit --fix` does', 'what a person does where it does not']
     typed = "What is typed with etcdctl [asks by an operator's certificate](../howto/certificates.md#etcdctl-by-hand)."
     return [*docstring(findings.Code), typed, Table(head, rows)], []

@@ -101,6 +101,7 @@ def _command(argv: list[str]) -> int:
 
 
 def terminal() -> Terminal:
+    """Make the terminal of this process's stdout and stderr."""
     from ecomp.cli.terminal import Terminal
     from ecomp.model.text import printable_whole
 

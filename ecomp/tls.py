@@ -76,6 +76,7 @@ _BY_REASON = {
 
 
 def tls_failure(error: ssl.SSLError) -> TlsFailure:
+    """Classify an error of a TLS handshake, read or write."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _BY_VERIFY_CODE.get(getattr(error, 'verify_code', 0), TlsFailure.UNTRUSTED)
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):

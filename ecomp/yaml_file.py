@@ -90,6 +90,7 @@ class Section:
             return default
 
     def section(self, key: str) -> Section:
+        """Return the mapping under a key, empty if the key is missing."""
         self._taken[key] = None
         section = Section(self._complain, self._nodes.get(key), f'{self._prefix}{key}.')
         self._sections.append(section)
@@ -172,6 +173,7 @@ class YamlFile:
         return path
 
     def warn(self, text: str) -> None:
+        """Log a warning about the file."""
         import logging  # imported here: few files cause a warning
 
         logging.getLogger(__name__).warning('%s: %s', self._name, text)
@@ -332,6 +334,7 @@ def whole_number(node: Node) -> int:
 
 
 def between(low: int, high: int) -> Callable[[Node], int]:
+    """Make a parser of integers from `low` to `high`."""
     def parse(node: Node) -> int:
         if not low <= (number := whole_number(node)) <= high:
             raise Wrong(f'must be {low} to {high}, not {number}')
@@ -341,6 +344,7 @@ def between(low: int, high: int) -> Callable[[Node], int]:
 
 
 def one_of(*words: str) -> Callable[[Node], str]:
+    """Make a parser of one of these words."""
     def parse(node: Node) -> str:
         if (word := text_of(node)) not in words:
             raise Wrong(f'must be {", ".join(words[:-1])} or {words[-1]}, not {shown(word)}')
@@ -386,6 +390,7 @@ def list_of(
 
 
 def each_once(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
+    """Make a parser of a list without repetitions."""
     return list_of(parse, once=lambda item: shown(item.text))
 
 
@@ -424,6 +429,7 @@ def read_parts(parts: Sequence[Part], read: Callable[[Part], None]) -> None:
 
 
 def described(node: Node) -> str:
+    """Describe the content of a node for a message."""
     words_by_kind = {'map': 'a mapping', 'seq': 'a list' if node.items else 'an empty list', 'null': 'nothing'}
     return words_by_kind.get(node.kind) or shown(node.text)
 

@@ -201,6 +201,7 @@ def _takes(path: str) -> bool:
 
 
 def answers(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
+    """True if a GET of this URL succeeds."""
     with contextlib.suppress(OSError):
         _ask(url, headers, certs)
         return True

@@ -300,6 +300,7 @@ def exists(layout: Layout, place: str) -> bool:
 
 
 def has_interface(layout: Layout, place: str, name: str) -> bool:
+    """True if a host or `control` has an interface of that name."""
     links = json.loads(run(['ip', '-n', layout.namespace(place), '-json', 'link', 'show']))
     return any(link['ifname'] == name for link in links)
 

@@ -96,10 +96,12 @@ class Layout:
 
 
 def host_names(count: int) -> list[str]:
+    """List the names hv1 … hv<count>."""
     return [f'hv{number}' for number in range(1, count + 1)]
 
 
 def host_number(host: str) -> int:
+    """Parse the i of the name hv<i>."""
     return int(host.removeprefix('hv'))
 
 

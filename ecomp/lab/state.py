@@ -65,6 +65,7 @@ class Lab:
         return process if process is not None and machine.alive(process) else None
 
     def remember(self, what: str, process: Process) -> None:
+        """Record in lab.json that `label` is this process."""
         self.processes[what] = process
         self.save()
 
