@@ -72,10 +72,10 @@ def man_pages() -> Iterator[ManPage]:
     means += 'is not set it is the first that is in ./, ~/.config/ecomp/ or /etc/ecomp/, and --config comes before all.'
     environment = Section('ENVIRONMENT', [Terms(('', ''), [(yaml_file.CONFIG_VARIABLE, means)])])
     exits = Section('EXIT STATUS', [Terms(('', ''), [(str(code), text) for code, text in EXITS.items()])])
-    commands = [entry for family in families().values() for entry in family]
+    commands = [item for family in families().values() for item in family]
     yield ManPage('eschedule', 1, 'place instances on hypervisors, look at them, change and destroy them', [
-        Section('SYNOPSIS', [Code('\n'.join(f'eschedule {entry.usage}' for entry in commands))]),
-        Section('COMMANDS', [*MEANS.values(), Terms(('', ''), [(entry.usage, entry.description) for entry in commands])]),
+        Section('SYNOPSIS', [Code('\n'.join(f'eschedule {item.usage}' for item in commands))]),
+        Section('COMMANDS', [*MEANS.values(), Terms(('', ''), [(item.usage, item.description) for item in commands])]),
         Section('OPTIONS', [Terms(('', ''), [option(row) for rows in OPTIONS.values() for row in rows])]),
         exits, files, environment,
     ], ['ecompute(8)', 'elab(1)', 'schedule.yaml(5)'])  # fmt: skip
