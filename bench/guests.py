@@ -55,7 +55,7 @@ class Seen:
             self._changed.notify_all()
 
     def last(self, names: Sequence[str], what: str) -> float:
-        """Wait until all names are seen, and return the last time; exit after SECONDS."""
+        """Wait until all names are seen, and return the last time; exit after TIMEOUT_SECONDS."""
         with self._changed:
             if not self._changed.wait_for(lambda: all(name in self._times for name in names), SECONDS):
                 raise SystemExit(f'not {what} in {SECONDS:g} s: {[name for name in names if name not in self._times]}')

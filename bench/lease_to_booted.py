@@ -54,7 +54,7 @@ class Seen:
             self._changed.notify_all()
 
     def at(self, key: str) -> float:
-        """Wait for a key and return its time; exit after SECONDS."""
+        """Wait for a key and return its time; exit after TIMEOUT_SECONDS."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._times, SECONDS):
                 raise SystemExit(f'{key} did not come in {SECONDS:g} s')
@@ -145,7 +145,7 @@ def inside(pairs: int, images: str) -> Iterator[Result]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition between two measurements; exit after SECONDS."""
+    """Wait for a condition between two measurements; exit after TIMEOUT_SECONDS."""
     end = time.monotonic() + SECONDS
     while not condition():
         if time.monotonic() > end:

@@ -49,7 +49,7 @@ def waiting(flavor: Flavor) -> Put:
 
 
 def put_all(store: Store, puts: Iterator[Put]) -> None:
-    """Write the puts, AT_ONCE in each transaction."""
+    """Write the puts, TRANSACTION_SIZE in each transaction."""
     while batch := list(islice(puts, AT_ONCE)):
         assert store.commit([], batch) is not None
 

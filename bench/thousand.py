@@ -60,7 +60,7 @@ class Asked(NamedTuple):
 
 
 def requester() -> None:
-    """Print `ready`; run each line of stdin, eschedule's arguments as JSON, and print an Asked."""
+    """Print `ready`; run each line of stdin, eschedule's arguments as JSON, and print a CommandResult."""
     import ecomp.placement.client
     import ecomp.scheduler.placing.create
     import ecomp.scheduler.placing.explain  # noqa: F401  (loaded before the measurements)
@@ -75,7 +75,7 @@ def requester() -> None:
 
 
 class Requester:
-    """A process that runs requester()."""
+    """A process that runs run_requester()."""
 
     def __init__(self, config: Path) -> None:
         from tests.kit.servers import environment
