@@ -60,7 +60,7 @@ class Asked(NamedTuple):
 
 
 def requester() -> None:
-    """Print `ready`; run each line of stdin, eschedule's arguments as JSON, and print a CommandResult."""
+    """Print `ready`; run eschedule for each line of stdin, print its CommandResult."""
     import ecomp.placement.client
     import ecomp.scheduler.placing.create
     import ecomp.scheduler.placing.explain  # noqa: F401  (loaded before the measurements)

@@ -137,10 +137,7 @@ def _say(text: str) -> None:
 def _pretended(
     config: ComputeConfig, totals: Mapping[str, int], count: int | None, at_exit: ExitStack
 ) -> ComputeConfig:
-    """Return the configuration of a fake, with a temporary state directory by default.
-
-    Raises UsageError if the configuration has a uuid and `count` is above 1.
-    """
+    """Make the configuration of a fake; raise UsageError for a uuid with `count` above 1."""
     if config.uuid is not None and (count or 1) > 1:
         raise UsageError(f'--count {count}: `uuid:` in the configuration names one compute: leave it out')
     if config.state == ComputeConfig().state:

@@ -74,10 +74,7 @@ class ConsumerConflict(GenerationConflict):
     pass
 
 class ClaimedElsewhere(EcompError):
-    """Another attempt has claimed these instances on other computes (rule 13).
-
-    `computes` is {instance: compute}.
-    """
+    """Another attempt holds claims: `computes` is {instance: other compute} (rule 13)."""
 
     exit_code = 5
 
@@ -130,10 +127,7 @@ class Unreadable(EcompError):
 
 
 class BuildFailed(EcompError):
-    """An instance could not be made, for the given `reason`.
-
-    `stage` is the step that failed: scheduled (its request or claim is invalid), image, disk or started.
-    """
+    """The step `stage` failed: scheduled (invalid request or claim), image, disk or started."""
 
     def __init__(self, stage: str, reason: str) -> None:
         super().__init__(f'{stage}: {reason}')

@@ -75,10 +75,7 @@ class Section:
         return key in self._nodes and self._nodes[key].kind != 'null'
 
     def take(self, key: str, parse: Callable[[Node], T], default: T) -> T:
-        """Return the key's value as `parse` reads it; `default` if it is missing, empty or invalid.
-
-        An InvalidValue is recorded for finish().
-        """
+        """Return what `parse` reads; `default` if missing, empty or invalid, which is recorded."""
         self._taken[key] = None
         if key not in self:
             return default
@@ -190,9 +187,9 @@ class YamlFile:
 
 
 def path_of_option(word: str | None) -> Path | None:
-    """Parse the argument of --config, None without the option.
+    """Parse the argument of --config, None without it; raise UsageError for ''.
 
-    Raises UsageError for '', a script's unset variable: the default file may be that of another cluster.
+    That is a script's unset variable, and the default file may be that of another cluster.
     """
     if word == '':
         raise UsageError("--config: '' names no file")
@@ -219,10 +216,7 @@ def told_by(name: str, path: Path | None) -> str:
 
 
 def check_owner(name: str, found: os.stat_result) -> None:
-    """Raise UsageError unless a file is regular and belongs to root or the caller alone.
-
-    The user behind sudo counts as a caller too.
-    """
+    """Raise UsageError unless a regular file is safe from all but root, caller and sudo user."""
     trusted_users = {0, os.geteuid()}
     if os.geteuid() == 0 and (sudo_user := os.environ.get('SUDO_UID', '')).isdecimal():
         trusted_users.add(int(sudo_user))
@@ -446,10 +440,7 @@ def shown(text: str, limit: int = 60) -> str:
 
 
 def dump_yaml(value: object) -> str:
-    """Dump a JSON value as YAML in printable ASCII, without a final line break.
-
-    YAML 1.1 and 1.2 read its texts as texts.
-    """
+    """Dump a JSON value as ASCII, equal in YAML 1.1 and 1.2, without a final line break."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

@@ -66,10 +66,7 @@ def python_path() -> str:
 
 
 def started_at(pid: int) -> int | None:
-    """Read when a process started, in clock ticks since the boot (proc(5)).
-
-    None if it has ended, reaped or not.
-    """
+    """Read a start time in clock ticks since the boot, None if ended, reaped or not: proc(5)."""
     try:
         # The command in parentheses may contain anything; the fields from the third on follow the last ).
         fields = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace').rpartition(')')[2].split()
@@ -118,7 +115,7 @@ def start(
 
     So no unrecorded server runs, even if this process is killed; None is for a server that ends with this process.
     Output is appended to `log`, whose directory is the working directory. `umask` -1 means this process's own. Raises
-    EcompError.
+    EcompError if it cannot be started or ends immediately.
     """
     words = ['sh', '-c', ONCE_TOLD, 'sh', *command]
     with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:

@@ -91,10 +91,7 @@ class Lab:
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
-    """Load the lab `name`.
-
-    Raises NotFound if there is none, EcompError if its lab.json is unreadable, malformed or of another version.
-    """
+    """Load the lab; raise NotFound without it, EcompError for an unusable lab.json."""
     directory = root / name
     path = directory / RECORD
     try:
@@ -145,7 +142,7 @@ def load_or_create(name: str, count: int | None) -> Lab:
 
 
 def check_removable(directory: Path) -> None:
-    """Raise EcompError if a mount is below a lab's directory: its files would be deleted.
+    """Raise EcompError for a mount below a lab's directory, whose files would be deleted.
 
     The lab's own mounts are in its namespaces and invisible here. proc_pid_mountinfo(5)
     """
