@@ -216,7 +216,10 @@ def told_by(name: str, path: Path | None) -> str:
 
 
 def check_owner(name: str, found: os.stat_result) -> None:
-    """Raise UsageError unless a regular file is safe from all but root, caller and sudo user."""
+    """Raise UsageError for a file that is not regular, or has a foreign owner or writer.
+
+    Root, the caller and, for root, the user behind sudo are accepted.
+    """
     trusted_users = {0, os.geteuid()}
     if os.geteuid() == 0 and (sudo_user := os.environ.get('SUDO_UID', '')).isdecimal():
         trusted_users.add(int(sudo_user))
