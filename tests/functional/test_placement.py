@@ -1,4 +1,4 @@
-"""Placement's answers: claims, releases, providers, connections that are kept, its database."""
+"""Test the placement client on a real placement: claims, providers, connections, database."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ from tests.kit.listening import Listening
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, PlacementServer, free_port, until
 
-# The placement client against a real placement: as it answers, refuses, is frozen, and is gone.
-
 
 @pytest.fixture
 def provider(placement: PlacementServer) -> str:
@@ -50,8 +48,8 @@ def test_a_provider_is_made_once(client: Placement, placement: PlacementServer) 
     compute = new()
     assert providers.ensure(client, compute)
     assert not providers.ensure(client, compute)
-    found = placement.call('GET', f'/resource_providers/{compute}')
-    assert found['name'] == compute
+    answer = placement.call('GET', f'/resource_providers/{compute}')
+    assert answer['name'] == compute
 
 
 @pytest.mark.fast
@@ -67,12 +65,12 @@ def test_an_inventory_is_set_whole_whatever_it_was(client: Placement, placement:
     assert not providers.is_as(client, compute, after)
     providers.set_inventory(client, compute, after)
     assert providers.is_as(client, compute, after)
-    found = providers.inventory(client, compute)
-    assert {name: (each['total'], each['reserved']) for name, each in found.items()} == {
+    inventory = providers.inventory(client, compute)
+    assert {name: (amounts['total'], amounts['reserved']) for name, amounts in inventory.items()} == {
         'VCPU': (4, 4),
         'MEMORY_MB': (9, 0),
     }
-    assert placement.inventory(compute).keys() == found.keys()
+    assert placement.inventory(compute).keys() == inventory.keys()
 
 
 @pytest.mark.fast
@@ -90,19 +88,19 @@ def test_an_inventory_is_set_while_others_claim(client: Placement, placement: Pl
     claimed: list[str] = []
 
     def claims() -> None:
-        with connected(placement.url) as mine:
+        with connected(placement.url) as own_client:
             while not stop.wait(random.uniform(0, 0.1)):
                 instance = new()
-                claim(mine, instance, provider)
+                claim(own_client, instance, provider)
                 claimed.append(instance)
 
     with ThreadPoolExecutor(1) as pool:
         claimer = pool.submit(claims)
         try:
-            others = {'MEMORY_MB': {'total': 100_000, 'reserved': 0}, 'DISK_GB': {'total': 1000, 'reserved': 0}}
-            # As often as it takes until the other one, who may be slow to begin, was in between some times.
+            other_classes = {'MEMORY_MB': {'total': 100_000, 'reserved': 0}, 'DISK_GB': {'total': 1000, 'reserved': 0}}
+            # Repeat until several claims were interleaved: the claiming thread may start late.
             for total in range(1000, 3000):
-                providers.set_inventory(client, provider, {'VCPU': {'total': total, 'reserved': 0}, **others})
+                providers.set_inventory(client, provider, {'VCPU': {'total': total, 'reserved': 0}, **other_classes})
                 if total >= 1009 and (len(claimed) >= 3 or claimer.done()):
                     break
         finally:
@@ -148,7 +146,7 @@ MALFORMED = [
     'resources=VCPU:1&limit=x',
     'resources=VCPU:1&in_tree=x',
     'resources=VCPU:1&member_of=x',
-    # No part of it is silently dropped.
+    # No part of these may be dropped silently.
     'resources=VCPU:1#x&required=MISC_SHARES_VIA_AGGREGATE',
     'resources=VCPU:1\n&x=1',
 ]
@@ -169,12 +167,12 @@ def test_a_malformed_query_is_refused_in_placement_s_words(client: Placement, qu
     'query', ['resources=VCPU:1#x', 'resources=é:1', '', 'resources=VCPU:1 &x', 'a\r\nb: c', '\x00']
 )
 def test_no_query_is_more_than_a_query(client: Placement, query: str) -> None:
-    said = ''
+    message = ''
     try:
         allocations.candidates(client, query)
     except EcompError as error:
-        said = str(error)
-    assert '\n' not in said
+        message = str(error)
+    assert '\n' not in message
 
 
 # Candidates
@@ -182,9 +180,9 @@ def test_no_query_is_more_than_a_query(client: Placement, query: str) -> None:
 
 @pytest.mark.fast
 def test_candidates(client: Placement, provider: str) -> None:
-    asked = f'resources=VCPU:1,DISK_GB:2&in_tree={provider}'
-    assert allocations.candidates(client, asked).candidates == [{provider: {'VCPU': 1, 'DISK_GB': 2}}]
-    assert allocations.candidates(client, asked + '&required=MISC_SHARES_VIA_AGGREGATE').candidates == []
+    query = f'resources=VCPU:1,DISK_GB:2&in_tree={provider}'
+    assert allocations.candidates(client, query).candidates == [{provider: {'VCPU': 1, 'DISK_GB': 2}}]
+    assert allocations.candidates(client, query + '&required=MISC_SHARES_VIA_AGGREGATE').candidates == []
     assert allocations.candidates(client, f'resources=VCPU:3&in_tree={provider}').candidates == []
 
 
@@ -207,9 +205,9 @@ def test_a_claim_is_whole_or_not_at_all(client: Placement, placement: PlacementS
     assert placement.consumers(provider) == placement.consumers(other) == {}
     instance = new()
     allocations.claim_once(client, instance, {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}, USER, PROJECT)
-    held = allocations.consumer(client, instance)
-    assert held.allocations == {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}
-    assert (held.user_id, held.project_id) == (USER, PROJECT)
+    consumer = allocations.consumer(client, instance)
+    assert consumer.allocations == {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}
+    assert (consumer.user_id, consumer.project_id) == (USER, PROJECT)
 
 
 @pytest.mark.fast
@@ -231,33 +229,33 @@ def test_a_consumer_nobody_knows_holds_nothing(client: Placement) -> None:
 def test_taking_over_moves_the_claim_and_makes_the_late_release_fail(
     client: Placement, placement: PlacementServer, provider: str
 ) -> None:
-    there = placement.make_provider(VCPU=1, MEMORY_MB=64, DISK_GB=1)
+    target = placement.make_provider(VCPU=1, MEMORY_MB=64, DISK_GB=1)
     instance = new()
     claim(client, instance, provider)
     before = allocations.consumer(client, instance)
-    claim(client, instance, there, before.generation)
-    assert placement.allocations(instance) == {there: SMALL}
+    claim(client, instance, target, before.generation)
+    assert placement.allocations(instance) == {target: SMALL}
     assert not allocations.release_once(client, instance, before)
-    assert placement.allocations(instance) == {there: SMALL}
+    assert placement.allocations(instance) == {target: SMALL}
     assert allocations.release_once(client, instance, allocations.consumer(client, instance))
     assert placement.allocations(instance) == {}
-    assert placement.consumers(there) == {}
+    assert placement.consumers(target) == {}
 
 
 @pytest.mark.fast
 def test_what_each_consumer_holds_of_a_provider(client: Placement, provider: str) -> None:
     assert allocations.of_provider(client, provider) == {}
     assert providers.usages(client, provider) == {'VCPU': 0, 'MEMORY_MB': 0, 'DISK_GB': 0}
-    one, two = new(), new()
-    claim(client, one, provider)
+    first, second = new(), new()
+    claim(client, first, provider)
     assert providers.usages(client, provider) == SMALL
-    claim(client, two, provider, VCPU=1)
-    assert allocations.of_provider(client, provider) == {one: SMALL, two: {'VCPU': 1}}
+    claim(client, second, provider, VCPU=1)
+    assert allocations.of_provider(client, provider) == {first: SMALL, second: {'VCPU': 1}}
     with pytest.raises(NotFound):
         allocations.of_provider(client, new())
 
 
-# Lost on the way
+# Lost requests and answers
 
 
 @pytest.mark.fast
@@ -273,7 +271,7 @@ def test_a_claim_that_is_lost_or_its_answer_is_an_unknown_outcome(
         with pytest.raises(UnknownOutcome, match='connection broke'):
             claim(client, instance, provider)
         assert placement.allocations(instance) == ({provider: SMALL} if arrives else {})
-        # A question may be asked twice, and is.
+        # A read is idempotent, so it is sent again.
         proxy.lose_request(b'GET /resource_providers')
         assert client.get(f'/resource_providers/{provider}')['uuid'] == provider
 
@@ -312,32 +310,32 @@ def test_a_frozen_placement_keeps_nobody_for_ever(own_placement: PlacementServer
 
 @pytest.mark.fast
 def test_who_waits_for_a_slow_answer_is_told_so(placement: PlacementServer) -> None:
-    said: list[tuple[str, float]] = []
+    delays: list[tuple[str, float]] = []
 
     def tell(name: str, seconds: float) -> None:
-        said.append((name, seconds))
+        delays.append((name, seconds))
 
     with FaultyPlacement(placement.port) as faulty:
         faulty.fail('slow', seconds=1.0)
         Placement(faulty.url, slow=(0.05, tell)).get('/resource_providers')
-        assert said == [(f'placement at {faulty.url}', 0.05)]
+        assert delays == [(f'placement at {faulty.url}', 0.05)]
         faulty.heal()
         Placement(faulty.url, slow=(60.0, tell)).get('/resource_providers')
-    assert len(said) == 1
+    assert len(delays) == 1
 
 
-# Providers listed, reckoned up and removed, on a real placement.
+# Listing, summing up and removing providers.
 
 
 ROOM = {'MEMORY_MB': {'total': 512}, 'DISK_GB': {'total': 10}}
 
 
 def test_names(client: Placement, placement: PlacementServer) -> None:
-    ours, others = placement.make_provider(VCPU=1), new()
-    placement.call('POST', '/resource_providers', {'uuid': others, 'name': f'nova-{others}'})
+    own, foreign = placement.make_provider(VCPU=1), new()
+    placement.call('POST', '/resource_providers', {'uuid': foreign, 'name': f'nova-{foreign}'})
     names = providers.names(client)
-    assert (names[ours], names[others]) == (ours, f'nova-{others}')
-    assert providers.name(client, others) == f'nova-{others}'
+    assert (names[own], names[foreign]) == (own, f'nova-{foreign}')
+    assert providers.name(client, foreign) == f'nova-{foreign}'
     assert providers.name(client, new()) is None
 
 
@@ -366,7 +364,8 @@ def test_shares_of_a_free_a_full_a_closed_and_a_bare_provider(client: Placement,
 
 
 def test_what_both_ways_of_asking_say_is_the_same(client: Placement, placement: PlacementServer) -> None:
-    # A provider with room is in the one answer; without, it is asked for itself. Ratio and reserved count in both.
+    # A provider with room is part of the bulk answer; a full one is queried separately. Both apply the allocation
+    # ratio and the reserved amount.
     provider = placement.make_provider(VCPU=2)
     roomy = {
         'VCPU': {'total': 4, 'reserved': 1, 'allocation_ratio': 1.5},
@@ -422,9 +421,9 @@ def test_a_lost_request_is_asked_again_and_if_lost_again_said(placement: Placeme
 
 
 def test_what_a_generation_counts(client: Placement, placement: PlacementServer) -> None:
-    """All that makes a look at a provider worth while; but no DELETE of a consumer, as 2019's eschedule had it."""
+    """Check all changes that ecompute must notice; the DELETE of a consumer is not one of them."""
     provider, other = (placement.make_provider(VCPU=4, MEMORY_MB=512, DISK_GB=10) for _ in range(2))
-    one, two, three = new(), new(), new()
+    first, second, third = new(), new(), new()
     counted: dict[str, bool] = {}
 
     def does(what: str, do: Callable[[], object]) -> None:
@@ -433,21 +432,21 @@ def test_what_a_generation_counts(client: Placement, placement: PlacementServer)
         counted[what] = providers.generation(client, provider) != before
         assert providers.generations(client)[provider] == providers.generation(client, provider)
 
-    does('claim', lambda: claim(client, one, provider))
-    does('another', lambda: claim(client, two, provider))
-    does('moved here', lambda: (claim(client, three, other), claim(client, three, provider, 1)))
+    does('claim', lambda: claim(client, first, provider))
+    does('another', lambda: claim(client, second, provider))
+    does('moved here', lambda: (claim(client, third, other), claim(client, third, provider, 1)))
     does('inventory', lambda: providers.set_inventory(client, provider, {'VCPU': {'total': 8}} | ROOM))
     does('traits', lambda: change_names(client, provider, TRAITS, lambda _: frozenset({'COMPUTE_NODE'})))
     does('aggregates', lambda: change_names(client, provider, AGGREGATES, lambda _: frozenset({new()})))
     does('nothing', lambda: providers.inventories(client, provider))
-    does('released', lambda: allocations.release(client, [one], lambda _: (), lambda *_: None))
-    does('deleted', lambda: placement.call('DELETE', f'/allocations/{two}'))
+    does('released', lambda: allocations.release(client, [first], lambda _: (), lambda *_: None))
+    does('deleted', lambda: placement.call('DELETE', f'/allocations/{second}'))
     counts = {'claim', 'another', 'moved here', 'inventory', 'traits', 'aggregates', 'released'}
-    assert {what for what, is_counted in counted.items() if is_counted} >= counts
+    assert {change for change, is_counted in counted.items() if is_counted} >= counts
     assert not counted['nothing']
 
 
-# Connections to placement that are kept, and that somebody on the way has forgotten meanwhile.
+# Kept-alive connections that a middlebox has dropped silently.
 
 
 AT_ONCE = 3
@@ -456,7 +455,7 @@ ANSWER = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 
 
 
 class Forgetful(Listening):
-    """Answers over its connections; over those that it has forgotten, nothing, and they stay."""
+    """A server that stops answering on connections it has forgotten, and leaves them open."""
 
     def __init__(self) -> None:
         self.together: threading.Barrier | None = None
@@ -465,11 +464,11 @@ class Forgetful(Listening):
         self.url = f'http://{self.address}'
 
     def forget(self) -> None:
-        """All that there are."""
-        self.together, self._forgotten = None, self.made
+        """Forget all connections that are open now."""
+        self.together = None
+        self._forgotten = self.made
 
     def serve(self, connection: socket.socket, number: int) -> None:
-        """See Listening."""
         heard = b''
         while data := connection.recv(65536):
             heard += data
@@ -482,8 +481,8 @@ class Forgetful(Listening):
 
 @pytest.fixture
 def server() -> Iterator[Forgetful]:
-    with closing(Forgetful()) as made:
-        yield made
+    with closing(Forgetful()) as forgetful:
+        yield forgetful
 
 
 @pytest.mark.fast
@@ -491,10 +490,10 @@ def test_those_that_were_forgotten_on_the_way_cost_one_time_limit(server: Forget
     server.together = threading.Barrier(AT_ONCE)
     with closing(Placement(server.url, (3.0, 1.0))) as client:
         threads = [threading.Thread(target=client.get, args=('/traits',)) for _ in range(AT_ONCE)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         assert server.made == AT_ONCE
         server.forget()
         with pytest.raises(Unreachable, match='gave no answer in 1 s'):
@@ -515,7 +514,7 @@ def test_one_is_not_kept_until_somebody_forgets_it(server: Forgetful, monkeypatc
         assert server.made == 2
 
 
-# What tests read in placement's file is what placement says.
+# Tests that read placement's database file see the same as its API.
 
 
 WHO = {'project_id': 'p', 'user_id': 'u', 'consumer_type': 'INSTANCE', 'consumer_generation': None}
@@ -524,30 +523,30 @@ WHO = {'project_id': 'p', 'user_id': 'u', 'consumer_type': 'INSTANCE', 'consumer
 def test_both_say_the_same(placement: PlacementServer) -> None:
     placement.database.empty()
     first, second = placement.make_provider(VCPU=4, MEMORY_MB=512), placement.make_provider(VCPU=8)
-    wanted = {
+    expected = {
         str(uuid4()): {first: {'VCPU': 1, 'MEMORY_MB': 128}},
         str(uuid4()): {first: {'VCPU': 2}, second: {'VCPU': 3}},
     }
-    for consumer, held in wanted.items():
-        body = {**WHO, 'allocations': {provider: {'resources': each} for provider, each in held.items()}}
+    for consumer, allocation in expected.items():
+        body = {**WHO, 'allocations': {provider: {'resources': amounts} for provider, amounts in allocation.items()}}
         placement.call('PUT', f'/allocations/{consumer}', body)
-    assert placement.database.allocations() == wanted
-    for consumer, held in wanted.items():
-        asked = placement.call('GET', f'/allocations/{consumer}')['allocations']
-        assert {provider: each['resources'] for provider, each in asked.items()} == held
-        assert placement.allocations(consumer) == held
+    assert placement.database.allocations() == expected
+    for consumer, allocation in expected.items():
+        answer = placement.call('GET', f'/allocations/{consumer}')['allocations']
+        assert {provider: amounts['resources'] for provider, amounts in answer.items()} == allocation
+        assert placement.allocations(consumer) == allocation
     for provider in (first, second):
-        asked = placement.call('GET', f'/resource_providers/{provider}/allocations')['allocations']
-        assert {consumer: each['resources'] for consumer, each in asked.items()} == placement.consumers(provider)
+        answer = placement.call('GET', f'/resource_providers/{provider}/allocations')['allocations']
+        assert {consumer: amounts['resources'] for consumer, amounts in answer.items()} == placement.consumers(provider)
         assert placement.consumers(provider)
-        said = placement.call('GET', f'/resource_providers/{provider}/inventories')['inventories']
-        assert said == placement.inventory(provider)
+        inventory = placement.call('GET', f'/resource_providers/{provider}/inventories')['inventories']
+        assert inventory == placement.inventory(provider)
     placement.database.empty()
     assert placement.call('GET', '/resource_providers') == {'resource_providers': []}
 
 
 def test_what_is_not_there(placement: PlacementServer) -> None:
-    nobody = str(uuid4())
-    assert (placement.allocations(nobody), placement.consumers(nobody), placement.inventory(nobody)) == ({}, {}, {})
+    unknown = str(uuid4())
+    assert (placement.allocations(unknown), placement.consumers(unknown), placement.inventory(unknown)) == ({}, {}, {})
     with pytest.raises(urllib.error.HTTPError):
-        placement.call('GET', f'/resource_providers/{nobody}')
+        placement.call('GET', f'/resource_providers/{unknown}')

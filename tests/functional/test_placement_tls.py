@@ -1,4 +1,4 @@
-"""Placement behind TLS, and somebody else in its place."""
+"""Test placement behind TLS, and servers that answer in its place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.kit.listening import CannedServer, make_answer
 from tests.kit.servers import PlacementServer
 from tests.kit.story import SMALL, log_of, logged, logs, place, reached, record
 
-# Placement behind a front that asks who is there: certificates, a token, and what is said where one is wrong.
+# Placement behind a front end that checks certificates and a token, and the errors for wrong ones.
 
 
 NAMES = ('localhost', '127.0.0.1')
@@ -47,15 +47,18 @@ OURS = re.compile('our certificate|certificate of ours')
 
 
 class Front(FaultyPlacement):
-    """Takes those alone who have a certificate and know the token, and passes on what they ask.
+    """A TLS front end of placement that requires a client certificate and a token.
 
-    `breaks` is how many of the next calls are read, and then the connection is cut; `heard` are all calls.
+    Attributes:
+        breaks: number of the next calls that are read and then cut off.
+        heard: all calls.
     """
 
     def __init__(self, behind: PlacementServer, directory: Path) -> None:
         self.authority = Authority(directory / 'ca')
         self.directory = directory
-        self.token, self.says = 'the-token', b'{"errors": [{"detail": "who are you?"}]}'
+        self.token = 'the-token'
+        self.says = b'{"errors": [{"detail": "who are you?"}]}'
         self.breaks = 0
         self.heard: list[str] = []
         self.issue()
@@ -63,11 +66,11 @@ class Front(FaultyPlacement):
         self.url = f'https://127.0.0.1:{self.port}'
 
     def issue(self, *names: str, days: int = 10) -> None:
-        """Its own certificate, from the next connection on."""
+        """Issue a new server certificate, which connections use from now on."""
         self.authority.issue(self.directory, 'server', *(names or NAMES), days=days)
 
     def wrap(self, connection: socket.socket) -> socket.socket:
-        """Over TLS, which begins in the connection's own thread."""
+        """Wrap a connection in TLS; the handshake happens in the connection's own thread."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.directory / 'server.crt', self.directory / 'server.key')
         context.load_verify_locations(self.authority.certificate)
@@ -76,7 +79,6 @@ class Front(FaultyPlacement):
         return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def fails(self, method: str, path: str) -> str:
-        """See FaultyPlacement."""
         self.heard.append(f'{method} {path}')
         if not self.breaks:
             return ''
@@ -84,18 +86,18 @@ class Front(FaultyPlacement):
         return 'broken'
 
     def pass_on(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
-        """Ask for who knows the token."""
-        told = {name.lower(): value for name, value in headers.items()}
-        if told.get('x-auth-token') != self.token:
+        """Pass on a call that has the right token; answer 401 to others."""
+        received = {name.lower(): value for name, value in headers.items()}
+        if received.get('x-auth-token') != self.token:
             return 401, 'application/json', self.says
-        plain = {name: value for name, value in told.items() if not name.startswith('x-')}
-        return super().pass_on(method, path, {**plain, 'x-auth-token': 'admin'}, body)
+        forwarded = {name: value for name, value in received.items() if not name.startswith('x-')}
+        return super().pass_on(method, path, {**forwarded, 'x-auth-token': 'admin'}, body)
 
 
 @pytest.fixture
 def front(placement: PlacementServer, tmp_path: Path) -> Iterator[Front]:
-    with Front(placement, tmp_path / 'front') as made:
-        yield made
+    with Front(placement, tmp_path / 'front') as tls_front:
+        yield tls_front
 
 
 @pytest.fixture
@@ -112,8 +114,8 @@ def without(config: PlacementConfig, **changed: object) -> PlacementConfig:
 
 @pytest.fixture
 def tls_client(config: PlacementConfig) -> Iterator[Placement]:
-    with closing(Placement(config, (2.0, 5.0))) as made:
-        yield made
+    with closing(Placement(config, (2.0, 5.0))) as client:
+        yield client
 
 
 def test_who_has_a_certificate_and_the_token_reads_and_writes(tls_client: Placement) -> None:
@@ -133,9 +135,9 @@ def test_a_token_is_read_anew_for_each_call(tls_client: Placement, config: Place
     assert config.token_file is not None
     config.token_file.write_text('another')
     assert 'resource_providers' in tls_client.get('/resource_providers')
-    for content, said in ((b'', 'one word'), (b'two words', 'one word'), (b'\xff', 'not ASCII'), (b'a\nb', 'one word')):
+    for content, hint in ((b'', 'one word'), (b'two words', 'one word'), (b'\xff', 'not ASCII'), (b'a\nb', 'one word')):
         config.token_file.write_bytes(content)
-        with pytest.raises(Unreachable, match=f'token_file {config.token_file}: .*{said}'):
+        with pytest.raises(Unreachable, match=f'token_file {config.token_file}: .*{hint}'):
             tls_client.get('/resource_providers')
     config.token_file.unlink()
     with pytest.raises(Unreachable, match='No such file'):
@@ -143,16 +145,16 @@ def test_a_token_is_read_anew_for_each_call(tls_client: Placement, config: Place
 
 
 def refused(config: PlacementConfig) -> str:
-    """What is said to who asks so: one line, and a write fails as a read does."""
-    with closing(Placement(config, (2.0, 5.0))) as made:
-        with pytest.raises(Unreachable) as read:
-            made.get('/resource_providers')
-        # Of what they say after it was sent nobody knows whether it was carried out.
+    """Return the one-line error of a read with this configuration; a write must fail, too."""
+    with closing(Placement(config, (2.0, 5.0))) as client:
+        with pytest.raises(Unreachable) as refusal:
+            client.get('/resource_providers')
+        # An error after the write was sent leaves its outcome unknown.
         with pytest.raises((Unreachable, UnknownOutcome)):
-            made.write('POST', '/resource_providers', {'name': 'never'})
-    assert str(read.value).isprintable()
-    assert str(read.value).startswith(f'placement at {config.endpoint} cannot be reached: ')
-    return str(read.value)
+            client.write('POST', '/resource_providers', {'name': 'never'})
+    assert str(refusal.value).isprintable()
+    assert str(refusal.value).startswith(f'placement at {config.endpoint} cannot be reached: ')
+    return str(refusal.value)
 
 
 def test_a_client_without_a_certificate_is_told_which_it_needs(config: PlacementConfig, front: Front) -> None:
@@ -198,10 +200,10 @@ def test_files_that_are_no_certificates(config: PlacementConfig, tmp_path: Path)
     empty.write_text('')
     other = Authority(tmp_path / 'pair').issue(tmp_path / 'pair', 'client')
     for changed in ({'cert_cert': empty}, {'cert_key': empty}, {'cert_key': other[1]}, {'ca_cert': empty}):
-        with pytest.raises(EcompError) as said:
+        with pytest.raises(EcompError) as failure:
             Placement(without(config, **changed), (2.0, 5.0)).get('/resource_providers')
-        assert str(said.value).isprintable(), changed
-        assert 'ca_cert' in str(said.value), changed
+        assert str(failure.value).isprintable(), changed
+        assert 'ca_cert' in str(failure.value), changed
         with pytest.raises(Unreachable) as unsent:
             Placement(without(config, **changed), (2.0, 5.0)).write('POST', '/resource_providers', {'name': 'never'})
         assert type(unsent.value) is Unreachable, changed
@@ -211,8 +213,8 @@ def test_files_that_are_no_certificates(config: PlacementConfig, tmp_path: Path)
 
 
 def test_one_that_does_not_speak_tls(config: PlacementConfig, placement: PlacementServer) -> None:
-    with FaultyPlacement(placement.port) as plain:
-        assert 'does not speak TLS' in refused(without(config, endpoint=f'https://127.0.0.1:{plain.port}'))
+    with FaultyPlacement(placement.port) as http_server:
+        assert 'does not speak TLS' in refused(without(config, endpoint=f'https://127.0.0.1:{http_server.port}'))
 
 
 def test_a_write_is_never_sent_twice(tls_client: Placement, front: Front) -> None:
@@ -225,28 +227,28 @@ def test_a_write_is_never_sent_twice(tls_client: Placement, front: Front) -> Non
 
 
 def test_an_ecompute_outlives_an_exchange(control: Control, front: Front, config: PlacementConfig) -> None:
-    """What is missing or does not fit for a moment delays what it has to ask, and fails nothing."""
+    """Check that a missing or invalid credential file delays requests but fails none."""
     assert config.token_file is not None
     assert config.cert_key is not None
     compute = Ecompute(control.etcd.endpoint, front.url)
     settings = yaml.safe_load(compute.config.read_text())
     settings['placement'] = {name: str(value) for name, value in config._asdict().items()}
     compute.config.write_text(yaml.safe_dump(settings))
-    wanted = f'{SMALL}&in_tree={compute.uuid}'
+    query = f'{SMALL}&in_tree={compute.uuid}'
     with compute:
-        reached(control, place(control, wanted)[1], 'active')
+        reached(control, place(control, query)[1], 'active')
         for path, content in ((config.token_file, b''), (config.token_file, None), (config.cert_key, None)):
             before = path.read_bytes()
-            # What is wrong with a file of ours is said although placement was lost already, for another reason.
+            # An invalid file of ours is reported even if placement was unreachable before, for another reason.
             lost = len(logged(compute, 'the connection broke'))
             front.breaks = 1000
-            _, instance = place(control, wanted)
+            _, instance = place(control, query)
             logs(compute, 'the connection broke', number=lost + 1)
             if content is None:
                 path.unlink()
             else:
                 path.write_bytes(content)
-            # A connection that is open was made with the certificate of before.
+            # An open connection still uses the previous certificate.
             front.cut()
             front.breaks = 0
             logs(compute, str(path), 'trying again')
@@ -262,27 +264,27 @@ def test_nobody_s_netrc_is_sent(config: PlacementConfig, tmp_path: Path, monkeyp
     netrc.write_text('machine 127.0.0.1 login me password secret\n')
     netrc.chmod(0o600)
     monkeypatch.setenv('NETRC', str(netrc))
-    said: list[str | None] = []
+    authorizations: list[str | None] = []
     pass_on = Front.pass_on
 
-    def listened(front: Front, method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
-        said.append({name.lower(): value for name, value in headers.items()}.get('authorization'))
+    def record_authorization(front: Front, method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
+        authorizations.append({name.lower(): value for name, value in headers.items()}.get('authorization'))
         return pass_on(front, method, path, headers, body)
 
-    monkeypatch.setattr(Front, 'pass_on', listened)
+    monkeypatch.setattr(Front, 'pass_on', record_authorization)
     with closing(Placement(config, (2.0, 5.0))) as tls_client:
         tls_client.get('/resource_providers')
-    assert said == [None]
+    assert authorizations == [None]
 
 
-# The placement client against everything that may stand where placement should be, and errors made up.
+# The placement client against other servers at placement's address, and against made-up errors.
 
 
 @contextmanager
 def impostor(*answers: tuple[int, str, bytes]) -> Iterator[CannedServer]:
-    """Whoever answers everything so."""
-    more = {302: ('location: /elsewhere',), 503: ('retry-after: 3600',)}  # for which nobody waits
-    with closing(CannedServer(*(make_answer(*each, *more.get(each[0], ())) for each in answers))) as server:
+    """Serve these canned answers in order, and the last one from then on."""
+    extra = {302: ('location: /elsewhere',), 503: ('retry-after: 3600',)}  # the client does not wait that long
+    with closing(CannedServer(*(make_answer(*answer, *extra.get(answer[0], ())) for answer in answers))) as server:
         yield server
 
 
@@ -323,15 +325,15 @@ def test_what_is_not_placement_is_said_to_be_none(says: tuple[int, str, bytes]) 
 
 
 def expect_no_answer(body: object, *asks: Callable[[Placement], object]) -> None:
-    """Expect each of these questions to refuse this JSON as no answer of placement."""
+    """Expect that each call refuses this JSON as not an answer of placement."""
     with impostor((200, 'application/json', json.dumps(body).encode())) as server, connected(server.url) as client:
-        for ask in asks:
+        for call in asks:
             with pytest.raises(Unreachable, match='not as placement does'):
-                ask(client)
+                call(client)
 
 
 def look(client: Placement, traits: bool = False) -> object:
-    """Ask for all that there is to know of a provider."""
+    """Query everything about a provider."""
     return providers.look(client, new(), True, traits=traits, aggregates=False)
 
 
@@ -485,5 +487,5 @@ def test_what_http_does_not_allow_in_a_path_is_quoted_and_what_is_quoted_stays()
 
 
 def test_one_microversion_is_named() -> None:
-    # Named in the code rather than `latest`: placement's next version must not change our requests.
+    # A fixed version rather than `latest`: a newer placement must not change our requests.
     assert HEADERS['openstack-api-version'] == 'placement 1.39'

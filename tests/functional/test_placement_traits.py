@@ -1,4 +1,4 @@
-"""Traits, aggregates and ratios of a compute on a real placement: its own come and go, and everybody else's stay."""
+"""Test a compute's traits, aggregates and ratios: its own are updated, foreign ones stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from ecomp.placement.providers import AGGREGATES, TRAITS
 from tests.functional.placement_client import claim, connected, new
 from tests.kit.servers import PlacementServer
 
-AVX2, SSD, RACK, FAST = 'HW_CPU_X86_AVX2', 'STORAGE_DISK_SSD', 'CUSTOM_RACK_7', 'CUSTOM_FAST'
+AVX2 = 'HW_CPU_X86_AVX2'
+SSD = 'STORAGE_DISK_SSD'
+RACK = 'CUSTOM_RACK_7'
+FAST = 'CUSTOM_FAST'
 TOTALS = {name: {'total': 16, 'reserved': 0} for name in ('VCPU', 'MEMORY_MB', 'DISK_GB')}
 INVENTORY = with_ratios(TOTALS, {})
 
@@ -35,9 +38,12 @@ def compute() -> str:
 
 @pytest.fixture
 def make(client: Placement, compute: str, tmp_path: Path) -> Make:
-    """The compute as one start makes it, of the same state directory each time."""
+    """Provide a function that makes the registration of one start of the compute.
 
-    def made(
+    All starts use the same state directory.
+    """
+
+    def make_one(
         *configured: str,
         found: tuple[str, ...] = (),
         aggregates: tuple[str, ...] = (),
@@ -45,7 +51,7 @@ def make(client: Placement, compute: str, tmp_path: Path) -> Make:
     ) -> Registration:
         return Registration(client, compute, inventory, found, configured, aggregates, tmp_path)
 
-    return made
+    return make_one
 
 
 def has(client: Placement, compute: str, kind: str = TRAITS) -> set[str]:
@@ -53,7 +59,7 @@ def has(client: Placement, compute: str, kind: str = TRAITS) -> set[str]:
 
 
 def by_hand(client: Placement, compute: str, *names: str, kind: str = TRAITS) -> None:
-    """Somebody else adds these."""
+    """Add traits or aggregates outside ecompute."""
     if kind == TRAITS:
         providers.make_known(client, names)
     providers.change_names(client, compute, kind, lambda there: there | set(names))
@@ -64,37 +70,37 @@ def open_() -> bool:
 
 
 def test_what_is_configured_and_found_is_there_and_goes_again(client: Placement, compute: str, make: Make) -> None:
-    mine, theirs = new(), new()
-    make(SSD, RACK, found=(AVX2,), aggregates=(mine,)).register()
+    own_aggregate, foreign_aggregate = new(), new()
+    make(SSD, RACK, found=(AVX2,), aggregates=(own_aggregate,)).register()
     by_hand(client, compute, FAST)
-    by_hand(client, compute, theirs, kind=AGGREGATES)
+    by_hand(client, compute, foreign_aggregate, kind=AGGREGATES)
     assert has(client, compute) == {SSD, RACK, AVX2, FAST}
-    assert has(client, compute, AGGREGATES) == {mine, theirs}
+    assert has(client, compute, AGGREGATES) == {own_aggregate, foreign_aggregate}
     make(SSD, found=()).register()
     assert has(client, compute) == {SSD, FAST}
-    assert has(client, compute, AGGREGATES) == {theirs}
-    # What was there before it was configured is not ours to take away.
+    assert has(client, compute, AGGREGATES) == {foreign_aggregate}
+    # A trait that existed before it was configured is not removed with the configuration.
     make(SSD, FAST).register()
     make().register()
     assert has(client, compute) == {FAST}
 
 
 def test_registering_again_what_is_as_it_should_be_writes_nothing(client: Placement, compute: str, make: Make) -> None:
-    def generation() -> int:
+    def read_generation() -> int:
         return int(client.get(f'/resource_providers/{compute}')['generation'])
 
     make(SSD, aggregates=(new(),)).register()
-    same = json.loads(json.dumps(client.get(f'/resource_providers/{compute}/aggregates')['aggregates']))
-    again = make(SSD, aggregates=tuple(same))
-    before = generation()
-    again.register()
-    assert generation() == before
-    again.keep(open_)
-    assert generation() == before
+    aggregates = json.loads(json.dumps(client.get(f'/resource_providers/{compute}/aggregates')['aggregates']))
+    repeated = make(SSD, aggregates=tuple(aggregates))
+    before = read_generation()
+    repeated.register()
+    assert read_generation() == before
+    repeated.keep(open_)
+    assert read_generation() == before
 
 
 def test_what_a_registration_asks(client: Placement, compute: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls, for a thousand start at once: of one that is new, of one that is as it should be, and of a closed one."""
+    """Check the number of calls, because a thousand computes may start concurrently."""
     calls: list[str] = []
 
     def counted(name: str) -> None:
@@ -109,19 +115,19 @@ def test_what_a_registration_asks(client: Placement, compute: str, make: Make, m
 
     counted('get')
     counted('write')
-    made = make()
-    made.register()
-    new, calls[:] = list(calls), []
-    made.keep(open_, Generations(client, several=False).of(compute))
+    registration = make()
+    registration.register()
+    initial, calls[:] = list(calls), []
+    registration.keep(open_, Generations(client, several=False).of(compute))
     assert calls == ['GET ']
-    assert made.new_at == providers.generation(client, compute)
+    assert registration.new_at == providers.generation(client, compute)
     calls.clear()
-    assert new == ['GET /inventories', 'POST /resource_providers', 'PUT /inventories']
-    again = make()
-    again.register()
-    same, calls[:] = list(calls), []
-    assert same == ['GET /inventories', 'GET /usages', 'GET /traits']
-    again.close()
+    assert initial == ['GET /inventories', 'POST /resource_providers', 'PUT /inventories']
+    repeated = make()
+    repeated.register()
+    unchanged, calls[:] = list(calls), []
+    assert unchanged == ['GET /inventories', 'GET /usages', 'GET /traits']
+    repeated.close()
     closed, calls[:] = list(calls), []
     assert closed == ['GET ', 'PUT /inventories', 'GET /traits', 'PUT /traits']
     make().register()
@@ -133,58 +139,58 @@ def test_an_unchanged_provider_is_one_question_a_few_times(
     client: Placement, compute: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make().register()
-    mine = make()
-    mine.register()  # nothing is written, and so nothing known of its generation
-    looks: list[str] = []
+    registration = make()
+    registration.register()  # writes nothing, so the registration does not know the generation
+    comparisons: list[str] = []
     real = providers.is_as
 
     def is_as(*words: Any) -> bool | None:
-        looks.append('looked')
+        comparisons.append('looked')
         return real(*words)
 
     monkeypatch.setattr(providers, 'is_as', is_as)
-    at = Generations(client, several=False)
+    generations = Generations(client, several=False)
     for _ in range(1 + BELIEVED):
-        mine.keep(open_, at.of(compute))
-    assert len(looks) == 1
-    mine.keep(open_, at.of(compute))
-    assert len(looks) == 2, 'a database that was restored may have counted up to it again'
+        registration.keep(open_, generations.of(compute))
+    assert len(comparisons) == 1
+    registration.keep(open_, generations.of(compute))
+    assert len(comparisons) == 2, 'a database that was restored may have counted up to it again'
     by_hand(client, compute, FAST)
-    mine.keep(open_, at.of(compute))
-    assert len(looks) == 3
-    mine.keep(open_)
-    assert len(looks) == 4, 'where it is not known'
+    registration.keep(open_, generations.of(compute))
+    assert len(comparisons) == 3
+    registration.keep(open_)
+    assert len(comparisons) == 4, 'where it is not known'
     client.write('DELETE', f'/resource_providers/{compute}', None)
-    gone = at.of(compute)
-    assert gone is None
-    mine.keep(open_, gone)
-    assert at.of(compute) is not None
+    generation = generations.of(compute)
+    assert generation is None
+    registration.keep(open_, generation)
+    assert generations.of(compute) is not None
 
 
 def test_of_many_there_is_one_question_for_all(client: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = [new() for _ in range(5)]
-    for each in there:
-        providers.ensure(client, each)
-    many, one = Generations(client, several=True), Generations(client, several=False)
-    asked: list[str] = []
+    uuids = [new() for _ in range(5)]
+    for provider in uuids:
+        providers.ensure(client, provider)
+    shared, single = Generations(client, several=True), Generations(client, several=False)
+    paths: list[str] = []
     real = client.get
 
     def get(path: str) -> Any:
-        asked.append(path)
+        paths.append(path)
         return real(path)
 
     monkeypatch.setattr(client, 'get', get)
-    assert [many.of(each) for each in there] == [0] * 5
-    assert many.of(new()) is None
-    assert asked == ['/resource_providers']
-    assert [one.of(each) for each in there] == [0] * 5
-    assert one.of(new()) is None
+    assert [shared.of(provider) for provider in uuids] == [0] * 5
+    assert shared.of(new()) is None
+    assert paths == ['/resource_providers']
+    assert [single.of(provider) for provider in uuids] == [0] * 5
+    assert single.of(new()) is None
 
 
 def test_ratios(client: Placement, compute: str, make: Make) -> None:
     make(inventory=with_ratios(TOTALS, {'VCPU': 1.3, 'DISK_GB': 2})).register()
-    found = providers.inventory(client, compute)
-    assert {name: each['allocation_ratio'] for name, each in found.items()} == {
+    inventory = providers.inventory(client, compute)
+    assert {name: amounts['allocation_ratio'] for name, amounts in inventory.items()} == {
         'VCPU': 1.3,
         'MEMORY_MB': 1.0,
         'DISK_GB': 2.0,
@@ -269,18 +275,19 @@ def test_whatever_the_query_is_a_disabled_one_is_left_out(
     assert allocations.candidates(client, query).candidates == []
 
 
-AVX, VMX = 'HW_CPU_X86_AVX', 'HW_CPU_X86_VMX'
+AVX = 'HW_CPU_X86_AVX'
+VMX = 'HW_CPU_X86_VMX'
 
 
 @pytest.mark.parametrize('value', ['', f'in:{AVX},{VMX}', f'{AVX}&root_required={VMX}'])
 def test_a_bad_root_required_is_refused_in_placement_s_words(client: Placement, value: str) -> None:
     query = f'resources=VCPU:1&root_required={value}'
-    with pytest.raises(PlacementRefusal) as raw:
+    with pytest.raises(PlacementRefusal) as direct:
         client.get(f'/allocation_candidates?{query}')
-    with pytest.raises(PlacementRefusal) as ours:
+    with pytest.raises(PlacementRefusal) as through_client:
         allocations.candidates(client, query)
-    assert str(ours.value) == str(raw.value)
-    assert 'comply' not in str(raw.value)
+    assert str(through_client.value) == str(direct.value)
+    assert 'comply' not in str(direct.value)
 
 
 def test_what_placement_does_not_know_is_said_with_what_was_meant(client: Placement) -> None:
@@ -293,7 +300,7 @@ def test_what_placement_does_not_know_is_said_with_what_was_meant(client: Placem
 
 
 def test_a_trait_this_placement_does_not_know(client: Placement, compute: str, make: Make) -> None:
-    """One that is newer than placement's os-traits: found out, it is left out; configured, it is an error."""
+    """Check a trait that is newer than placement's os-traits."""
     make(SSD, found=(AVX2, 'HW_CPU_X86_NEWER')).register()
     assert has(client, compute) == {SSD, AVX2}
     with pytest.raises(UsageError, match='traits: HW_CPU_X86_NEWER: placement at .* does not know it'):
@@ -307,11 +314,11 @@ def test_others_change_the_provider_all_the_time(
     stop = threading.Event()
 
     def meddle() -> int:
-        done = 0
-        with connected(placement.url) as mine:
+        changes = 0
+        with connected(placement.url) as own_client:
             while not stop.wait(0.02):
-                done += providers.change_names(mine, compute, TRAITS, lambda there: there ^ {AVX2})
-        return done
+                changes += providers.change_names(own_client, compute, TRAITS, lambda there: there ^ {AVX2})
+        return changes
 
     with ThreadPoolExecutor(1) as pool:
         meddler = pool.submit(meddle)
