@@ -1,4 +1,4 @@
-"""The planner and the daemon around it."""
+"""Test the planner, and the daemon's threads around it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from tests.functional.cloud import Cloud, new
 from tests.functional.toy import NOW, Toy, toy
 from tests.kit.servers import until
 
-# One compute's steps, list, plan and carry out, without threads: what fails for one instance is that one's alone.
-
+# Single steps of one compute without threads. A failure of one instance must not affect the others.
 
 pytestmark = pytest.mark.fast
 
@@ -58,12 +57,12 @@ def test_made_addressed_and_destroyed(one: Toy, cloud: Cloud) -> None:
 def test_a_guest_that_is_refused_metadata_has_a_fault_until_it_is_answered(one: Toy, cloud: Cloud) -> None:
     instance, other = one.build(), one.build()
     refused = one.host.guest_data.directory / f'{mac_address(instance, 0)}.refused'
-    nobodys = one.host.guest_data.directory / f'{mac_address(new(), 0)}.refused'
-    for path in (refused, nobodys):
+    unknown = one.host.guest_data.directory / f'{mac_address(new(), 0)}.refused'
+    for path in (refused, unknown):
         path.write_text('no current DHCP lease for 10.0.0.9')
     assert one.step() == [f'power {instance}']
     assert one.step() == []
-    assert not nobodys.exists()
+    assert not unknown.exists()
     fault = 'the metadata server refuses it: no current DHCP lease for 10.0.0.9'
     assert (one.record(instance).fault, one.record(other).fault) == (fault, None)
     waiting = Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0), str)
@@ -79,7 +78,7 @@ def test_a_guest_that_is_refused_metadata_has_a_fault_until_it_is_answered(one: 
 
 
 class Odd(FakeHypervisor):
-    """What it answers for some guests is an error."""
+    """A fake hypervisor that fails when it is queried for the addresses of some guests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,39 +93,38 @@ class Odd(FakeHypervisor):
 def test_what_one_guest_s_addresses_fail_with_hinders_no_other(
     cloud: Cloud, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where its network was undefined."""
     hypervisor = Odd()
-    with toy(cloud, tmp_path, hypervisor) as one:
-        odd = one.place()
-        hypervisor.odd[odd] = EcompError("libvirt: asking for the DHCP: no network with matching name 'lan'")
-        assert one.step() == [f'build {odd}']
-        other = one.place()
-        assert one.step() == [f'build {other}']
-        assert one.step() == [f'address {other}']
-        waiting, since = one.planner.without_addresses
-        assert waiting == {odd, other}
-        one.step()
-        assert one.planner.without_addresses[0] == {odd}
-        assert since < one.planner.without_addresses[1]
-        since = one.planner.without_addresses[1]
-        one.step()
-        assert one.planner.without_addresses == ({odd}, since), 'it is looked for ever less often'
+    with toy(cloud, tmp_path, hypervisor) as toy_compute:
+        failing = toy_compute.place()
+        hypervisor.odd[failing] = EcompError("libvirt: asking for the DHCP: no network with matching name 'lan'")
+        assert toy_compute.step() == [f'build {failing}']
+        other = toy_compute.place()
+        assert toy_compute.step() == [f'build {other}']
+        assert toy_compute.step() == [f'address {other}']
+        waiting, since = toy_compute.planner.without_addresses
+        assert waiting == {failing, other}
+        toy_compute.step()
+        assert toy_compute.planner.without_addresses[0] == {failing}
+        assert since < toy_compute.planner.without_addresses[1]
+        since = toy_compute.planner.without_addresses[1]
+        toy_compute.step()
+        assert toy_compute.planner.without_addresses == ({failing}, since), 'it is looked for ever less often'
         assert [line.levelname for line in caplog.records if 'no network' in line.message] == ['WARNING'], 'said once'
-        destroy(cloud.store, odd)
-        assert one.step() == [f'destroy {odd}']
-        assert one.step() == []
+        destroy(cloud.store, failing)
+        assert toy_compute.step() == [f'destroy {failing}']
+        assert toy_compute.step() == []
 
 
 def test_a_hypervisor_that_is_away_is_no_guest_s_fault(cloud: Cloud, tmp_path: Path) -> None:
     hypervisor = Odd()
-    with toy(cloud, tmp_path, hypervisor) as one:
-        instance = one.place()
-        assert one.step() == [f'build {instance}']
+    with toy(cloud, tmp_path, hypervisor) as toy_compute:
+        instance = toy_compute.place()
+        assert toy_compute.step() == [f'build {instance}']
         hypervisor.odd[instance] = Unreachable('libvirt is gone', 'libvirt')
         with pytest.raises(Unreachable):
-            one.step()
+            toy_compute.step()
         hypervisor.odd.clear()
-        assert one.step() == [f'address {instance}']
+        assert toy_compute.step() == [f'address {instance}']
 
 
 def test_what_is_handed_back_is_planned_again_later(one: Toy) -> None:
@@ -143,19 +141,19 @@ def test_what_is_handed_back_is_planned_again_later(one: Toy) -> None:
 
 
 def test_the_end_of_a_task_and_what_works_again_are_worth_a_step(one: Toy) -> None:
-    nudges: list[int] = []
+    wake_ups: list[int] = []
     one.place()
     one.planner.nudge('nobody looks yet')
-    one.planner.on_nudge = lambda: nudges.append(len(one.planner.in_work()))
+    one.planner.on_nudge = lambda: wake_ups.append(len(one.planner.in_work()))
     (work,) = one.planned()
     one.planner.begin(work)
     one.planner.carry_out(work)
-    assert nudges == [0], 'by then it is not in work any more'
+    assert wake_ups == [0], 'by then it is not in work any more'
     one.complaints.complain('one', Unreachable('libvirt is gone', 'libvirt'))
     one.complaints.settle('two')
-    assert len(nudges) == 1
+    assert len(wake_ups) == 1
     one.complaints.settle('one')
-    assert len(nudges) == 2
+    assert len(wake_ups) == 2
 
 
 def test_nothing_is_kept_of_what_is_not_asked_for_any_more(one: Toy, cloud: Cloud) -> None:
@@ -188,10 +186,10 @@ def test_a_guest_nobody_asks_for_is_said_each_time_it_comes(one: Toy, caplog: py
 
 
 def test_an_end_that_comes_late_leaves_no_lease(one: Toy, cloud: Cloud) -> None:
-    """Of a day or a week, one for each try."""
+    """Check that a refused end does not leave a lease of a day or a week behind on every try."""
 
     def leases() -> set[str]:
-        return {each['ID'] for each in cloud.etcd.call('lease/leases', {}).get('leases', [])}
+        return {lease['ID'] for lease in cloud.etcd.call('lease/leases', {}).get('leases', [])}
 
     instance = one.place()
     one.step()
@@ -201,7 +199,7 @@ def test_an_end_that_comes_late_leaves_no_lease(one: Toy, cloud: Cloud) -> None:
     key = keys.request(one.compute, instance)
     value = cloud.etcd.get(key)
     assert value is not None
-    cloud.etcd.put(key, value)  # since it was planned
+    cloud.etcd.put(key, value)  # changes the request after it was planned
     record = replace(one.record(instance), state=GONE)
     with pytest.raises(Superseded):
         one.instances.records.end(record, work.revision)
@@ -210,7 +208,7 @@ def test_an_end_that_comes_late_leaves_no_lease(one: Toy, cloud: Cloud) -> None:
 
 
 def test_what_ran_when_the_host_went_down_is_started_again_once(one: Toy) -> None:
-    """What goes off from then on stays off, also where its compute is restarted meanwhile."""
+    """Check that a guest that goes off later stays off after a restart of ecompute."""
     instance = one.build()
     one.reboot()
     assert one.step() == [f'resume {instance}']
@@ -222,7 +220,6 @@ def test_what_ran_when_the_host_went_down_is_started_again_once(one: Toy) -> Non
 
 
 def test_what_is_made_after_a_reboot_did_not_run_before_it(one: Toy) -> None:
-    """Nothing was there when the host went down."""
     one.reboot()
     instance = one.place()
     for _ in range(3):
@@ -233,7 +230,6 @@ def test_what_is_made_after_a_reboot_did_not_run_before_it(one: Toy) -> None:
 
 
 def test_one_that_waits_after_a_reboot_holds_up_no_other(one: Toy, cloud: Cloud) -> None:
-    """Its record cannot be read: the others are dealt with, and so is it, once it can be."""
     unreadable, running, off = (one.build() for _ in range(3))
     one.hypervisor.switch_off(off, one.compute)
     one.step()
@@ -242,12 +238,12 @@ def test_one_that_waits_after_a_reboot_holds_up_no_other(one: Toy, cloud: Cloud)
     assert value is not None
     cloud.etcd.put(key, '{"version": 99}')
     one.reboot()
-    for each in (running, off):  # by somebody's hand
-        one.hypervisor.resume(each, one.compute)
+    for instance in (running, off):  # resumed outside ecomp
+        one.hypervisor.resume(instance, one.compute)
     for _ in range(2):
         one.step()
-    for each in (running, off):
-        one.hypervisor.switch_off(each, one.compute)
+    for instance in (running, off):
+        one.hypervisor.switch_off(instance, one.compute)
     assert sorted(one.step()) == sorted([f'power {running}', f'power {off}'])
     one.restart()
     assert one.step() == []
@@ -260,17 +256,17 @@ def test_one_that_waits_after_a_reboot_holds_up_no_other(one: Toy, cloud: Cloud)
 
 
 def test_a_guest_in_work_after_a_reboot_holds_up_no_other(one: Toy) -> None:
-    """Nor is it taken for one that was dealt with because it is seen running for a moment."""
+    """Check that a guest in work that is seen running for a moment is still resumed."""
     instances = [one.build() for _ in range(2)]
     one.reboot()
     starting, other = one.planned()
-    for each in (starting, other):
-        one.planner.begin(each)
+    for work in (starting, other):
+        one.planner.begin(work)
     one.planner.carry_out(other)
     one.hypervisor.resume(starting.instance, one.compute)
     one.step()
     one.hypervisor.switch_off(other.instance, one.compute)
-    one.hypervisor.switch_off(starting.instance, one.compute)  # and its compute is killed
+    one.hypervisor.switch_off(starting.instance, one.compute)  # and ecompute is killed
     one.restart()
     expected = [f'power {other.instance}', f'resume {starting.instance}']
     assert sorted(one.step()) == sorted(expected), instances
@@ -282,11 +278,11 @@ def test_where_nothing_can_be_written_after_a_reboot_it_is_said_and_tried_again(
     instance = one.build()
     one.reboot()
 
-    def full(path: Path, _: str) -> None:
+    def raise_no_space(path: Path, _: str) -> None:
         raise OSError(errno.ENOSPC, 'No space left on device', str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(state, 'write_durably', full)
+        patched.setattr(state, 'write_durably', raise_no_space)
         assert one.step() == [f'resume {instance}']
         for _ in range(2):
             one.step()
@@ -299,15 +295,18 @@ def test_where_nothing_can_be_written_after_a_reboot_it_is_said_and_tried_again(
 
 @pytest.fixture
 def frozen_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """While it is set, nothing is removed from the state directory, not even what is not there: unlink(2), EROFS."""
+    """Provide an event: while it is set, unlink(2) in the state directory fails with EROFS.
+
+    The call fails for a missing file, too.
+    """
     read_only, unlink = threading.Event(), Path.unlink
 
-    def removed(path: Path, missing_ok: bool = False) -> None:
+    def fail_unlink(path: Path, missing_ok: bool = False) -> None:
         if read_only.is_set() and path.is_relative_to(tmp_path):
             raise OSError(errno.EROFS, 'Read-only file system', str(path))
         unlink(path, missing_ok)
 
-    monkeypatch.setattr(Path, 'unlink', removed)
+    monkeypatch.setattr(Path, 'unlink', fail_unlink)
     return read_only
 
 
@@ -318,10 +317,10 @@ def test_a_guest_that_goes_off_is_noted_on_a_read_only_disk_too(
     (one.host.guest_data.directory / f'{instances[0]}.ready').write_text('{}')
     one.step()
     frozen_disk.set()
-    for each in instances:
-        one.hypervisor.switch_off(each, one.compute)
+    for instance in instances:
+        one.hypervisor.switch_off(instance, one.compute)
     one.step()
-    assert [one.record(each).state for each in instances] == [STOPPED] * 2
+    assert [one.record(instance).state for instance in instances] == [STOPPED] * 2
     assert one.step() == []
     assert [line.levelname for line in caplog.records if 'Read-only' in line.message] == ['WARNING']
     assert f'instance {instances[0]} will be called ready' in caplog.text
@@ -336,8 +335,8 @@ def test_what_cannot_be_removed_on_a_read_only_disk_is_said_once_and_removed_lat
     for _ in range(2):
         assert one.step() == [f'destroy {instance}']
         one.planner.works_again()
-    said = [line for line in caplog.records if 'Read-only' in line.message]
-    assert [(line.levelname, line.exc_info) for line in said] == [('WARNING', None)]
+    warnings = [line for line in caplog.records if 'Read-only' in line.message]
+    assert [(line.levelname, line.exc_info) for line in warnings] == [('WARNING', None)]
     frozen_disk.clear()
     assert one.step() == [f'destroy {instance}']
     assert one.step() == []
@@ -345,33 +344,34 @@ def test_what_cannot_be_removed_on_a_read_only_disk_is_said_once_and_removed_lat
 
 
 def test_a_clock_that_was_put_back_keeps_no_address_from_being_written_down(cloud: Cloud, tmp_path: Path) -> None:
-    """As where a host's clock is an hour ahead until NTP has its say; the guest was turned off in that hour."""
+    """Check a guest that is turned off while the host's clock is an hour ahead."""
 
     class Leases(FakeHypervisor):
         def addresses(self, instance: str) -> Mapping[str, Address]:
-            return {mac: each._replace(since=NOW) for mac, each in super().addresses(instance).items()}
+            return {mac: address._replace(since=NOW) for mac, address in super().addresses(instance).items()}
 
-    with toy(cloud, tmp_path, Leases()) as one:
-        instance = one.build()
-        right, one.instances.now = one.instances.now, lambda: NOW.replace('T09', 'T10')
-        one.hypervisor.switch_off(instance, one.compute)
-        assert one.step() == [f'power {instance}']
-        one.hypervisor.resume(instance, one.compute)
-        assert one.step() == [f'power {instance}']
-        one.instances.now = right
-        assert one.step() == [f'address {instance}']
-        assert one.step() == []
+    with toy(cloud, tmp_path, Leases()) as toy_compute:
+        instance = toy_compute.build()
+        correct_clock, toy_compute.instances.now = toy_compute.instances.now, lambda: NOW.replace('T09', 'T10')
+        toy_compute.hypervisor.switch_off(instance, toy_compute.compute)
+        assert toy_compute.step() == [f'power {instance}']
+        toy_compute.hypervisor.resume(instance, toy_compute.compute)
+        assert toy_compute.step() == [f'power {instance}']
+        toy_compute.instances.now = correct_clock
+        assert toy_compute.step() == [f'address {instance}']
+        assert toy_compute.step() == []
 
 
-# The daemon's threads in this process: what one of them waits for, or cannot have, holds up no other.
+# The daemon's threads in this process: a blocked thread must not block the others.
 
 
 class Keeper(ClaimKeeper):
-    """Waits for placement for as long as it is frozen."""
+    """A claim keeper whose check blocks while `may_answer` is clear, like a frozen placement."""
 
     def __init__(self, one: Toy) -> None:
         super().__init__(one.compute, one.cloud.store, one.cloud.placement)
-        self.asks, self.answers = threading.Event(), threading.Event()
+        self.asks = threading.Event()
+        self.answers = threading.Event()
         self.answers.set()
 
     def look(self, guests: Collection[str], now: float) -> None:
@@ -382,25 +382,25 @@ class Keeper(ClaimKeeper):
 
 @contextmanager
 def running(one: Toy, keeper: Keeper, shared: Threads | None = None) -> Iterator[Daemon]:
-    """The daemon of a compute, which is told by tell(); drained at the end, as at a signal.
+    """Start the daemon of a compute, which send_requests() feeds, and drain it at the end.
 
-    `shared` are the threads of several; None: it has its own.
+    Several daemons may share the threads in `shared`; without it, the daemon has its own.
     """
-    far = {LOOKING: lambda: keeper.look(one.hypervisor.guests(), time.monotonic())}
+    periodic = {LOOKING: lambda: keeper.look(one.hypervisor.guests(), time.monotonic())}
     threads = shared or Threads(1, 2)
-    made = Daemon(one.host, one.planner, far, threads, first=0.0, on_planned=lambda: None)
-    made.begin()
+    daemon = Daemon(one.host, one.planner, periodic, threads, first=0.0, on_planned=lambda: None)
+    daemon.begin()
     try:
-        yield made
+        yield daemon
     finally:
-        made.stop()
-        made.drain()
+        daemon.stop()
+        daemon.drain()
         if shared is None:
             threads.close()
 
 
 def tell(daemon: Daemon, one: Toy) -> None:
-    """What is asked of it, whole, as its follower would."""
+    """Pass the compute's requests to the daemon, as its watch would."""
     daemon.on_state(one.cloud.store.snapshot(keys.request_prefix(one.compute)).entries)
 
 
@@ -444,20 +444,20 @@ def test_guests_are_plugged_in_as_soon_as_a_network_was_restarted(cloud: Cloud, 
             self.plugged.put(None)
 
     hypervisor = Plugged()
-    with toy(cloud, tmp_path, hypervisor) as one, running(one, Keeper(one)) as daemon:
-        tell(daemon, one)
+    with toy(cloud, tmp_path, hypervisor) as toy_compute, running(toy_compute, Keeper(toy_compute)) as daemon:
+        tell(daemon, toy_compute)
         hypervisor.plugged.get(timeout=20)
         assert hypervisor.look is not None
         hypervisor.look('libvirt: network default was started or stopped')
         hypervisor.plugged.get(timeout=20)
-        instance = one.place()
-        tell(daemon, one)
-        reached(one, instance, ACTIVE)
+        instance = toy_compute.place()
+        tell(daemon, toy_compute)
+        reached(toy_compute, instance, ACTIVE)
         assert hypervisor.plugged.empty(), 'once, until a minute has passed'
 
 
 def test_of_those_that_share_threads_one_that_waits_holds_up_no_other(cloud: Cloud, tmp_path: Path) -> None:
-    """Some of a process wait for placement, in its minute's looks and in libvirt, say; the others plan and build."""
+    """Check that one compute builds while another waits for placement and a third for libvirt."""
     threads, hangs = Threads(8, 2), threading.Event()
 
     class Hung(FakeHypervisor):
@@ -467,28 +467,28 @@ def test_of_those_that_share_threads_one_that_waits_holds_up_no_other(cloud: Clo
 
     with ExitStack() as at_exit:
         at_exit.callback(threads.close)
-        one, frozen, silent = (
+        working, frozen, silent = (
             at_exit.enter_context(toy(cloud, tmp_path / name, hypervisor))
             for name, hypervisor in (('one', None), ('frozen', Hung()), ('silent', None))
         )
-        keepers = [Keeper(each) for each in (one, frozen, silent)]
+        keepers = [Keeper(compute) for compute in (working, frozen, silent)]
         keepers[2].answers.clear()
         at_exit.callback(keepers[2].answers.set)
         daemons = [
-            at_exit.enter_context(running(each, keeper, threads))
-            for each, keeper in zip((one, frozen, silent), keepers, strict=True)
+            at_exit.enter_context(running(compute, keeper, threads))
+            for compute, keeper in zip((working, frozen, silent), keepers, strict=True)
         ]
         at_exit.callback(hangs.set)
-        instances = [each.place() for each in (one, frozen, silent)]
-        for daemon, each in zip(reversed(daemons), (silent, frozen, one), strict=True):
-            tell(daemon, each)
+        instances = [compute.place() for compute in (working, frozen, silent)]
+        for daemon, compute in zip(reversed(daemons), (silent, frozen, working), strict=True):
+            tell(daemon, compute)
         assert keepers[2].asks.wait(60)
-        reached(one, instances[0], ACTIVE)
+        reached(working, instances[0], ACTIVE)
         reached(silent, instances[2], ACTIVE)
         assert keepers[0].asks.wait(60)
         destroy(cloud.store, instances[0])
-        tell(daemons[0], one)
-        until(lambda: cloud.etcd.get(keys.request(one.compute, instances[0])) is None, 20, 'it is carried out')
+        tell(daemons[0], working)
+        until(lambda: cloud.etcd.get(keys.request(working.compute, instances[0])) is None, 20, 'it is carried out')
         assert frozen.hypervisor._guests == {}
         hangs.set()
         reached(frozen, instances[1], ACTIVE)
@@ -497,32 +497,31 @@ def test_of_those_that_share_threads_one_that_waits_holds_up_no_other(cloud: Clo
 def test_a_thread_that_cannot_be_started_is_tried_again(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where the limit on processes is reached for a while."""
-    real, tried, none = threading.Thread.start, threading.Event(), threading.Event()
+    real, tried, exhausted = threading.Thread.start, threading.Event(), threading.Event()
 
     def start(thread: threading.Thread) -> None:
-        if none.is_set() and thread.name.startswith(('build', 'task')):
+        if exhausted.is_set() and thread.name.startswith(('build', 'task')):
             tried.set()
             raise RuntimeError("can't start new thread")
         real(thread)
 
     monkeypatch.setattr(threading.Thread, 'start', start)
-    with toy(cloud, tmp_path) as one, running(one, Keeper(one)) as daemon:
-        none.set()
-        instance = one.place()
-        tell(daemon, one)
+    with toy(cloud, tmp_path) as toy_compute, running(toy_compute, Keeper(toy_compute)) as daemon:
+        exhausted.set()
+        instance = toy_compute.place()
+        tell(daemon, toy_compute)
         assert tried.wait(60)
         until(lambda: 'no thread can be started' in caplog.text, 20, 'it says so')
-        none.clear()
-        reached(one, instance, ACTIVE)
+        exhausted.clear()
+        reached(toy_compute, instance, ACTIVE)
         assert caplog.text.count('no thread can be started') <= 2, 'said once, and that it works again'
-        assert one.hypervisor.guests().keys() == {instance}
+        assert toy_compute.hypervisor.guests().keys() == {instance}
 
 
 def test_a_planner_that_meets_what_nobody_thought_of_goes_on(
     one: Toy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where it only reckons when to plan next."""
+    """Check an error in due(), which only computes the time of the next step."""
     real, failures = Planner.due, [MemoryError('none'), MemoryError('none')]
 
     def due(planner: Planner) -> list[float]:
@@ -540,16 +539,16 @@ def test_a_planner_that_meets_what_nobody_thought_of_goes_on(
 
 
 def test_an_address_that_never_comes_is_looked_for_ever_less_often() -> None:
-    """Of a guest on a LAN's bridge without an agent, say."""
     assert [poll_after(minutes * 60) for minutes in (0, 1, 2, 10, 30, 10_000)] == [POLL, POLL, 4, 20, EVERY, EVERY]
 
 
 class Held(FakeHypervisor):
-    """Makes no disk before it may."""
+    """A fake hypervisor whose create_disk() blocks until `may_create` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked, self.may = threading.Event(), threading.Event()
+        self.asked = threading.Event()
+        self.may = threading.Event()
 
     def create_disk(self, spec: GuestSpec) -> None:
         self.asked.set()
@@ -558,15 +557,15 @@ class Held(FakeHypervisor):
 
 
 def test_who_becomes_read_only_starts_nothing_that_is_in_work(cloud: Cloud, tmp_path: Path) -> None:
-    """Somebody else is this compute, and makes it: frozen in the middle and continued, this one undoes what it did."""
+    """Check a compute that was frozen, and that another process replaced in the meantime."""
     hypervisor = Held()
-    with toy(cloud, tmp_path, hypervisor) as one, running(one, Keeper(one)) as daemon:
-        one.place()
-        tell(daemon, one)
+    with toy(cloud, tmp_path, hypervisor) as toy_compute, running(toy_compute, Keeper(toy_compute)) as daemon:
+        toy_compute.place()
+        tell(daemon, toy_compute)
         assert hypervisor.asked.wait(60)
         daemon.become_read_only('another one is this compute')
         hypervisor.may.set()
-        until(lambda: not one.planner.in_work(), 20, 'it has ended')
+        until(lambda: not toy_compute.planner.in_work(), 20, 'it has ended')
         assert hypervisor.guests() == {}
 
 
@@ -576,19 +575,19 @@ def test_no_build_that_waits_for_a_thread_is_begun_once_all_are_to_stop(
 ) -> None:
     monkeypatch.setattr(Threads, 'BUILDS', 1)
     hypervisor, threads = Held(), Threads(1, 1)
-    with toy(cloud, tmp_path, hypervisor) as one:
-        with running(one, Keeper(one), threads) as daemon:
-            instances = [one.place() for _ in range(3)]
-            tell(daemon, one)
+    with toy(cloud, tmp_path, hypervisor) as toy_compute:
+        with running(toy_compute, Keeper(toy_compute), threads) as daemon:
+            instances = [toy_compute.place() for _ in range(3)]
+            tell(daemon, toy_compute)
             assert hypervisor.asked.wait(60)
             if asked == 'to end':
                 daemon.stop()
-                monkeypatch.setattr(one.host.runner, 'tend', lambda _: hypervisor.may.set())
+                monkeypatch.setattr(toy_compute.host.runner, 'tend', lambda _: hypervisor.may.set())
             else:
                 daemon.become_read_only('another one is this compute')
                 hypervisor.may.set()
-                until(lambda: not one.planner.in_work(), 20, 'it has ended')
+                until(lambda: not toy_compute.planner.in_work(), 20, 'it has ended')
         threads.close()
         assert hypervisor.guests() == {}
-        begun = [each for each in instances if cloud.etcd.record(each) is not None]
+        begun = [instance for instance in instances if cloud.etcd.record(instance) is not None]
         assert len(begun) == 1, 'of the others nothing is begun'

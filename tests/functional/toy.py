@@ -1,4 +1,4 @@
-"""A compute in this process without threads: its steps one by one, on real etcd and placement, pretended guests."""
+"""A compute in this process without threads, on real etcd and placement with fake guests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOW = '2026-11-21T09:00:00.000Z'
 
 @dataclass
 class Toy:
-    """One compute."""
+    """A compute whose planning steps the test makes one by one."""
 
     cloud: Cloud
     compute: str
@@ -41,52 +41,52 @@ class Toy:
         self.restart()
 
     def restart(self) -> None:
-        """Its process ends, and begins anew with what its host has."""
+        """Restart its process with the state of its host."""
         self.memory = Memory(self.state, self.compute, lambda: NOW)
         shape = Shape('qemu', True, self.networks, 'here')
         control = ControlPlane(self.compute, self.cloud.store, self.cloud.placement, lambda: NOW)
-        self.instances, self.complaints = Instances(control, self.host, shape, self.memory), Complaints()
+        self.instances = Instances(control, self.host, shape, self.memory)
+        self.complaints = Complaints()
         self.planner = Planner(self.instances, self.complaints)
 
     def reboot(self) -> None:
-        """Its machine is booted again, with all guests off, and it begins anew."""
-        for each in self.hypervisor.guests():
-            self.hypervisor.switch_off(each, self.compute)
+        """Reboot its machine, with all guests off, and restart its process."""
+        for instance in self.hypervisor.guests():
+            self.hypervisor.switch_off(instance, self.compute)
         (self.state / 'boot').write_text('an earlier one\n')
         self.restart()
 
     def place(self) -> str:
-        """A small guest delivered to it; the instance."""
-        wanted = self.cloud.wanted(self.compute)
-        self.cloud.create(wanted)
-        return wanted.instance
+        """Deliver a small instance to it, and return the instance's uuid."""
+        order = self.cloud.wanted(self.compute)
+        self.cloud.create(order)
+        return order.instance
 
     def build(self) -> str:
-        """Place a small guest, and step until it has all that it is to have; the instance."""
+        """Place a small instance, step until it is complete, and return its uuid."""
         instance = self.place()
         self.settle()
         return instance
 
     def settle(self) -> None:
-        """Step until there is nothing to do."""
         while self.step():
             pass
 
     def destroy(self, instance: str) -> None:
-        """Write a tombstone without asking, as 2019's eschedule did."""
+        """Write a tombstone without any check, like eschedule of 2019."""
         tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
         self.cloud.store.commit([], [Put(keys.request(self.compute, instance), to_json(tombstone))])
 
     def list_keys(self, instance: str) -> tuple[str, str, str]:
-        """List the keys of its request, its record and its address."""
+        """Return the keys of an instance's request, record and address."""
         return keys.request(self.compute, instance), keys.record(self.compute, instance), keys.booted(instance)
 
     def republish(self, here: Collection[str]) -> None:
-        """Write to an etcd that was restored what it remembers, with these guests here."""
+        """Write the remembered state to a restored etcd, with the guests `here` on the host."""
         republish(self.compute, self.cloud.store, self.cloud.placement, self.memory, here, NOW)
 
     def read_failure(self, instance: str) -> tuple[Record, Failure]:
-        """Read the record of one that failed anew; the record, and why."""
+        """Read the record of a failed instance from etcd again, and return it with its error."""
         self.instances.records.forget(instance)
         record = self.record(instance)
         assert record.error is not None
@@ -94,11 +94,11 @@ class Toy:
         return record, record.error
 
     def planned(self) -> list[Work]:
-        """What is to be done now."""
+        """Return the tasks that are due."""
         return self.planner.step(self.cloud.store.snapshot(keys.request_prefix(self.compute)).entries)
 
     def step(self) -> list[str]:
-        """Plan, and do all of it: what was done to which instance."""
+        """Plan and carry out all due tasks, and return the kind and instance of each."""
         done = []
         for work in self.planned():
             self.planner.begin(work)
@@ -107,10 +107,10 @@ class Toy:
         return done
 
     def record(self, instance: str) -> Record:
-        """As it knows it."""
-        found = self.instances.records.get(instance)
-        assert found is not None
-        return found
+        """Return the record as the compute has it."""
+        record = self.instances.records.get(instance)
+        assert record is not None
+        return record
 
 
 @contextmanager
@@ -120,13 +120,13 @@ def toy(
     hypervisor: FakeHypervisor | None = None,
     networks: tuple[Attachment, ...] = DEFAULT_NETWORKS,
 ) -> Iterator[Toy]:
-    """A compute with room for ten small guests."""
+    """Make a compute with room for ten small instances."""
     compute = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
     hypervisor = hypervisor or FakeHypervisor()
     runner = Inline(hypervisor, FakeImages())
     host = Host(hypervisor, runner, GuestData(state / 'metadata'))
-    made = Toy(cloud, compute, hypervisor, host, state, networks)
+    toy_compute = Toy(cloud, compute, hypervisor, host, state, networks)
     try:
-        yield made
+        yield toy_compute
     finally:
         runner.stop()
