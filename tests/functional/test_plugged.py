@@ -1,4 +1,4 @@
-"""Guests whose bridge was gone are plugged in again, on a real libvirt, or the reason is their trouble."""
+"""Test that guests are plugged in again after their bridge was removed, on a real libvirt."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def run(*command: str) -> str:
 
 
 def masters() -> list[str]:
-    """The bridges of the taps there are, '' for none."""
+    """Return the bridge of each tap, '' for a tap without one."""
     taps = sorted(INTERFACES.glob('vnet*'))
-    return [(each / 'master').resolve().name if (each / 'master').exists() else '' for each in taps]
+    return [(tap / 'master').resolve().name if (tap / 'master').exists() else '' for tap in taps]
 
 
 def is_isolated() -> bool:
-    return any(each.read_text() == '1\n' for each in INTERFACES.glob('vnet*/brport/isolated'))
+    return any(flag.read_text() == '1\n' for flag in INTERFACES.glob('vnet*/brport/isolated'))
 
 
 def inside_the_host(state: str, instance: str) -> None:
-    """What ecompute's parent does on its own host."""
+    """Check the reconnection in the host's namespaces, where ecompute's parent process runs."""
     with closing(Libvirt(Path(state))) as hypervisor:
-        looks: queue.Queue[str] = queue.Queue()
-        hypervisor.on_change(str, looks.put)
+        notices: queue.Queue[str] = queue.Queue()
+        hypervisor.on_change(str, notices.put)
 
         def restart_network(bridge: str) -> None:
             edited = re.sub("bridge name='[^']*'", f"bridge name='{bridge}'", run('virsh', 'net-dumpxml', 'default'))
             Path(state, 'network.xml').write_text(edited)
             run('virsh', '-q', 'net-destroy', 'default')
-            assert looks.get(timeout=60) == 'libvirt: network default was started or stopped'
+            assert notices.get(timeout=60) == 'libvirt: network default was started or stopped'
             run('virsh', '-q', 'net-define', f'{state}/network.xml')
             assert masters() == ['', 'br0']
             hypervisor.plug_in()
@@ -54,7 +54,7 @@ def inside_the_host(state: str, instance: str) -> None:
             assert trouble.startswith(f'{UNPLUGGED} (vnet0): ')
             assert trouble.endswith('. Fix: start network default again')
             run('virsh', '-q', 'net-start', 'default')
-            assert looks.get(timeout=60) == 'libvirt: network default was started or stopped'
+            assert notices.get(timeout=60) == 'libvirt: network default was started or stopped'
             hypervisor.plug_in()
             assert hypervisor.guests()[instance].trouble == ''
 
@@ -63,20 +63,21 @@ def inside_the_host(state: str, instance: str) -> None:
         for bridge in ('virbr0', 'virbr7', 'virbr0'):
             restart_network(bridge)
             assert masters() == [bridge, 'br0']
-        # A bridge of the host's, which libvirt has nothing to tell of.
+        # libvirt sends no event for a bridge that the host itself manages.
         run('ip', 'link', 'del', 'br0')
         hypervisor.plug_in()
         assert hypervisor.guests()[instance].trouble.endswith('. Fix: start bridge br0 again')
         run('ip', 'link', 'add', 'br0', 'up', 'type', 'bridge')
         hypervisor.plug_in()
         assert (masters(), hypervisor.guests()[instance].trouble) == (['virbr0', 'br0'], '')
-        # Whoever has put it on another bridge meant that.
+        # A tap that was moved to another bridge manually stays there.
         run('ip', 'link', 'set', 'vnet1', 'master', 'virbr0')
         hypervisor.plug_in()
         assert masters() == ['virbr0', 'virbr0']
 
 
 def inside_the_host_isolated(state: str, instance: str) -> None:
+    """Check inside the host's namespaces that a replugged tap is isolated again."""
     with closing(Libvirt(Path(state))) as hypervisor:
         assert is_isolated()
         run('virsh', '-q', 'net-destroy', 'alone')
@@ -101,14 +102,14 @@ def test_guests_are_on_their_bridges_again_or_their_trouble_says_why(
 def test_guests_that_their_network_keeps_apart_are_kept_apart_again(
     host: LibvirtHost, real: Libvirt, spec: GuestSpec
 ) -> None:
-    alone = "<network><name>alone</name><bridge name='virbr6'/><port isolated='yes'/></network>"
-    (host.root / 'alone.xml').write_text(alone)
-    for words in (['net-define', str(host.root / 'alone.xml')], ['net-start', 'alone']):
-        host.inside(['virsh', '-q', *words])
+    network = "<network><name>alone</name><bridge name='virbr6'/><port isolated='yes'/></network>"
+    (host.root / 'alone.xml').write_text(network)
+    for command in (['net-define', str(host.root / 'alone.xml')], ['net-start', 'alone']):
+        host.inside(['virsh', '-q', *command])
     build(real, replace(spec, networks=(Attachment('network', 'alone'),)))
     try:
         host.call('tests.functional.test_plugged', 'inside_the_host_isolated', spec.instance)
     finally:
         real.destroy(spec.instance, COMPUTE)
-        for word in ('net-destroy', 'net-undefine'):
-            host.inside(['virsh', '-q', word, 'alone'])
+        for command_name in ('net-destroy', 'net-undefine'):
+            host.inside(['virsh', '-q', command_name, 'alone'])

@@ -1,4 +1,4 @@
-"""The pool of workers, its images, and how builds are counted."""
+"""Test the worker pool, its builds that share images, and the number of calls of a build."""
 
 from __future__ import annotations
 
@@ -42,11 +42,9 @@ from tests.functional.toy import Toy
 from tests.kit.image_server import serving
 from tests.kit.servers import PATIENCE, environment, until
 
-# The worker pool with real processes: what becomes of a job whose worker fails, is killed, is cancelled, is orphaned.
+# The worker pool with real processes: jobs whose worker fails, is killed, is cancelled or is orphaned.
 #
-# The workers run the real loop; what they do in it is in stand_in.py. The test's main thread tends, as ecompute's does.
-# Builds of images that are fetched are in test_pool_images.py.
-
+# The workers run the real loop with the jobs of stand_in.py. The test's main thread tends the pool, as ecompute's does.
 
 PARENT = """
 import os, sys
@@ -73,8 +71,8 @@ def gone(pid: int) -> bool:
 
 def test_jobs_are_done_one_after_another_by_the_same_worker(pool: Tended) -> None:
     first, second = job('good'), job('good')
-    done = [pool.hand_in(each) for each in (first, second)]
-    assert [pool.result(each) for each in done] == [ALL, ALL]
+    results = [pool.hand_in(work) for work in (first, second)]
+    assert [pool.result(work) for work in results] == [ALL, ALL]
     assert pool.pid(first) == pool.pid(second) != os.getpid()
     assert pool.guests() == {first.spec.instance, second.spec.instance}
     assert pool.result(pool.hand_in(Destroy(first.spec.instance, COMPUTE))) == []
@@ -84,13 +82,13 @@ def test_jobs_are_done_one_after_another_by_the_same_worker(pool: Tended) -> Non
 def test_stages_are_told_as_they_are_reached(pool: Tended) -> None:
     work = job('good')
     stages = pool.pool.run(work)
-    told: list[News] = []
+    reports: list[News] = []
     reading = ThreadPoolExecutor(1)
     for stage in ALL:
-        next_one = reading.submit(next, stages)
-        pool.tend_until(next_one.done, f'{stage} is told')
-        told.append(next_one.result())
-    assert told == ALL
+        following = reading.submit(next, stages)
+        pool.tend_until(following.done, f'{stage} is told')
+        reports.append(following.result())
+    assert reports == ALL
     reading.shutdown()
 
 
@@ -117,20 +115,20 @@ def test_an_error_nobody_thought_of_fails_the_job_alone(pool: Tended) -> None:
 
 def test_a_killed_worker_s_job_is_told_at_once_and_the_next_is_done(pair: Tended) -> None:
     killed, neighbour = job('stubborn'), job('stubborn')
-    handed, other = pair.hand_in(killed), pair.hand_in(neighbour)
+    killed_result, neighbour_result = pair.hand_in(killed), pair.hand_in(neighbour)
     pid = pair.pid(killed)
     assert pair.pid(neighbour) != pid
     os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
-    error = pair.error(handed)
+    error = pair.error(killed_result)
     assert time.monotonic() - began < PATIENCE * 1.0
     assert isinstance(error, WorkerDied)
     assert 'ended in the middle of it (-9)' in str(error)
-    # A new one took its place, and the neighbour never noticed.
+    # A new worker replaced it, and the other worker was not affected.
     assert pair.result(pair.hand_in(job('good'))) == ALL
-    assert not other.done()
+    assert not neighbour_result.done()
     (pair.directory / 'go').touch()
-    assert pair.result(other) == ALL
+    assert pair.result(neighbour_result) == ALL
 
 
 def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool: Tended) -> None:
@@ -138,7 +136,7 @@ def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool: Tended) ->
     pool.result(pool.hand_in(first))
     pid = pool.pid(first)
     os.kill(pid, signal.SIGKILL)
-    # Noticed at the next tend, whoever has a job by then: a job given to a dead worker would be told to have died.
+    # The next tend notices the death. Without it, the next job would go to the dead worker and fail.
     pool.tend_until(lambda: gone(pid), 'the worker is gone')
     pool.pool.tend(0)
     second = job('good')
@@ -148,14 +146,14 @@ def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool: Tended) ->
 
 def test_kill_after_kill_every_job_is_told(pair: Tended) -> None:
     jobs = [job('waits') for _ in range(6)]
-    handed = [pair.hand_in(each) for each in jobs]
+    handed = [pair.hand_in(queued_job) for queued_job in jobs]
     for work, future in zip(jobs, handed, strict=True):
         os.kill(pair.pid(work), signal.SIGKILL)
         assert isinstance(pair.error(future), WorkerDied)
 
 
 def test_a_signal_that_ends_others_does_not_end_a_worker(pool: Tended) -> None:
-    # Ctrl-C goes to the whole group of the terminal, and SIGHUP when that is closed.
+    # Ctrl-C signals the terminal's whole process group; closing the terminal sends SIGHUP.
     work = job('stubborn')
     handed = pool.hand_in(work)
     pid = pool.pid(work)
@@ -166,59 +164,59 @@ def test_a_signal_that_ends_others_does_not_end_a_worker(pool: Tended) -> None:
 
 
 def test_a_build_that_waits_its_turn_is_cancelled_at_once(pool: Tended) -> None:
-    running, waiting = job('stubborn'), job('good')
-    handed = pool.hand_in(running)
-    pool.pid(running)
-    later = pool.hand_in(waiting)
+    active_job, queued_job = job('stubborn'), job('good')
+    handed = pool.hand_in(active_job)
+    pool.pid(active_job)
+    queued_result = pool.hand_in(queued_job)
     pool.tend_until(lambda: len(pool.pool._waiting) == 1, 'the second job waits')
-    pool.pool.cancel(waiting.spec.instance)
-    assert isinstance(pool.error(later), Cancelled)
+    pool.pool.cancel(queued_job.spec.instance)
+    assert isinstance(pool.error(queued_result), Cancelled)
     (pool.directory / 'go').touch()
     assert pool.result(handed) == ALL
-    assert not (pool.directory / f'{waiting.spec.instance}.pid').exists()
+    assert not (pool.directory / f'{queued_job.spec.instance}.pid').exists()
 
 
 def test_a_running_build_is_cancelled_and_has_undone_itself(pool: Tended) -> None:
     work = job('waits')
     handed = pool.hand_in(work)
     pool.pid(work)
-    for _ in range(3):  # asked again and again, as the planner does
+    for _ in range(3):  # the planner repeats it, too
         pool.pool.cancel(work.spec.instance)
     assert isinstance(pool.error(handed), Cancelled)
     assert pool.guests() == set()
-    # What was meant for one job does not hit the next, of the same instance.
-    again = job('good', work.spec.instance)
-    assert pool.result(pool.hand_in(again)) == ALL
+    # The cancellation does not affect a later job of the same instance.
+    next_job = job('good', work.spec.instance)
+    assert pool.result(pool.hand_in(next_job)) == ALL
 
 
 def test_once_all_builds_are_cancelled_none_begins(pool: Tended) -> None:
-    """Nor one that is handed in later; what is to be destroyed is destroyed."""
-    running, waiting, late = job('waits'), job('good'), job('good')
-    handed = [pool.hand_in(running)]
-    pool.pid(running)
-    handed.append(pool.hand_in(waiting))
+    """Check that destroys are still carried out."""
+    active_job, queued_job, later_job = job('waits'), job('good'), job('good')
+    handed = [pool.hand_in(active_job)]
+    pool.pid(active_job)
+    handed.append(pool.hand_in(queued_job))
     pool.tend_until(lambda: len(pool.pool._waiting) == 1, 'the second job waits')
     pool.pool.cancel(None)
-    handed.append(pool.hand_in(late))
-    assert [type(pool.error(each)) for each in handed] == [Cancelled] * 3
-    assert pool.result(pool.hand_in(Destroy(late.instance, COMPUTE))) == []
+    handed.append(pool.hand_in(later_job))
+    assert [type(pool.error(result)) for result in handed] == [Cancelled] * 3
+    assert pool.result(pool.hand_in(Destroy(later_job.instance, COMPUTE))) == []
 
 
 def test_a_cancel_that_comes_too_late_hits_nobody(pool: Tended) -> None:
-    work, next_one = job('good'), job('waits')
+    work, next_job = job('good'), job('waits')
     assert pool.result(pool.hand_in(work)) == ALL
     pool.pool.cancel(work.spec.instance)
     pool.pool.cancel(str(uuid.uuid4()))
-    handed = pool.hand_in(next_one)
-    pool.pid(next_one)
+    handed = pool.hand_in(next_job)
+    pool.pid(next_job)
     (pool.directory / 'go').touch()
     assert pool.result(handed) == ALL
 
 
 def test_a_destroy_waits_for_no_build_and_is_never_cancelled(pool: Tended) -> None:
-    running, instance = job('stubborn'), str(uuid.uuid4())
-    handed = pool.hand_in(running)
-    pool.pid(running)
+    build, instance = job('stubborn'), str(uuid.uuid4())
+    handed = pool.hand_in(build)
+    pool.pid(build)
     destroying = pool.hand_in(Destroy(instance, COMPUTE))
     pool.pool.cancel(instance)
     assert pool.result(destroying) == []
@@ -239,10 +237,10 @@ def test_wake_ends_a_tend(pool: Tended) -> None:
 def test_stop_ends_all_workers(tmp_path: Path) -> None:
     tended = Tended(tmp_path, 2)
     jobs = [job('good'), job('good')]
-    for handed in [tended.hand_in(each) for each in jobs]:
+    for handed in [tended.hand_in(process) for process in jobs]:
         tended.result(handed)
     workers = psutil.Process().children()
-    pids = [each.pid for each in workers if 'spawn_main' in ' '.join(each.cmdline())]
+    pids = [process.pid for process in workers if 'spawn_main' in ' '.join(process.cmdline())]
     assert len(pids) == 3, 'two, and one for destroys'
     tended.close()
     assert all(gone(pid) for pid in pids)
@@ -284,10 +282,10 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def _workers(parent: int) -> list[int]:
     children = psutil.Process(parent).children(recursive=True)
-    return [each.pid for each in children if 'spawn_main' in ' '.join(each.cmdline())]
+    return [process.pid for process in children if 'spawn_main' in ' '.join(process.cmdline())]
 
 
-# Without processes
+# The pool without processes
 
 
 def test_pretended_jobs_run_where_they_are_asked_for() -> None:
@@ -320,47 +318,52 @@ def test_once_all_pretended_builds_are_cancelled_none_begins() -> None:
 
 
 def test_ends_go_side_by_side(pool: Tended) -> None:
-    """What holds up one end, as a QEMU that takes its time, holds up no other: nor do four."""
-    locks, held = InstanceLocks(pool.directory), [str(uuid.uuid4()) for _ in range(4)]
+    """Check four blocked destroys, which stand for a QEMU that is slow to end."""
+    locks, instances = InstanceLocks(pool.directory), [str(uuid.uuid4()) for _ in range(4)]
     with ExitStack() as holding:
-        for each in held:
-            holding.enter_context(locks.held(each, lambda: None))
-        waiting = [pool.hand_in(Destroy(each, COMPUTE)) for each in held]
+        for instance in instances:
+            holding.enter_context(locks.held(instance, lambda: None))
+        waiting = [pool.hand_in(Destroy(instance, COMPUTE)) for instance in instances]
         assert pool.result(pool.hand_in(Destroy(str(uuid.uuid4()), COMPUTE))) == []
-        assert not any(each.done() for each in waiting)
-    assert [pool.result(each) for each in waiting] == [[]] * 4
+        assert not any(future.done() for future in waiting)
+    assert [pool.result(future) for future in waiting] == [[]] * 4
 
 
 def test_a_worker_killed_amid_several_ends_fails_them_all(pool: Tended) -> None:
-    locks, held = InstanceLocks(pool.directory), [str(uuid.uuid4()) for _ in range(3)]
+    locks, instances = InstanceLocks(pool.directory), [str(uuid.uuid4()) for _ in range(3)]
     with ExitStack() as holding:
-        for each in held:
-            holding.enter_context(locks.held(each, lambda: None))
-        waiting = [pool.hand_in(Destroy(each, COMPUTE)) for each in held]
-        pool.tend_until(lambda: sum(len(each.tickets) for each in pool.pool._workers) == 3, 'all are in work')
+        for instance in instances:
+            holding.enter_context(locks.held(instance, lambda: None))
+        waiting = [pool.hand_in(Destroy(instance, COMPUTE)) for instance in instances]
+        pool.tend_until(
+            lambda: sum(len(pool_worker.tickets) for pool_worker in pool.pool._workers) == 3, 'all are in work'
+        )
         for worker in list(pool.pool._workers):
             assert worker.process.pid is not None
             os.kill(worker.process.pid, signal.SIGKILL)
-        assert [type(pool.error(each)) for each in waiting] == [WorkerDied] * 3
-    assert pool.result(pool.hand_in(Destroy(held[0], COMPUTE))) == []
+        assert [type(pool.error(future)) for future in waiting] == [WorkerDied] * 3
+    assert pool.result(pool.hand_in(Destroy(instances[0], COMPUTE))) == []
 
 
 def test_a_frozen_worker_is_not_waited_for_however_large_its_job(pair: Tended) -> None:
-    """A seed may be larger than what a pipe holds; whoever hands jobs in, or cancels one, is not held up either."""
+    """Check a seed that exceeds the pipe's buffer: handing in and cancelling must not block."""
     first, second, last = (pair.hand_in(job('good')) for _ in range(3))
-    for each in (first, second, last):
-        pair.result(each)
+    for future in (first, second, last):
+        pair.result(future)
     frozen = [worker.process.pid for worker in pair.pool._workers if not worker.ends_only]
     for pid in frozen:
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
     large = [job('good') for _ in frozen]
     handed = [
-        pair.hand_in(Build(replace(each.spec, seed={'user-data': os.urandom(2**21)}), each.image)) for each in large
+        pair.hand_in(Build(replace(large_job.spec, seed={'user-data': os.urandom(2**21)}), large_job.image))
+        for large_job in large
     ]
-    pair.tend_until(lambda: all(each.tickets for each in pair.pool._workers if not each.ends_only), 'both have a job')
-    gone = str(uuid.uuid4())
-    assert pair.result(pair.hand_in(Destroy(gone, COMPUTE))) == [], 'others work'
+    pair.tend_until(
+        lambda: all(worker.tickets for worker in pair.pool._workers if not worker.ends_only), 'both have a job'
+    )
+    destroyed = str(uuid.uuid4())
+    assert pair.result(pair.hand_in(Destroy(destroyed, COMPUTE))) == [], 'others work'
     pair.pool.cancel(large[0].instance)
     for pid in frozen:
         assert pid is not None
@@ -373,7 +376,7 @@ def test_a_frozen_worker_is_not_waited_for_however_large_its_job(pair: Tended) -
 def test_a_worker_that_cannot_be_started_is_tried_again(
     pool: Tended, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    """As where a limit is reached for a while: said once."""
+    """Check a temporary limit on processes; it is logged once."""
     real, failures = SpawnProcess.start, [error] * 3
 
     def start(process: SpawnProcess) -> None:
@@ -390,7 +393,7 @@ def test_a_worker_that_cannot_be_started_is_tried_again(
     assert caplog.text.count('a worker cannot be started') == 1
 
 
-# The worker pool and images: who waits for a download, who does not, and what becomes of those that wait.
+# The worker pool and images: builds that wait for a download, and builds that need not wait.
 
 
 HOLDER = """
@@ -405,7 +408,7 @@ with InstanceLocks(Path(sys.argv[1])).held(sys.argv[2], lambda: None):
 
 
 def fetching(tended: Tended, word: str, count: int) -> list[Future[list[News]]]:
-    """`count` builds of one image, of which one worker is fetching it and all others wait."""
+    """Hand in `count` builds of one image: one worker fetches it, and the other builds wait."""
     handed = [tended.hand_in(same(word)) for _ in range(count)]
     tended.tend_until((tended.directory / f'{word}.pid').exists, 'somebody fetches it')
     tended.tend_until(lambda: len(tended.pool._waiting) == count - 1, 'the others wait')
@@ -415,58 +418,57 @@ def fetching(tended: Tended, word: str, count: int) -> list[Future[list[News]]]:
 def test_builds_that_wait_for_one_image_keep_no_other_build_waiting(pair: Tended) -> None:
     handed = fetching(pair, 'comes', 5)
     (pair.directory / 'comes.pid').unlink()
-    # There are two workers, and another image is fetched beside it.
+    # There are two workers, so another image can be fetched concurrently.
     assert pair.result(pair.hand_in(job('good'))) == ALL
     assert pair.result(pair.hand_in(same('good'))) == ALL
     assert not (pair.directory / 'comes.pid').exists()
     (pair.directory / 'go').touch()
-    for each in handed:
-        told = pair.result(each)
-        assert told[0] == Progress('image', 34, 600), 'also those that wait are told how far it is'
-        assert [news for news in told if not isinstance(news, Progress)] == ALL
+    for future in handed:
+        reports = pair.result(future)
+        assert reports[0] == Progress('image', 34, 600), 'also those that wait are told how far it is'
+        assert [news for news in reports if not isinstance(news, Progress)] == ALL
 
 
 def test_downloads_keep_no_build_of_what_is_here_waiting(pair: Tended, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that drip, and there are two workers: others take their places, and go again when the two are back."""
+    """Check that both workers get replacements until their downloads are finished."""
     monkeypatch.setattr('ecomp.agent.instance.pool.MOST_LENT', 8)
     drips = [job('comes'), job('comes')]
-    handed = [pair.hand_in(each) for each in drips]
-    busy = {pair.pid(each) for each in drips}
+    handed = [pair.hand_in(drip) for drip in drips]
+    busy = {pair.pid(drip) for drip in drips}
     for _ in range(3):
         work = job('good')
         assert pair.result(pair.hand_in(work)) == ALL
         assert pair.pid(work) not in busy
-    assert not any(each.done() for each in handed)
+    assert not any(future.done() for future in handed)
     assert len(pair.pool._workers) <= 3 + len(drips)
     (pair.directory / 'go').touch()
-    for each in handed:
-        assert pair.result(each)[-3:] == ALL
+    for future in handed:
+        assert pair.result(future)[-3:] == ALL
     pair.tend_until(lambda: len(pair.pool._workers) == 3, 'there are as many as before')
     pair.tend_until(lambda: not pair.pool._dismissed, 'the others have ended')
-    assert len([each for each in pair.pool._workers if each.ends_only]) == 1
+    assert len([worker for worker in pair.pool._workers if worker.ends_only]) == 1
 
 
 def test_a_cached_image_is_built_while_servers_drip(tmp_path: Path) -> None:
-    """The same with the real cache, and a server that does so."""
+    """Check slow downloads with the real image cache and a slow server."""
     tended = Tended(tmp_path, 2, stand_in.downloading)
     with serving(b'\0' * 510 + b'\x55\xaa') as web:
         cached = replace(job('good'), image=web.url + 'good')
-        assert [each for each in tended.result(tended.hand_in(cached)) if isinstance(each, str)] == ALL
+        assert [news for news in tended.result(tended.hand_in(cached)) if isinstance(news, str)] == ALL
         drips = [replace(job('drip'), image=f'{web.url}drip?{number}') for number in range(2)]
-        handed = [tended.hand_in(each) for each in drips]
+        handed = [tended.hand_in(drip) for drip in drips]
         tended.tend_until(lambda: web.asked.count('drip') == 2, 'both drip')
-        again = replace(job('good'), image=web.url + 'good')
-        assert [each for each in tended.result(tended.hand_in(again)) if isinstance(each, str)] == ALL
-        assert not any(each.done() for each in handed)
-        for each in drips:
-            tended.pool.cancel(each.instance)
-        assert [type(tended.error(each)) for each in handed] == [Cancelled, Cancelled]
-        assert tended.guests() == {cached.instance, again.instance}
+        repeated = replace(job('good'), image=web.url + 'good')
+        assert [news for news in tended.result(tended.hand_in(repeated)) if isinstance(news, str)] == ALL
+        assert not any(future.done() for future in handed)
+        for drip in drips:
+            tended.pool.cancel(drip.instance)
+        assert [type(tended.error(future)) for future in handed] == [Cancelled, Cancelled]
+        assert tended.guests() == {cached.instance, repeated.instance}
         tended.close()
 
 
 def test_many_builds_of_a_cached_image_ask_its_server_once(tmp_path: Path) -> None:
-    """One after the other they waited for a server that takes its time, each for an answer of its own."""
     tended = Tended(tmp_path, 2, stand_in.downloading)
     with serving(b'\0' * 510 + b'\x55\xaa') as web:
         web.says = {'etag': '"1"'}
@@ -474,8 +476,8 @@ def test_many_builds_of_a_cached_image_ask_its_server_once(tmp_path: Path) -> No
             before = web.asked.count('good')
             handed = [tended.hand_in(replace(same('good'), image=web.url + 'good')) for _ in range(count)]
             until(lambda all_of_them=count: len(tended.pool._waiting) == all_of_them, 20, 'all are handed in')
-            for each in handed:
-                assert [news for news in tended.result(each) if isinstance(news, str)] == ALL
+            for future in handed:
+                assert [news for news in tended.result(future) if isinstance(news, str)] == ALL
         assert web.asked.count('good') == before + 1
         tended.close()
 
@@ -483,23 +485,23 @@ def test_many_builds_of_a_cached_image_ask_its_server_once(tmp_path: Path) -> No
 def test_so_many_downloads_have_workers_and_no_more(pair: Tended, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('ecomp.agent.instance.pool.MOST_LENT', 1)
     drips = [job('comes') for _ in range(4)]
-    handed = [pair.hand_in(each) for each in drips]
-    for each in drips[:3]:
-        pair.pid(each)
+    handed = [pair.hand_in(drip) for drip in drips]
+    for drip in drips[:3]:
+        pair.pid(drip)
     assert len(pair.pool._workers) == 3 + 1
     assert pair.result(pair.hand_in(Destroy(str(uuid.uuid4()), COMPUTE))) == []
     assert not (pair.directory / f'{drips[3].instance}.pid').exists()
     (pair.directory / 'go').touch()
-    for each in handed:
-        assert pair.result(each)[-3:] == ALL
+    for future in handed:
+        assert pair.result(future)[-3:] == ALL
 
 
 def test_why_an_image_cannot_be_had_is_told_to_all_who_wait_for_it(pair: Tended) -> None:
     handed = fetching(pair, 'stalls', 5)
     (pair.directory / 'stalls.pid').unlink()
     (pair.directory / 'go').touch()
-    for each in handed:
-        error = pair.error(each)
+    for future in handed:
+        error = pair.error(future)
         assert isinstance(error, BuildFailed)
         assert (error.stage, error.reason) == ('image', 'it was told to, later')
     assert not (pair.directory / 'stalls.pid').exists(), 'nobody has tried again'
@@ -514,8 +516,8 @@ def test_a_killed_fetch_is_another_s_turn(pair: Tended) -> None:
     os.kill(pid, signal.SIGKILL)
     pair.tend_until(path.exists, 'somebody else fetches it')
     (pair.directory / 'go').touch()
-    outcomes = [pair.error(each) for each in handed]
-    assert sorted(type(each).__name__ for each in outcomes) == ['NoneType', 'NoneType', 'WorkerDied']
+    outcomes = [pair.error(future) for future in handed]
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ['NoneType', 'NoneType', 'WorkerDied']
 
 
 def test_a_build_that_waits_for_its_image_is_cancelled_at_once(pair: Tended) -> None:
@@ -531,13 +533,13 @@ def test_a_build_that_waits_for_its_image_is_cancelled_at_once(pair: Tended) -> 
 
 
 def test_a_build_kept_waiting_by_another_process_keeps_nobody_from_its_image(pair: Tended) -> None:
-    kept = same('good')
+    blocked = same('good')
     with subprocess.Popen(
-        [sys.executable, '-c', HOLDER, str(pair.directory), kept.instance], env=environment(), stdout=subprocess.PIPE
+        [sys.executable, '-c', HOLDER, str(pair.directory), blocked.instance], env=environment(), stdout=subprocess.PIPE
     ) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        waiting = pair.hand_in(kept)
+        waiting = pair.hand_in(blocked)
         pair.tend_until(lambda: not pair.pool._waiting, 'a worker has it')
         assert pair.result(pair.hand_in(same('good'))) == ALL
         assert not waiting.done()
@@ -545,13 +547,13 @@ def test_a_build_kept_waiting_by_another_process_keeps_nobody_from_its_image(pai
     assert pair.result(waiting) == ALL
 
 
-# What a set, a build and a destroy cost, exactly: questions to placement, operations at etcd.
+# The exact number of calls to placement and etcd of a set, a build and a destroy.
 #
-# A figure here is changed with what makes it cheaper or dearer, and with the reason in the commit.
+# Change a number here together with the code that changes it, and give the reason in the commit.
 
 
+# Each call of one of these methods is one call to etcd.
 ETCD = ('get', 'read', 'snapshot', 'count', 'revision', 'commit', 'grant', 'keep_alive', 'revoke')
-"""What asks etcd, once each."""
 
 
 def said(name: str, *_: object) -> str:
@@ -560,7 +562,7 @@ def said(name: str, *_: object) -> str:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each thing was asked since the counter was cleared: `etcd get`, `placement PUT /allocations`."""
+    """Provide a counter of calls, with keys like `etcd get` and `placement PUT /allocations`."""
     counts: Counter[str] = Counter()
     lock = threading.Lock()
 
@@ -583,12 +585,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def carried_out(one: Toy, asked: Counter[str]) -> Counter[str]:
-    """What was asked for what is to be done now, planning left out: that is once for all there is."""
+    """Carry out the due tasks, and return the number of calls.
+
+    Planning is not counted: one step plans all instances together.
+    """
     work = one.planned()
     asked.clear()
-    for each in work:
-        one.planner.begin(each)
-        one.planner.carry_out(each)
+    for task in work:
+        one.planner.begin(task)
+        one.planner.carry_out(task)
     assert work
     return Counter(asked)
 
@@ -596,17 +601,17 @@ def carried_out(one: Toy, asked: Counter[str]) -> Counter[str]:
 @pytest.mark.parametrize(('count', 'claims'), [(BLOCK, 1), (2 * BLOCK, 2)])
 def test_a_set_asks_this_much(cloud: Cloud, asked: Counter[str], count: int, claims: int) -> None:
     computes = {cloud.compute(VCPU=16, MEMORY_MB=1024, DISK_GB=16) for _ in range(10)}
-    aggregate = new()  # of these alone: others' computes are in the same placement
-    for each in computes:
-        path = f'/resource_providers/{each}'
+    aggregate = new()  # only these: other tests' computes are in the same placement
+    for compute in computes:
+        path = f'/resource_providers/{compute}'
         body = {'aggregates': [aggregate], 'resource_provider_generation': cloud.placement.get(path)['generation']}
         cloud.placement.write('PUT', f'{path}/aggregates', body)
-    who = {'user_id': 'a', 'project_id': 'b', 'count': count, 'minimum': count}
-    wanted = SetOrder(new(), query=f'{RESOURCES}&member_of={aggregate}', image=IMAGE, **who)
+    owner_and_size = {'user_id': 'a', 'project_id': 'b', 'count': count, 'minimum': count}
+    order = SetOrder(new(), query=f'{RESOURCES}&member_of={aggregate}', image=IMAGE, **owner_and_size)
     asked.clear()
-    placed = cloud.create_all(wanted)
-    assert Counter(each.compute for each in placed.values()) == dict.fromkeys(computes, count // 10)
-    # The quota, a lease, the attempt, the computes, who else is at it, the quota once more, the delivery, the lease.
+    placed = cloud.create_all(order)
+    assert Counter(outcome.compute for outcome in placed.values()) == dict.fromkeys(computes, count // 10)
+    # In order: quota, lease, attempt, computes, other attempts, quota again, delivery, lease.
     assert asked == {
         **{'placement GET /allocation_candidates': 1, 'placement POST /allocations': claims},
         **{'etcd get': 2, 'etcd grant': 1, 'etcd snapshot': 2, 'etcd commit': 2, 'etcd revoke': 1},
@@ -615,12 +620,12 @@ def test_a_set_asks_this_much(cloud: Cloud, asked: Counter[str], count: int, cla
 
 def test_a_build_and_a_destroy_ask_this_much(one: Toy, cloud: Cloud, asked: Counter[str]) -> None:
     instance = one.place()
-    # Rule 2's question; the record: there is none, building with its addresses, its image, its disk, active.
+    # Rule 2: one query for the claim. The record: missing, then building with addresses, image, disk, active.
     assert carried_out(one, asked) == {'placement GET /allocations': 1, 'etcd read': 1, 'etcd commit': 4}
     assert one.record(instance).state == 'active'
     tombstone = Request(instance, {}, image=None, user_id='me', project_id='us')
     assert cloud.store.commit([], [Put(keys.request(one.compute, instance), to_json(tombstone))])
-    # The claim's generation and its release; the record: destroying, and gone, on a lease; its project's quota.
+    # The claim's generation and release; records: destroying, then gone on a lease; the project's quota.
     assert carried_out(one, asked) == {
         **{'placement GET /allocations': 1, 'placement PUT /allocations': 1},
         **{'etcd get': 1, 'etcd grant': 1, 'etcd commit': 2},
@@ -639,6 +644,6 @@ def test_records_that_are_read_again_ask_once_for_all_of_them(one: Toy, cloud: C
     cloud.store.commit([], [Delete(keys.record(one.compute, removed))])
     one.planner.recheck()
     asked.clear()
-    # It is as if nothing of it had been written: so it is written again.
+    # The deleted record counts as never written, so the build writes it again.
     assert one.step() == [f'build {removed}']
     assert one.record(removed).state == ACTIVE
