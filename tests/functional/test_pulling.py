@@ -1,4 +1,4 @@
-"""What a compute takes from the queues, step by step, on real etcd and placement: without its thread, or its clock."""
+"""Test step by step how a compute takes requests from queues, without its thread and clock."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 pytestmark = pytest.mark.fast
 
 ROOM = {'VCPU': 2, 'MEMORY_MB': 512, 'DISK_GB': 10}
+# The room of one small instance.
 ONE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
-"""A compute with room for one small guest."""
 
 
 class Compute:
-    """One that takes from one flavor's queue, when it is told to."""
+    """A compute that takes from one flavor's queue when the test steps it."""
 
     def __init__(self, cloud: Cloud, flavor: Flavor, **totals: int) -> None:
-        self.cloud, self.flavor = cloud, flavor
+        self.cloud = cloud
+        self.flavor = flavor
         self.uuid = cloud.compute(**totals)
         lease = cloud.store.grant(60)
         control = ControlPlane(self.uuid, cloud.store, cloud.placement, lambda: '2026-11-21T09:00:00.000Z')
@@ -44,7 +45,7 @@ class Compute:
         self.puller = Puller(self.taker, self.offers, lambda: True, None, 0, set)
 
     def put(self, project: str = 'p', group: Membership | None = None) -> str:
-        """One more waits, as any client may have put it; the instance."""
+        """Queue one more instance, as any client may have written it, and return its uuid."""
         waiting = QueueEntry(
             new(),
             self.flavor,
@@ -58,27 +59,27 @@ class Compute:
         return waiting.instance
 
     def place(self, instance: str) -> Place:
-        """Where it waits."""
+        """Return the place of an instance in the queue."""
         assert self.offers.backlog is not None
         return self.offers.backlog.places[keys.queue(self.flavor.name, instance)]
 
     def hear(self) -> bool:
-        """As its followers would say it: what is asked of it, and what waits. Whether it is worth a step."""
-        told = self.puller.on_hosts(self.cloud.store.snapshot(keys.request_prefix(self.uuid)).entries)
-        nudged: list[str] = []
-        self.offers.add(self.uuid, nudged.append)
+        """Process the current requests and queue entries, and return whether a step is due."""
+        has_changed = self.puller.on_hosts(self.cloud.store.snapshot(keys.request_prefix(self.uuid)).entries)
+        wake_ups: list[str] = []
+        self.offers.add(self.uuid, wake_ups.append)
         self.offers.on_queues(self.cloud.store.snapshot(f'{keys.QUEUES}{self.flavor.name}/').entries)
-        return told or bool(nudged)
+        return has_changed or bool(wake_ups)
 
     def step(self) -> None:
-        """Take what fits, without letting others go first for more than a moment."""
+        """Take what fits, and give way to other computes only for a moment."""
         wake = self.puller.step()
         while self.puller._next_take:
             threading.Event().wait(wake)
             wake = self.puller.step()
 
     def goes_on(self) -> None:
-        """So much later that nothing it has been at is passed over."""
+        """Step as if all back-offs had elapsed."""
         self.puller.delays.clear()
         self.hear()
         self.step()
@@ -96,44 +97,43 @@ class Compute:
         return {keys.last(key) for key in self.cloud.etcd.keys(keys.request_prefix(self.uuid))}
 
 
-# What a dead attempt of its own holds
+# Claims of the compute's own dead attempt
 
 
 def test_a_dead_attempt_s_claim_is_released_although_it_heard_of_other_things_first(
     cloud: Cloud, flavor: Flavor
 ) -> None:
-    """Killed with its claim and started again, with other instances here, before its queues are listed."""
-    one = Compute(cloud, flavor, **ONE)
-    instance = one.put()
-    allocations.claim_once(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
-    other = keys.request(one.uuid, new())
-    cloud.etcd.put(other, '{}')
-    assert one.puller.on_hosts(cloud.store.snapshot(keys.request_prefix(one.uuid)).entries)
-    one.step()
-    cloud.etcd.delete(other)
-    one.hear()
-    one.step()
-    assert (one.taken, one.waiting) == ({instance}, set())
+    """Check a restarted compute that reads others' requests before its queues."""
+    compute = Compute(cloud, flavor, **ONE)
+    instance = compute.put()
+    allocations.claim_once(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
+    other_request = keys.request(compute.uuid, new())
+    cloud.etcd.put(other_request, '{}')
+    assert compute.puller.on_hosts(cloud.store.snapshot(keys.request_prefix(compute.uuid)).entries)
+    compute.step()
+    cloud.etcd.delete(other_request)
+    compute.hear()
+    compute.step()
+    assert (compute.taken, compute.waiting) == ({instance}, set())
 
 
 def test_a_dead_attempt_s_claim_is_released_although_another_compute_was_at_it(cloud: Cloud, flavor: Flavor) -> None:
-    """That one gave it back before it claimed anything."""
-    one = Compute(cloud, flavor, **ONE)
-    instance = one.put()
-    allocations.claim_once(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
+    compute = Compute(cloud, flavor, **ONE)
+    instance = compute.put()
+    allocations.claim_once(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
     mark = keys.taker(keys.queue(flavor.name, instance))
     cloud.etcd.put(mark, mark_to_json(new()))
-    one.hear()
-    one.step()
-    assert one.holds == {instance}, 'it is the other one to move'
+    compute.hear()
+    compute.step()
+    assert compute.holds == {instance}, 'it is the other one to move'
     cloud.etcd.delete(mark)
-    assert one.hear()
-    one.puller._look_at = 0.0  # a minute later
-    one.step()
-    assert (one.taken, one.waiting) == ({instance}, set())
+    assert compute.hear()
+    compute.puller._look_at = 0.0  # a minute later
+    compute.step()
+    assert (compute.taken, compute.waiting) == ({instance}, set())
 
 
-# What placement refuses
+# Refusals by placement
 
 
 def record(cloud: Cloud, instance: str) -> Record:
@@ -143,51 +143,51 @@ def record(cloud: Cloud, instance: str) -> Record:
 
 
 def test_one_that_placement_refuses_ends_in_error_and_the_others_are_taken(cloud: Cloud, flavor: Flavor) -> None:
-    """Its project's id is too long for placement: no eschedule of ours has put it there."""
-    one = Compute(cloud, flavor)
-    poison, good = one.put('p' * 300), one.put()
-    one.hear()
-    one.step()
-    assert (one.taken, one.waiting) == ({good}, {poison}), 'it may be that placement lost its provider'
-    one.goes_on()
-    assert one.waiting == set()
-    found = record(cloud, poison)
-    assert (found.state, found.compute, found.project_id) == (ERROR, one.uuid, 'p' * 300)
-    assert found.error is not None
-    assert found.error.stage == 'scheduled'
-    assert 'placement refuses its claim' in found.error.reason
-    assert one.holds == {good}
-    # And its record goes as that of any other that failed.
+    """Check a project id that is too long for placement, which no eschedule would have queued."""
+    compute = Compute(cloud, flavor)
+    poison, good = compute.put('p' * 300), compute.put()
+    compute.hear()
+    compute.step()
+    assert (compute.taken, compute.waiting) == ({good}, {poison}), 'it may be that placement lost its provider'
+    compute.goes_on()
+    assert compute.waiting == set()
+    failed = record(cloud, poison)
+    assert (failed.state, failed.compute, failed.project_id) == (ERROR, compute.uuid, 'p' * 300)
+    assert failed.error is not None
+    assert failed.error.stage == 'scheduled'
+    assert 'placement refuses its claim' in failed.error.reason
+    assert compute.holds == {good}
+    # Its record is removed like that of any other failed instance.
     assert destroy(cloud.store, poison)
     assert cloud.etcd.record(poison) is None
 
 
 def test_a_provider_that_placement_lost_is_no_request_s_fault(cloud: Cloud, flavor: Flavor) -> None:
-    """It answers 400 to that as well; it has the same room when it is back."""
-    one = Compute(cloud, flavor)
-    one.goes_on()
-    instance = one.put()
-    one.hear()
+    """Check that HTTP 400 for a missing provider keeps the request until the provider is back."""
+    compute = Compute(cloud, flavor)
+    compute.goes_on()
+    instance = compute.put()
+    compute.hear()
     for path in ('/inventories', ''):
-        cloud.server.call('DELETE', f'/resource_providers/{one.uuid}{path}')
-    one.puller._on_refusal(one.place(instance), 'no such provider')
-    one.goes_on()
-    assert one.waiting == {instance}, 'it fits nowhere now'
-    cloud.server.call('POST', '/resource_providers', {'uuid': one.uuid, 'name': one.uuid})
+        cloud.server.call('DELETE', f'/resource_providers/{compute.uuid}{path}')
+    compute.puller._on_refusal(compute.place(instance), 'no such provider')
+    compute.goes_on()
+    assert compute.waiting == {instance}, 'it fits nowhere now'
+    cloud.server.call('POST', '/resource_providers', {'uuid': compute.uuid, 'name': compute.uuid})
     room = {name: {'total': amount} for name, amount in ROOM.items()}
     inventories = {'resource_provider_generation': 0, 'inventories': room}
-    cloud.server.call('PUT', f'/resource_providers/{one.uuid}/inventories', inventories)
-    one.puller._look_at = 0.0  # a minute later
-    one.goes_on()
-    assert (one.taken, one.waiting) == ({instance}, set())
+    cloud.server.call('PUT', f'/resource_providers/{compute.uuid}/inventories', inventories)
+    compute.puller._look_at = 0.0  # a minute later
+    compute.goes_on()
+    assert (compute.taken, compute.waiting) == ({instance}, set())
 
 
 def test_a_flavor_that_placement_had_no_room_for_is_tried_again_later(
     cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = Compute(cloud, flavor)
-    instance = one.put()
-    one.hear()
+    compute = Compute(cloud, flavor)
+    instance = compute.put()
+    compute.hear()
     real, refusals = Taker.take, [NoCapacity('just now')]
 
     def take(taker: Taker, *words: Any) -> bool:
@@ -196,44 +196,49 @@ def test_a_flavor_that_placement_had_no_room_for_is_tried_again_later(
         return real(taker, *words)
 
     monkeypatch.setattr(Taker, 'take', take)
-    one.step()
-    one.goes_on()
-    assert one.waiting == {instance}, 'nothing has changed since'
-    one.puller._refused = {query: (room, 0.0) for query, (room, _) in one.puller._refused.items()}  # a minute later
-    one.goes_on()
-    assert one.taken == {instance}
+    compute.step()
+    compute.goes_on()
+    assert compute.waiting == {instance}, 'nothing has changed since'
+    # A minute later.
+    compute.puller._refused = {query: (room, 0.0) for query, (room, _) in compute.puller._refused.items()}
+    compute.goes_on()
+    assert compute.taken == {instance}
 
 
 @pytest.mark.parametrize(('takers', 'among'), [(1, [1, 1, 1]), (3, [1, 2, 3]), (1000, [1, 2, 4])])
 def test_who_finds_that_others_were_faster_chooses_among_more_and_afresh_once_nothing_waits(
     cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch, takers: int, among: list[int]
 ) -> None:
-    """Of a thousand that all wait for the oldest one, each that is taken would have all of them choose anew."""
-    one = Compute(cloud, flavor, VCPU=8, MEMORY_MB=1024, DISK_GB=10)
+    """Check that losers of a race do not all try the same next request.
+
+    Otherwise a thousand computes would all wait for the oldest request, and choose again whenever one is taken.
+    """
+    compute = Compute(cloud, flavor, VCPU=8, MEMORY_MB=1024, DISK_GB=10)
     chosen: list[tuple[int, Place]] = []
     real = pulling.queue.next_of
 
     def next_of(places: Any, takes: Any, passed_over: Any, among: int, rng: Any) -> Place | None:
-        found: Place | None = real(places, takes, passed_over, among, rng)
-        chosen.extend([(among, found)] if found is not None else [])
-        return found
+        choice: Place | None = real(places, takes, passed_over, among, rng)
+        chosen.extend([(among, choice)] if choice is not None else [])
+        return choice
 
     monkeypatch.setattr(pulling.queue, 'next_of', next_of)
     for _ in range(2):
         for _ in range(3):
-            one.put()
-        one.offers = one.puller.offers = Offers(lambda _: None)  # what waits when a queue is first read is everybody's
-        alive = (Entry(keys.compute(each), b'{"queues": true}', 1, 1) for each in (new() for _ in range(takers)))
-        one.offers.on_computes({each.key: each for each in alive})
-        one.hear()
+            compute.put()
+        # Requests that wait when a queue is first read are open to all computes.
+        compute.offers = compute.puller.offers = Offers(lambda _: None)
+        alive = (Entry(keys.compute(uuid), b'{"queues": true}', 1, 1) for uuid in (new() for _ in range(takers)))
+        compute.offers.on_computes({entry.key: entry for entry in alive})
+        compute.hear()
         for _ in range(3):
-            assert one.puller.step() < 3
-            assert one.puller._next_take
-            cloud.etcd.delete(chosen[-1][1].waiting.key)  # another one takes it first
-            one.hear()
-        one.step()
-        assert one.holds == set()
-    assert [each for each, _ in chosen] == among * 2
+            assert compute.puller.step() < 3
+            assert compute.puller._next_take
+            cloud.etcd.delete(chosen[-1][1].waiting.key)  # another compute takes it first
+            compute.hear()
+        compute.step()
+        assert compute.holds == set()
+    assert [candidate_count for candidate_count, _ in chosen] == among * 2
 
 
 # Groups
@@ -241,122 +246,125 @@ def test_who_finds_that_others_were_faster_chooses_among_more_and_afresh_once_no
 
 @pytest.fixture
 def grouped(cloud: Cloud) -> Iterator[Callable[[str, str], str]]:
-    """Make a strict group of this policy with a member on this compute; its name."""
-    made: list[str] = []
+    """Provide a function that makes a strict group with a member on a compute.
+
+    The function returns the group's name.
+    """
+    names: list[str] = []
 
     def make(policy: str, compute: str) -> str:
         name = f'g{new()[:8]}'
         cloud.etcd.put(keys.group(name), group_to_json(Group(name, policy, True, {new(): compute})))
-        made.append(name)
+        names.append(name)
         return name
 
     yield make
-    for name in made:
+    for name in names:
         cloud.etcd.delete(keys.group(name))
 
 
 def test_groups_that_allow_nothing_here_are_read_together_and_ever_more_seldom(
     cloud: Cloud, flavor: Flavor, grouped: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand idle computes read forty groups each, one by one, every five seconds."""
-    one = Compute(cloud, flavor, VCPU=8, MEMORY_MB=1024, DISK_GB=10)
+    """Check the load: a thousand idle computes once read forty groups each, every five seconds."""
+    compute = Compute(cloud, flavor, VCPU=8, MEMORY_MB=1024, DISK_GB=10)
     groups = [grouped('affinity', new()) for _ in range(20)]
-    instances = [one.put(group=Membership(each, 'affinity', True)) for each in groups]
+    instances = [compute.put(group=Membership(name, 'affinity', True)) for name in groups]
     read: list[str] = []
-    get, several = cloud.store.get, cloud.store.read
+    get, read_many = cloud.store.get, cloud.store.read
     monkeypatch.setattr(cloud.store, 'get', lambda key: (read.append(key), get(key))[1])
-    monkeypatch.setattr(cloud.store, 'read', lambda wanted: (read.append('several'), several(wanted))[1])
-    one.hear()
+    monkeypatch.setattr(cloud.store, 'read', lambda wanted: (read.append('several'), read_many(wanted))[1])
+    compute.hear()
     pauses = []
     for _ in range(5):
         read.clear()
         began = time.monotonic()
-        one.puller.step()
+        compute.puller.step()
         assert len(read) == 2, read
-        left = one.puller.delays.put_off_now(began)
-        assert left.keys() == set(instances)
-        pauses.append(min(left.values()) - began)
-        one.puller.delays.clear()  # a pause later
-    for pause, most in zip(pauses, (5, 10, 20, 30, 30), strict=True):
-        assert 0.8 * most <= pause <= most + 1
-    # The first group whose member has gone lets it in at the next look, and the others wait on.
+        deferred = compute.puller.delays.put_off_now(began)
+        assert deferred.keys() == set(instances)
+        pauses.append(min(deferred.values()) - began)
+        compute.puller.delays.clear()  # the pause has elapsed
+    for pause, longest in zip(pauses, (5, 10, 20, 30, 30), strict=True):
+        assert 0.8 * longest <= pause <= longest + 1
+    # A group whose member is gone admits its instance at the next step; the others keep waiting.
     cloud.etcd.delete(keys.group(groups[7]))
-    one.goes_on()
-    assert one.taken == {instances[7]}
+    compute.goes_on()
+    assert compute.taken == {instances[7]}
 
 
 def test_one_whose_group_is_full_is_left_alone(cloud: Cloud, flavor: Flavor) -> None:
-    one, members = Compute(cloud, flavor), [new() for _ in range(LARGEST)]
+    compute, members = Compute(cloud, flavor), [new() for _ in range(LARGEST)]
     name = f'g{new()}'
-    cloud.etcd.put(keys.group(name), group_to_json(Group(name, 'affinity', True, dict.fromkeys(members, one.uuid))))
-    instance = one.put(group=Membership(name, 'affinity', True))
-    one.hear()
+    cloud.etcd.put(keys.group(name), group_to_json(Group(name, 'affinity', True, dict.fromkeys(members, compute.uuid))))
+    instance = compute.put(group=Membership(name, 'affinity', True))
+    compute.hear()
     before = cloud.store.snapshot('/').revision
-    one.step()
+    compute.step()
     assert cloud.store.snapshot('/').revision == before
-    assert one.waiting == {instance}
-    # One that the group has already waits as any other does.
-    joined = Group(name, 'affinity', True, {**dict.fromkeys(members[1:], one.uuid), instance: ''})
+    assert compute.waiting == {instance}
+    # An instance that is already a member is taken like any other.
+    joined = Group(name, 'affinity', True, {**dict.fromkeys(members[1:], compute.uuid), instance: ''})
     cloud.etcd.put(keys.group(name), group_to_json(joined))
-    one.goes_on()
-    assert one.taken == {instance}
+    compute.goes_on()
+    assert compute.taken == {instance}
     cloud.etcd.delete(keys.group(name))
 
 
 def test_one_whose_group_is_another_by_now_is_left_alone(
     cloud: Cloud, flavor: Flavor, grouped: Callable[[str, str], str]
 ) -> None:
-    """It was marked, claimed and given back twice a second, with a note of an hour each time."""
-    one = Compute(cloud, flavor)
-    name = grouped('affinity', one.uuid)
-    instance = one.put(group=Membership(name, 'anti-affinity', True))
-    one.hear()
+    """Check that it is not marked, claimed and released twice a second, with a note each time."""
+    compute = Compute(cloud, flavor)
+    name = grouped('affinity', compute.uuid)
+    instance = compute.put(group=Membership(name, 'anti-affinity', True))
+    compute.hear()
     before = cloud.store.snapshot('/').revision
-    one.step()
+    compute.step()
     assert cloud.store.snapshot('/').revision == before
-    assert one.waiting == {instance}
+    assert compute.waiting == {instance}
     cloud.etcd.delete(keys.group(name))
-    one.goes_on()
-    assert one.taken == {instance}
+    compute.goes_on()
+    assert compute.taken == {instance}
     cloud.etcd.delete(keys.group(name))
 
 
 def test_one_that_another_compute_claimed_is_marked_once_and_then_only_looked_at(
     cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule 13: whoever claimed it may run it. A mark for each look would be two writes each, of each compute."""
-    one, other = Compute(cloud, flavor), cloud.compute()
-    instance, claim = one.put(), one.taker._claim
+    """Check rule 13: the claim's compute may run the instance. Each mark would cost two writes."""
+    compute, other = Compute(cloud, flavor), cloud.compute()
+    instance, claim = compute.put(), compute.taker._claim
 
-    def claim_once_the_mark_was_heard_of(waiting: QueueEntry, mark: int) -> None:
-        one.hear()
+    def claim_after_reading_the_mark(waiting: QueueEntry, mark: int) -> None:
+        compute.hear()
         claim(waiting, mark)
 
-    monkeypatch.setattr(one.taker, '_claim', claim_once_the_mark_was_heard_of)
+    monkeypatch.setattr(compute.taker, '_claim', claim_after_reading_the_mark)
     allocations.claim_once(cloud.placement, instance, {other: SMALL}, 'u', 'p')
-    one.hear()
-    one.goes_on()
+    compute.hear()
+    compute.goes_on()
     before = cloud.store.snapshot('/').revision
     for _ in range(3):
-        one.goes_on()
+        compute.goes_on()
     assert cloud.store.snapshot('/').revision == before
-    assert one.waiting == {instance}
+    assert compute.waiting == {instance}
     assert cloud.server.allocations(instance) == {other: SMALL}
     assert allocations.release_once(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
-    one.goes_on()
-    assert one.taken == {instance}
+    compute.goes_on()
+    assert compute.taken == {instance}
 
 
 def test_the_claim_of_a_guest_that_is_here_is_not_released(cloud: Cloud, flavor: Flavor) -> None:
-    """A compute that lost its state directory finds its own guest's claim for what a restored queue has waiting."""
-    one = Compute(cloud, flavor)
-    instance = one.put()
-    allocations.claim_once(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
-    one.hear()
-    one.puller.guests = lambda: {instance}
-    one.puller._look(one.offers.backlog or Backlog())
-    assert cloud.server.allocations(instance) == {one.uuid: SMALL}
-    one.puller.guests = set
-    one.puller._tidy = True
-    one.puller._look(one.offers.backlog or Backlog())
+    """Check a compute that lost its state directory while a restored queue names its own guest."""
+    compute = Compute(cloud, flavor)
+    instance = compute.put()
+    allocations.claim_once(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
+    compute.hear()
+    compute.puller.guests = lambda: {instance}
+    compute.puller._look(compute.offers.backlog or Backlog())
+    assert cloud.server.allocations(instance) == {compute.uuid: SMALL}
+    compute.puller.guests = set
+    compute.puller._tidy = True
+    compute.puller._look(compute.offers.backlog or Backlog())
     assert cloud.server.allocations(instance) == {}
