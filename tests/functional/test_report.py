@@ -1,4 +1,4 @@
-"""The script in vendor-data, run as cloud-init runs it, a real metadata server, and what ecompute reads of its word."""
+"""Test the ready report of a guest: vendor-data's script, the metadata server and ecompute."""
 
 from __future__ import annotations
 
@@ -20,31 +20,35 @@ from ecomp.virt.xml import seed_url
 from tests.functional.mdservers import AS_MODULE, serving
 from tests.kit.servers import until
 
-UUID, MAC = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '52:54:00:aa:00:01'
+UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+MAC = '52:54:00:aa:00:01'
 HERE = '127.0.0.1'
 STAGES = ('init-local', 'init', 'modules-config', 'modules-final')
 
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
-    """Where a metadata server answers that takes this machine for the guest."""
+    """Provide the port of a metadata server that takes this machine for the guest."""
     (tmp_path / 'metadata').mkdir()
     (tmp_path / f'metadata/{MAC}.json').write_text(json.dumps({'instance': UUID, 'mac': MAC}))
     leases = [{'ip-address': HERE, 'mac-address': MAC, 'expiry-time': 0}]
     (tmp_path / 'virbr0.status').write_text(json.dumps(leases))
     (tmp_path / 'mdserver.conf').write_text('[mdserver]\nguests = metadata\nleases = *.status\n')
-    with serving(tmp_path, 'mdserver.conf', '--listen', f'{HERE}:0', command=AS_MODULE) as running:
-        yield running.port
+    with serving(tmp_path, 'mdserver.conf', '--listen', f'{HERE}:0', command=AS_MODULE) as process:
+        yield process.port
 
 
 class Guest:
-    """The directories of a guest that the script looks into, and the script."""
+    """A guest's directories that the script reads, and the script."""
 
     def __init__(self, root: Path, port: int) -> None:
-        self.run, self.ssh, self.bin = root / 'run', root / 'ssh', root / 'bin'
-        self.per_boot, self.instance = root / 'per-boot', root / 'instances' / UUID
-        for each in (self.run, self.ssh, self.bin, self.instance):
-            each.mkdir(parents=True)
+        self.run = root / 'run'
+        self.ssh = root / 'ssh'
+        self.bin = root / 'bin'
+        self.per_boot = root / 'per-boot'
+        self.instance = root / 'instances' / UUID
+        for directory in (self.run, self.ssh, self.bin, self.instance):
+            directory.mkdir(parents=True)
         self.serial = root / 'product_serial'
         self.serial.write_text(f'ds=nocloud-net;s={seed_url(UUID)}\n')
         (self.bin / 'cloud-init').write_text(f'#!{sys.executable}\n')
@@ -52,34 +56,34 @@ class Guest:
         self.script = root / 'part-001'
         text = metadata.answer(f'/seed/{UUID}/vendor-data', guests.Guest(UUID, 'web1', address=HERE))
         assert text is not None
-        moved = text.decode().replace('/run/cloud-init/', f'{self.run}/').replace('/etc/ssh/', f'{self.ssh}/')
-        moved = moved.replace('/var/lib/cloud/scripts/per-boot/', f'{self.per_boot}/')
-        moved = moved.replace('/var/lib/cloud/instances/', f'{self.instance.parent}/')
-        moved = moved.replace('/sys/class/dmi/id/product_serial', f'{self.serial}')
-        self.script.write_text(moved.replace('http://169.254.169.254/phone', f'http://{HERE}:{port}/phone'))
+        script = text.decode().replace('/run/cloud-init/', f'{self.run}/').replace('/etc/ssh/', f'{self.ssh}/')
+        script = script.replace('/var/lib/cloud/scripts/per-boot/', f'{self.per_boot}/')
+        script = script.replace('/var/lib/cloud/instances/', f'{self.instance.parent}/')
+        script = script.replace('/sys/class/dmi/id/product_serial', f'{self.serial}')
+        self.script.write_text(script.replace('http://169.254.169.254/phone', f'http://{HERE}:{port}/phone'))
         self.script.chmod(0o755)
 
     def key(self, kind: str) -> str:
-        """Make a host key; what is public of it, without its comment."""
+        """Make a host key, and return its public part without the comment."""
         path = self.ssh / f'ssh_host_{kind}_key'
         subprocess.run(['ssh-keygen', '-q', '-t', kind, '-N', '', '-f', path], check=True, timeout=60)
         return ' '.join(path.with_suffix('.pub').read_text().split()[:2])
 
     def reboot(self) -> None:
-        """cloud-init's files are gone, and it runs what is to be run at each boot."""
-        for each in self.run.iterdir():
-            each.unlink()
+        """Delete cloud-init's runtime files, and start the script that runs at each boot."""
+        for path in self.run.iterdir():
+            path.unlink()
         (self.script,) = self.per_boot.iterdir()
         self.start()
 
     def start(self) -> None:
-        """Run the script, which is not waited for longer than cloud-init is to wait."""
+        """Run the script, and fail if it blocks cloud-init."""
         path = f'{self.bin}:{os.environ["PATH"]}'
-        done = subprocess.run([self.script], env={'PATH': path}, capture_output=True, timeout=20)
-        assert (done.returncode, done.stdout, done.stderr) == (0, b'', b'')
+        result = subprocess.run([self.script], env={'PATH': path}, capture_output=True, timeout=20)
+        assert (result.returncode, result.stdout, result.stderr) == (0, b'', b'')
 
     def end(self, **errors: list[str]) -> None:
-        """cloud-init's end, with the errors of its stages."""
+        """Write cloud-init's final status with the errors of its stages."""
         stages = {stage: {'errors': errors.get(stage.replace('-', '_'), [])} for stage in STAGES}
         (self.run / 'status.json').write_text(json.dumps({'v1': {'datasource': 'x', 'stage': None, **stages}}))
         (self.run / 'result.json').write_text('{}')
@@ -112,24 +116,27 @@ def test_it_is_said_again_at_each_boot(tmp_path: Path, port: int) -> None:
 
 
 def test_it_keeps_what_it_knows_in_a_guest_that_is_told_by_network(tmp_path: Path, port: int) -> None:
-    """Else one that boots while no metadata server answers makes its host keys anew, and nobody enters it any more."""
+    """Check the file that makes cloud-init keep its cache.
+
+    Without it, a guest that boots while no metadata server answers makes new host keys, and ssh refuses them.
+    """
     data, guest = GuestData(tmp_path / 'metadata'), Guest(tmp_path, port)
-    kept = guest.instance / 'manual-clean'
+    marker = guest.instance / 'manual-clean'
     guest.end()
     guest.start()
     until(lambda: data.ready() == {UUID}, 30, 'it has said so')
-    assert kept.exists()
-    # What cloud-init takes for an instance where no server answers is never kept.
-    assert [each.name for each in guest.instance.parent.iterdir()] == [UUID]
-    # A copy of its disk is another one's, whose next boot is a first one.
+    assert marker.exists()
+    # The instance that cloud-init assumes when no server answers is never kept.
+    assert [path.name for path in guest.instance.parent.iterdir()] == [UUID]
+    # A copy of the disk belongs to another instance, which boots for the first time.
     for serial in (f'ds=nocloud-net;s={seed_url(UUID[::-1])}', ''):
         guest.serial.write_text(serial)
         data.off(UUID)
         guest.reboot()
         guest.end()
         until(lambda: data.ready() == {UUID}, 30, 'it has said so')
-        assert not kept.exists()
-        kept.touch()
+        assert not marker.exists()
+        marker.touch()
 
 
 def test_what_failed_in_cloud_inits_own_words(tmp_path: Path, port: int) -> None:
@@ -142,10 +149,10 @@ def test_what_failed_in_cloud_inits_own_words(tmp_path: Path, port: int) -> None
 
 
 def post(port: int, body: bytes) -> int:
-    asked = http.client.HTTPConnection(HERE, port, timeout=20)
-    with contextlib.closing(asked):
-        asked.request('POST', f'/phone-home/{UUID}/', body)
-        return asked.getresponse().status
+    connection = http.client.HTTPConnection(HERE, port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request('POST', f'/phone-home/{UUID}/', body)
+        return connection.getresponse().status
 
 
 def test_the_first_word_counts_and_none_is_too_long(tmp_path: Path, port: int) -> None:
@@ -154,12 +161,12 @@ def test_the_first_word_counts_and_none_is_too_long(tmp_path: Path, port: int) -
     assert post(port, b'&'.join(b'a=b' for _ in range(metadata.FIELDS + 1))) == 400
     assert data.ready() == set()
     assert post(port, b'stage=init&error=' + 'ü'.encode() * 2039) == 200
-    said = data.word(UUID)
-    assert said.failed is not None
-    assert said.failed.stage == 'init'
+    report = data.word(UUID)
+    assert report.failed is not None
+    assert report.failed.stage == 'init'
     assert post(port, b'pub_key_ed25519=none') == 200
-    assert data.word(UUID) == said
-    # Cut off while it was written down, nothing of it stays.
+    assert data.word(UUID) == report
+    # remove() deletes a truncated report, too.
     (tmp_path / f'metadata/{UUID}.said').write_text('{')
     data.remove(UUID, [MAC])
     assert list((tmp_path / 'metadata').iterdir()) == []

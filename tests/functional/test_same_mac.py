@@ -1,4 +1,4 @@
-"""Two instances of one host whose MAC is the same: the first keeps what is its own, the second is refused."""
+"""Test two instances on one host with the same MAC: the second one is refused."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ MAC = mac_address(FIRST, 0)
 
 
 def whose(directory: Path) -> dict[str, str]:
-    """The instance of each file that the metadata server reads."""
+    """Return the instance of each file that the metadata server reads."""
     return {path.stem: json.loads(path.read_text())['instance'] for path in directory.glob('*.json')}
 
 
 @pytest.mark.parametrize('kind', ['network', 'bridge'])
 def test_the_second_fails_and_takes_nothing_with_it(cloud: Cloud, tmp_path: Path, kind: str) -> None:
-    """On a bridge nothing is reserved: there the metadata server's file says whose the MAC is."""
+    """Check that on a bridge, the metadata file names the MAC's owner: there is no reservation."""
     with toy(cloud, tmp_path, networks=(Attachment(kind, 'some'),)) as compute:
         for instance in SAME_MAC:
             compute.cloud.create(cloud.wanted(compute.compute, instance))
             compute.step()
         assert compute.record(FIRST).state == ACTIVE
         reserved = compute.hypervisor.reservations()
-        assert {each.instance for each in reserved.values()} == ({FIRST} if kind == 'network' else set())
+        assert {reservation.instance for reservation in reserved.values()} == ({FIRST} if kind == 'network' else set())
         assert whose(tmp_path / 'metadata') == {MAC: FIRST}
-        why = compute.read_failure(SECOND)[1]
-        said = f'its MAC {MAC} is that of instance {FIRST} here: ask again, a new uuid has another'
-        assert (why.stage, why.reason) == ('scheduled', said)
+        failure = compute.read_failure(SECOND)[1]
+        reason = f'its MAC {MAC} is that of instance {FIRST} here: ask again, a new uuid has another'
+        assert (failure.stage, failure.reason) == ('scheduled', reason)
         assert compute.hypervisor.guests().keys() == {FIRST}
 
 
@@ -50,7 +50,7 @@ def test_a_file_is_its_instance_s_alone(tmp_path: Path) -> None:
     data.write(Request(FIRST, {}), [MAC])
     data.remove(SECOND, all_macs(SECOND))
     assert whose(tmp_path) == {MAC: FIRST}
-    # One that is not here any more left it: it keeps nobody from anything.
+    # A file of an instance that is no longer on this host does not block others.
     data.write(Request(SECOND, {}), [MAC], lambda: {SECOND})
     assert whose(tmp_path) == {MAC: SECOND}
     (tmp_path / f'{MAC}.json').write_text('{')
@@ -60,29 +60,32 @@ def test_a_file_is_its_instance_s_alone(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_the_disk_of_another_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for its file to be written; who has the same MAC is refused before that is there, and does not take it."""
-    data, seen, other = GuestData(tmp_path), list[str](), mac_address(SECOND, 1)
+    """Check that a slow write for one instance blocks no other instance.
 
-    def second() -> None:
-        data.write(Request(SECOND, {}), [other], lambda: SAME_MAC)
-        seen.append(whose(tmp_path)[other])
+    An instance with the same MAC is refused before the file exists, and does not take the MAC over.
+    """
+    data, results, other_mac = GuestData(tmp_path), list[str](), mac_address(SECOND, 1)
+
+    def write_second() -> None:
+        data.write(Request(SECOND, {}), [other_mac], lambda: SAME_MAC)
+        results.append(whose(tmp_path)[other_mac])
         try:
             data.write(Request(SECOND, {}), [MAC], lambda: SAME_MAC)
         except BuildFailed as error:
-            seen.append(error.reason)
+            results.append(error.reason)
         data.remove(SECOND, all_macs(SECOND))
-        seen.append(str(whose(tmp_path)))
+        results.append(str(whose(tmp_path)))
 
-    beside, began = threading.Thread(target=second, daemon=True), threading.Lock()
+    thread, began = threading.Thread(target=write_second, daemon=True), threading.Lock()
 
-    def slow(path: Path, text: str) -> None:
+    def write_slowly(path: Path, text: str) -> None:
         if began.acquire(blocking=False):
-            beside.start()
-            beside.join(30)
+            thread.start()
+            thread.join(30)
         write_durably(path, text)
 
-    monkeypatch.setattr('ecomp.agent.host.metadata.write_durably', slow)
+    monkeypatch.setattr('ecomp.agent.host.metadata.write_durably', write_slowly)
     data.write(Request(FIRST, {}), [MAC], lambda: SAME_MAC)
     refused = f'its MAC {MAC} is that of instance {FIRST} here: ask again, a new uuid has another'
-    assert seen == [SECOND, refused, '{}']
+    assert results == [SECOND, refused, '{}']
     assert whose(tmp_path) == {MAC: FIRST}
