@@ -1,4 +1,4 @@
-"""Networks of a real libvirt on which no guest can be made, or none gets an address: found before one is asked for."""
+"""Test that unsuitable libvirt networks are detected before a guest is made on them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ ODD = Attachment('network', 'odd')
 @pytest.fixture
 def define(connection: Any) -> Iterator[Any]:
     yield connection.networkDefineXML
-    for each in connection.listAllNetworks():
-        if each.name() == 'odd':
-            if each.isActive():
-                each.destroy()
-            each.undefine()
+    for network in connection.listAllNetworks():
+        if network.name() == 'odd':
+            if network.isActive():
+                network.destroy()
+            network.undefine()
 
 
 def at_start(host: LibvirtHost, *attachments: Attachment) -> str:
-    """What ecompute's start says, '' if it goes on."""
+    """Return the error of ecompute's check at start, or '' if there is none."""
     libvirt = Libvirt(host.root / 'state', attachments, host.uri)
     try:
         libvirt.check()
@@ -68,7 +68,7 @@ def test_a_host_does_not_start_with_it(
     assert says in refused
     assert refused.count('. Fix: ') == 1
     assert look(host.root / 'state', [ODD], host.uri).unfit == (refused,)
-    # A guest has its address on the first network: that the second gives none may be meant.
+    # A guest has its address on the first network: the second one may lack DHCP intentionally.
     assert at_start(host, *DEFAULT_NETWORKS, ODD) == (refused if as_second else '')
 
 
