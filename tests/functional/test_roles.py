@@ -1,6 +1,6 @@
-"""`elab certs DIR --enable`: what it changes in etcd, and what it refuses.
+"""Test `elab certs DIR --enable`: its changes in etcd, and its refusals.
 
-How we work behind it is in test_behind_roles.py.
+The behaviour of the commands with roles is in test_behind_roles.py.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tests.kit.servers import free_port, until
 
 @pytest.fixture
 def cloud(tmp_path: Path) -> Iterator[BehindRoles]:
-    with behind_roles(tmp_path) as made:
-        yield made
+    with behind_roles(tmp_path) as instance:
+        yield instance
 
 
 def expect_denied(cloud: BehindRoles, key: str) -> None:
@@ -45,45 +45,45 @@ def expect_denied(cloud: BehindRoles, key: str) -> None:
 def test_it_says_what_it_does_and_does_it_once(cloud: BehindRoles) -> None:
     put(cloud, '/flavors/small')
     assert cloud.stores['operator-ann'].get('/cluster') is None
-    said = cloud.enable()
-    assert said[-2:] == [
+    lines = cloud.enable()
+    assert lines[-2:] == [
         '/cluster: written, for no compute may',
         f'etcd at localhost:{cloud.etcd.port} holds each certificate to its role; '
         f'elab certs {cloud.certs} --disable ends that',
     ]
-    assert f'role compute-hv1: may write /hosts/{cloud.computes["compute-hv1"]}/' in said
-    assert {f'user {user}: added' for user in (*cloud.stores, 'root')} <= {*said}
+    assert f'role compute-hv1: may write /hosts/{cloud.computes["compute-hv1"]}/' in lines
+    assert {f'user {user}: added' for user in (*cloud.stores, 'root')} <= {*lines}
     entry = cloud.stores['compute-hv1'].get('/cluster')
     assert entry is not None
     assert cluster.identity(entry.value)
-    there = found(cloud)
-    assert there == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
+    enabled_roles = found(cloud)
+    assert enabled_roles == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
     expect_denied(cloud, '/flavors/small')
     assert cloud.enable() == []
-    assert found(cloud) == there
-    again = cloud.stores['compute-hv1'].get('/cluster')
-    assert again == entry
+    assert found(cloud) == enabled_roles
+    entry_after = cloud.stores['compute-hv1'].get('/cluster')
+    assert entry_after == entry
 
 
 def test_the_commands(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
-    where = f'etcd at localhost:{cloud.etcd.port}'
+    server = f'etcd at localhost:{cloud.etcd.port}'
     assert elab.main(['certs', str(cloud.certs), '--enable']) == 0
     out, err = capsys.readouterr()
     assert out == ''
-    assert f'{where} holds each certificate to its role' in err
+    assert f'{server} holds each certificate to its role' in err
     version = cloud.stores['operator-ann'].version()
     warned = [line for line in err.splitlines() if line.startswith(f'warning: etcd {version}')]
     assert len(warned) == (cluster.holes(version) is not None)
     assert all(line.endswith('Roles hold mistakes off there, and not attackers') for line in warned)
     expect_denied(cloud, '/flavors/small')
-    for more in ('', ', as it did'):
+    for suffix in ('', ', as it did'):
         assert elab.main(['certs', str(cloud.certs), '--disable']) == 0
-        said = f'{where} lets every certificate do everything{more}; its users and roles stay\n'
-        assert capsys.readouterr() == ('', said)
+        message = f'{server} lets every certificate do everything{suffix}; its users and roles stay\n'
+        assert capsys.readouterr() == ('', message)
         put(cloud, '/flavors/small')
     assert found(cloud) == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
-    said = f'{where} holds each certificate to its role; elab certs {cloud.certs} --disable ends that'
-    assert cloud.enable() == [said]
+    message = f'{server} holds each certificate to its role; elab certs {cloud.certs} --disable ends that'
+    assert cloud.enable() == [message]
     expect_denied(cloud, '/flavors/small')
     assert elab.main(['certs', str(cloud.certs), '--enable', '--disable']) == 2
     assert elab.main(['certs', str(cloud.certs), '--compute', 'hv4', '--disable']) == 2
@@ -92,14 +92,14 @@ def test_the_commands(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_compute_and_people_that_come_later(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
     cloud.enable()
-    # The operator who comes first in the alphabet is one whom etcd does not know yet.
-    words = ['--compute', 'hv3', '--operator', 'aaron', '--etcd-port', str(cloud.etcd.port)]
-    assert elab.main(['certs', str(cloud.certs), *words, '--enable']) == 0
-    said = capsys.readouterr().err
+    # The alphabetically first operator is unknown to etcd so far.
+    options = ['--compute', 'hv3', '--operator', 'aaron', '--etcd-port', str(cloud.etcd.port)]
+    assert elab.main(['certs', str(cloud.certs), *options, '--enable']) == 0
+    output = capsys.readouterr().err
     compute = load_compute(cloud.certs / 'compute-hv3/compute.yaml').uuid
-    assert f'role compute-hv3: may write /hosts/{compute}/\n' in said
-    assert 'user operator-aaron: has role root\n' in said
-    assert 'hv1' not in said
+    assert f'role compute-hv3: may write /hosts/{compute}/\n' in output
+    assert 'user operator-aaron: has role root\n' in output
+    assert 'hv1' not in output
     store = cloud.store('compute-hv3')
     store.commit([], [Put(f'/computes/{compute}', 'x')])
     with pytest.raises(Denied):
@@ -119,21 +119,21 @@ def test_what_a_role_has_too_much_and_who_is_not_here(cloud: BehindRoles) -> Non
         accounts.apply(roles.Give('compute-gone', 'compute-gone'))
         accounts.apply(roles.Give('compute-hv2', 'root'))
     put(cloud, '/instances/x', lease=cloud.stores['operator-ann'].grant(60))
-    others = 'compute-gone, operator-gone'
-    gone = (
-        f'in etcd, and not in {cloud.certs}: {others}; '
+    unknown = 'compute-gone, operator-gone'
+    warning = (
+        f'in etcd, and not in {cloud.certs}: {unknown}; '
         'whose certificate is to count no more: etcdctl user delete compute-gone'
     )
     assert cloud.enable() == [
         'role scheduler: may write /hosts/',
         'role compute-hv1: may no more write /instances/',
         'user compute-hv2: has role root no more',
-        gone,
+        warning,
     ]
     expect_denied(cloud, '/instances/x')
-    assert cloud.enable() == [gone]
-    code, said = cloud.etcdctl('operator-ann', 'user', 'delete', 'compute-hv2')
-    assert code == 0, said
+    assert cloud.enable() == [warning]
+    code, output = cloud.etcdctl('operator-ann', 'user', 'delete', 'compute-hv2')
+    assert code == 0, output
     with pytest.raises(Denied):
         cloud.stores['compute-hv2'].get('/cluster')
 
@@ -142,8 +142,8 @@ def test_another_uuid_in_a_compute_yaml_is_another_boundary(cloud: BehindRoles) 
     cloud.enable()
     path, old, new = cloud.certs / 'compute-hv1/compute.yaml', cloud.computes['compute-hv1'], str(uuid.uuid4())
     path.write_text(path.read_text().replace(old, new))
-    said = cloud.enable()
-    assert [line.rpartition(' ')[0] for line in said] == 6 * ['role compute-hv1: may write'] + 6 * [
+    lines = cloud.enable()
+    assert [line.rpartition(' ')[0] for line in lines] == 6 * ['role compute-hv1: may write'] + 6 * [
         'role compute-hv1: may no more write'
     ]
     put(cloud, f'/hosts/{new}/x')
@@ -151,13 +151,13 @@ def test_another_uuid_in_a_compute_yaml_is_another_boundary(cloud: BehindRoles) 
 
 
 def refused(cloud: BehindRoles, error: type[Exception], *words: str) -> None:
-    """It is refused in one line with these words, and nothing is changed."""
+    """Expect that enable() fails with a one-line error with these parts, and changes nothing."""
     before = found(cloud), cloud.stores['operator-ann'].snapshot('/')
     with pytest.raises(error) as raised:
         cloud.enable()
     assert '\n' not in str(raised.value)
-    for each in words:
-        assert each in str(raised.value)
+    for part in words:
+        assert part in str(raised.value)
     assert (found(cloud), cloud.stores['operator-ann'].snapshot('/')) == before
     put(cloud, '/flavors/small')
 
@@ -179,18 +179,18 @@ def test_a_compute_yaml_that_does_not_say_which_compute(cloud: BehindRoles) -> N
 
 
 def test_without_an_operator(cloud: BehindRoles) -> None:
-    away = cloud.certs / 'operator-ann'
-    away.rename(cloud.certs / 'ann')
-    for deed in (cloud.enable, cloud.disable):
+    moved = cloud.certs / 'operator-ann'
+    moved.rename(cloud.certs / 'ann')
+    for act in (cloud.enable, cloud.disable):
         with pytest.raises(UsageError, match=r'certs has no certificate that may do this: elab certs \S+ --operator'):
-            deed()
-    (cloud.certs / 'ann').rename(away)
+            act()
+    (cloud.certs / 'ann').rename(moved)
     cloud.enable()
     certify(cloud.certs, cloud.etcd.port, operators=('bob',))
-    away.rename(cloud.certs / 'ann')
-    for deed in (cloud.enable, cloud.disable):
+    moved.rename(cloud.certs / 'ann')
+    for act in (cloud.enable, cloud.disable):
         with pytest.raises(Denied, match='operator-bob/client.crt do that'):
-            deed()
+            act()
 
 
 def test_records_at_the_old_place(cloud: BehindRoles) -> None:
@@ -209,15 +209,18 @@ def test_records_at_the_old_place(cloud: BehindRoles) -> None:
 
 @pytest.mark.parametrize('asks', [0, 1])
 def test_an_etcd_that_does_not_look_at_who_asks(cloud: BehindRoles, asks: int) -> None:
-    """With all refused nobody could turn it off again: one asks for no certificate, one for any of the authority's."""
-    right, cloud.etcd.asks = cloud.etcd.asks, cloud.etcd.asks[:asks]
+    """Check that roles are not enabled in an etcd that cannot identify its clients.
+
+    No client could disable them again. One etcd requires no certificate, the other accepts any of the authority's.
+    """
+    original, cloud.etcd.asks = cloud.etcd.asks, cloud.etcd.asks[:asks]
     cloud.etcd.restart()
     until(lambda: works(lambda: put(cloud, '/flavors/small')), 10, 'it is back')
     with pytest.raises(UsageError, match='knows nobody by a certificate: start it with --client-cert-auth'):
         cloud.enable()
     put(cloud, '/flavors/small')
     assert cloud.disable()[0].endswith('do everything, as it did; its users and roles stay')
-    cloud.etcd.asks = right
+    cloud.etcd.asks = original
     cloud.etcd.restart()
     until(lambda: works(lambda: put(cloud, '/flavors/small')), 10, 'it is back')
     assert len(cloud.enable()) == 1
@@ -225,59 +228,59 @@ def test_an_etcd_that_does_not_look_at_who_asks(cloud: BehindRoles, asks: int) -
 
 
 def test_a_compute_that_lives_and_is_left_out_is_named(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
-    """As one is whose directory was made anew, with another uuid than it has."""
+    """Check a compute whose directory was recreated with a different uuid."""
     own, other = cloud.computes['compute-hv1'], str(uuid.uuid4())
     for compute in (own, other):
         put(cloud, keys.compute(compute), lease=cloud.stores['compute-hv1'].grant(60))
-    put(cloud, keys.compute(str(uuid.uuid4())))  # on no lease: nobody's
+    put(cloud, keys.compute(str(uuid.uuid4())))  # has no lease, so it is not alive
 
-    def warned() -> list[str]:
+    def read_warnings() -> list[str]:
         assert elab.main(['certs', str(cloud.certs), '--enable']) == 0
         return [line for line in capsys.readouterr().err.splitlines() if ' lives, ' in line]
 
     cure = 'say `uuid: …` in its compute.yaml there, and run this again'
     for _ in range(2):
-        said = f'warning: no certificate in {cloud.certs} is for a compute that lives, {other}: {cure}'
-        assert warned() == [said]
+        message = f'warning: no certificate in {cloud.certs} is for a compute that lives, {other}: {cure}'
+        assert read_warnings() == [message]
     path = cloud.certs / 'compute-hv2/compute.yaml'
     path.write_text(path.read_text().replace(cloud.computes['compute-hv2'], other))
-    assert warned() == []
+    assert read_warnings() == []
     path.write_text(path.read_text().replace(other, cloud.computes['compute-hv2']))
-    assert warned() == [said]
+    assert read_warnings() == [message]
 
 
 def test_an_etcd_that_is_away(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
     cloud.etcd.stop()
     for option in ('--enable', '--disable'):
         assert elab.main(['certs', str(cloud.certs), option]) == 7
-        said = capsys.readouterr().err
-        assert said.startswith(f'elab: etcd at localhost:{cloud.etcd.port} cannot be reached: ')
-        assert said.count('\n') == 1
+        output = capsys.readouterr().err
+        assert output.startswith(f'elab: etcd at localhost:{cloud.etcd.port} cannot be reached: ')
+        assert output.count('\n') == 1
 
 
 def test_why_there_is_no_connection(cloud: BehindRoles, tmp_path: Path) -> None:
-    """By gRPC, which says it in its own words. Nothing was sent, so no change is unknown."""
+    """Check gRPC's own error texts. Nothing was sent, so no outcome is unknown."""
     config = etcd_of(cloud.certs, 'operator-ann')
     stranger = Authority(tmp_path / 'stranger')
     certificate, key = stranger.issue(tmp_path / 'theirs', 'operator-ann')
     junk, empty = tmp_path / 'junk', tmp_path / 'empty'
     junk.write_text('no certificate\n')
     empty.touch()
-    nobody = f'localhost:{free_port()}'
-    for wrong, why in (
+    closed = f'localhost:{free_port()}'
+    for broken, reason in (
         (config._replace(ca_cert=stranger.certificate), ETCD_SENTENCES[TlsFailure.UNTRUSTED]),
         (config._replace(cert_cert=certificate, cert_key=key), ETCD_SENTENCES[TlsFailure.OWN_REFUSED]),
         (config._replace(ca_cert=junk), ETCD_SENTENCES[TlsFailure.UNUSABLE_FILES]),
-        (config._replace(endpoints=(nobody,)), 'Connection refused'),
+        (config._replace(endpoints=(closed,)), 'Connection refused'),
         (config._replace(endpoints=('no-such-host.invalid:1',)), 'no-such-host.invalid'),
     ):
-        with closing(Accounts(wrong)) as accounts, pytest.raises(Unreachable, match='cannot be reached: ') as caught:
+        with closing(Accounts(broken)) as accounts, pytest.raises(Unreachable, match='cannot be reached: ') as caught:
             accounts.apply(roles.AddRole('x'))
-        assert why in str(caught.value)
+        assert reason in str(caught.value)
         assert type(caught.value) is Unreachable
     with pytest.raises(UsageError, match=f'etcd certificate {empty}: is empty'):
         Accounts(config._replace(ca_cert=empty))
-    with closing(Accounts(config._replace(endpoints=(nobody, *config.endpoints)))) as accounts:
+    with closing(Accounts(config._replace(endpoints=(closed, *config.endpoints)))) as accounts:
         accounts.apply(roles.AddRole('x'))
         assert accounts.roles() == roles.Roles({}, {'x': frozenset()})
 
@@ -288,12 +291,12 @@ def test_killed_on_the_way_it_goes_on(cloud: BehindRoles) -> None:
 
     steps = 0
     while True:
-        left = steps
+        remaining = steps
 
         def say(_: str) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
+            nonlocal remaining
+            remaining -= 1
+            if remaining < 0:
                 raise Killed
 
         try:

@@ -1,4 +1,4 @@
-"""What an instance shares with others, as it ends: let go of, or nothing ends."""
+"""Test the shared keys of an instance when it ends: its group, its quota and its leases."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from ecomp.store.client import Entry, Store
 from ecomp.store.sharing import Change, Excluded, ended, group, quota, rejoined, write_end
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 
-GROUP, QUOTA = keys.group('web'), keys.quota('shop')
+GROUP = keys.group('web')
+QUOTA = keys.quota('shop')
 
 
 class Away(Store):
-    """A store that loses its etcd whenever this key is read."""
+    """A store whose etcd is unreachable whenever it reads one key."""
 
     def __init__(self, endpoint: str, key: str) -> None:
         super().__init__(EtcdConfig((endpoint,)))
@@ -42,30 +43,37 @@ class Away(Store):
 
 @pytest.fixture
 def member(cloud: Cloud) -> Record:
-    """An instance in a group and in a project with a quota, beside another."""
-    found = Record(new(), new(), ACTIVE, image=IMAGE, resources=SMALL, project_id='shop', group=Membership('web'))
-    cloud.etcd.put(GROUP, group_to_json(Group('web', 'affinity', True, {found.instance: found.compute, new(): new()})))
+    """Provide one of two instances in a group and in a project with a quota."""
+    instance_record = Record(
+        new(), new(), ACTIVE, image=IMAGE, resources=SMALL, project_id='shop', group=Membership('web')
+    )
+    cloud.etcd.put(
+        GROUP,
+        group_to_json(
+            Group('web', 'affinity', True, {instance_record.instance: instance_record.compute, new(): new()})
+        ),
+    )
     used = {'instances': 2, **{name: 2 * amount for name, amount in SMALL.items()}}
     cloud.etcd.put(QUOTA, quota_to_json(Quota('shop', {'instances': 5}, used)))
-    return found
+    return instance_record
 
 
 def test_what_ends_leaves_its_group_and_its_quota(cloud: Cloud, member: Record) -> None:
     conditions, operations = ended(cloud.store, member)
-    assert {each.key for each in conditions} == {GROUP, QUOTA}
+    assert {condition.key for condition in conditions} == {GROUP, QUOTA}
     assert cloud.store.commit(conditions, operations) is not None
-    theirs, _ = group(cloud.store, 'web')
-    assert theirs is not None
-    assert len(theirs.members) == 1
-    assert member.instance not in theirs.members
-    left, _ = quota(cloud.store, 'shop')
-    assert left is not None
-    assert left.used == {'instances': 1, **SMALL}
+    web, _ = group(cloud.store, 'web')
+    assert web is not None
+    assert len(web.members) == 1
+    assert member.instance not in web.members
+    shop, _ = quota(cloud.store, 'shop')
+    assert shop is not None
+    assert shop.used == {'instances': 1, **SMALL}
 
 
 @pytest.mark.parametrize('key', [GROUP, QUOTA])
 def test_nothing_ends_while_what_it_shares_cannot_be_asked_for(cloud: Cloud, member: Record, key: str) -> None:
-    """Else it would end, and be counted for ever."""
+    """Check that no end is written that would leave the instance counted for ever."""
     with closing(Away(cloud.etcd.endpoint, key)) as store, pytest.raises(Unreachable, match='away'):
         ended(store, member)
 
@@ -74,7 +82,7 @@ def test_nothing_ends_while_what_it_shares_cannot_be_asked_for(cloud: Cloud, mem
 def test_what_ends_leaves_alone_what_cannot_be_read(cloud: Cloud, member: Record, key: str) -> None:
     cloud.etcd.put(key, 'rubbish')
     conditions, operations = ended(cloud.store, member)
-    assert {each.key for each in conditions} == {GROUP, QUOTA} - {key}
+    assert {condition.key for condition in conditions} == {GROUP, QUOTA} - {key}
     assert cloud.store.commit(conditions, operations) is not None
     assert cloud.etcd.get(key) == b'rubbish'
     if key == GROUP:
@@ -91,17 +99,17 @@ def test_who_asks_for_what_cannot_be_read_is_told_the_key_and_the_cure(cloud: Cl
 
 
 def test_the_living_are_members_whatever_the_group_says_by_now(cloud: Cloud, member: Record) -> None:
-    wanted = Membership('web', 'affinity', True)
-    assert rejoined(cloud.store, wanted, member.instance, member.compute) == ([], [])
+    membership = Membership('web', 'affinity', True)
+    assert rejoined(cloud.store, membership, member.instance, member.compute) == ([], [])
     cloud.etcd.delete(GROUP)
-    conditions, operations = rejoined(cloud.store, wanted, member.instance, member.compute)
+    conditions, operations = rejoined(cloud.store, membership, member.instance, member.compute)
     assert cloud.store.commit(conditions, operations) is not None
-    theirs, _ = group(cloud.store, 'web')
-    assert theirs == Group('web', 'affinity', True, {member.instance: member.compute})
+    web, _ = group(cloud.store, 'web')
+    assert web == Group('web', 'affinity', True, {member.instance: member.compute})
 
 
 def leases(cloud: Cloud) -> set[str]:
-    return {each['ID'] for each in cloud.etcd.call('lease/leases', {}).get('leases', [])}
+    return {lease['ID'] for lease in cloud.etcd.call('lease/leases', {}).get('leases', [])}
 
 
 LEFT = [(Denied, 0), (EcompError, 0), (Unreachable, 0), (UnknownOutcome, 1), (NoSpace, 1)]
@@ -111,7 +119,7 @@ LEFT = [(Denied, 0), (EcompError, 0), (Unreachable, 0), (UnknownOutcome, 1), (No
 def test_an_end_that_is_not_written_leaves_no_lease(
     cloud: Cloud, member: Record, monkeypatch: pytest.MonkeyPatch, error: type[EcompError], left: int
 ) -> None:
-    """Where it may have been written all the same, its record is on it."""
+    """Check that a lease is kept only if the end may have been written with its record on it."""
 
     def fail(*_: object) -> int:
         raise error('etcd says no')
