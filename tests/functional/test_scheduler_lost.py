@@ -1,4 +1,4 @@
-"""eschedule's create when a request, or its answer, is lost on the way: nothing is lost, leaked or there twice."""
+"""Test create with lost requests and answers: nothing may be lost, leaked or made twice."""
 
 from __future__ import annotations
 
@@ -15,87 +15,87 @@ from ecomp.store.client import Store
 from tests.functional.cloud import SMALL, Cloud, new
 from tests.kit.proxy import Proxy
 
-# Lost on the way to etcd
+# Messages to etcd
 
 
 @pytest.mark.parametrize('applied', [True, False])
 def test_when_it_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, applied: bool
 ) -> None:
-    compute, wanted = cloud.make_order()
-    request_key = keys.request(compute, wanted.instance)
+    compute, order = cloud.make_order()
+    request_key = keys.request(compute, order.instance)
     arrived = (lambda: cloud.etcd.get(request_key)) if applied else None
     etcd_proxy.lose(request_key.encode(), arrived, and_stay_away=True)
-    with pytest.raises(UnknownOutcome, match=wanted.instance) as caught:
-        cloud.create(wanted, store=shaky_store)
+    with pytest.raises(UnknownOutcome, match=order.instance) as caught:
+        cloud.create(order, store=shaky_store)
     assert caught.value.exit_code == 7
-    assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
+    assert cloud.server.allocations(order.instance) == {compute: SMALL}
     assert (cloud.etcd.get(request_key) is not None) is applied
-    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute, again=applied)
-    cloud.is_whole(compute, wanted)
+    assert cloud.create(order, resume=True) == DeliveryOutcome(compute, again=applied)
+    cloud.is_whole(compute, order)
 
 
 def test_anothers_delivery_is_not_taken_for_the_one_that_was_lost(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store
 ) -> None:
-    here, there, instance = cloud.compute(), cloud.compute(), new()
+    compute, other, instance = cloud.compute(), cloud.compute(), new()
 
-    def meanwhile() -> str:
-        # This one is so slow that its compute has released its claim.
+    def deliver_elsewhere() -> str:
+        # The first attempt is so slow that its compute has released its claim.
         assert allocations.release_once(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
-        assert cloud.create(cloud.wanted(there, instance), resume=True) == DeliveryOutcome(there)
-        record = new_record(there, cloud.delivered(there, instance), 'now')
+        assert cloud.create(cloud.wanted(other, instance), resume=True) == DeliveryOutcome(other)
+        record = new_record(other, cloud.delivered(other, instance), 'now')
         cloud.etcd.put_record(to_json(record))
         return 'now'
 
-    etcd_proxy.lose_request(keys.request(here, instance).encode())
+    etcd_proxy.lose_request(keys.request(compute, instance).encode())
     with pytest.raises(Conflict, match='not delivered'):
-        cloud.create(cloud.wanted(here, instance), store=shaky_store, now=meanwhile)
+        cloud.create(cloud.wanted(compute, instance), store=shaky_store, now=deliver_elsewhere)
     assert etcd_proxy.has_lost
-    cloud.is_whole(there, cloud.wanted(there, instance))
-    assert cloud.etcd.get(keys.request(here, instance)) is None
+    cloud.is_whole(other, cloud.wanted(other, instance))
+    assert cloud.etcd.get(keys.request(compute, instance)) is None
 
 
 @pytest.mark.parametrize('arrives', [True, False])
 def test_an_announcement_that_is_lost_or_whose_answer_is(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
 ) -> None:
-    compute, wanted = cloud.make_order()
-    attempt_key = keys.attempt(wanted.instance)
+    compute, order = cloud.make_order()
+    attempt_key = keys.attempt(order.instance)
     etcd_proxy.lose(attempt_key.encode(), (lambda: cloud.etcd.get(attempt_key)) if arrives else None)
-    assert cloud.create(wanted, store=shaky_store) == DeliveryOutcome(compute)
+    assert cloud.create(order, store=shaky_store) == DeliveryOutcome(compute)
     assert etcd_proxy.has_lost
-    cloud.is_whole(compute, wanted)
+    cloud.is_whole(compute, order)
 
 
-# Lost on the way to placement
+# Messages to placement
 
 
 @pytest.mark.parametrize('arrives', [True, False])
 def test_a_claim_that_is_lost_or_whose_answer_is_ends_in_exactly_one(
     cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
 ) -> None:
-    compute, wanted = cloud.make_order()
-    applied = (lambda: cloud.server.allocations(wanted.instance)) if arrives else None
-    placement_proxy.lose(f'PUT /allocations/{wanted.instance}'.encode(), applied)
-    assert cloud.create(wanted, placement=shaky_placement) == DeliveryOutcome(compute)
+    compute, order = cloud.make_order()
+    applied = (lambda: cloud.server.allocations(order.instance)) if arrives else None
+    placement_proxy.lose(f'PUT /allocations/{order.instance}'.encode(), applied)
+    assert cloud.create(order, placement=shaky_placement) == DeliveryOutcome(compute)
     assert placement_proxy.has_lost
-    assert cloud.server.consumers(compute) == {wanted.instance: SMALL}
-    cloud.is_whole(compute, wanted)
+    assert cloud.server.consumers(compute) == {order.instance: SMALL}
+    cloud.is_whole(compute, order)
 
 
 @pytest.mark.parametrize('arrives', [True, False])
 def test_when_a_claim_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on(
     cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
 ) -> None:
-    compute, wanted = cloud.make_order()
-    found: list[Allocations] = [{compute: SMALL}]
-    applied = (lambda: cloud.server.allocations(wanted.instance)) if arrives else None
-    placement_proxy.lose(f'PUT /allocations/{wanted.instance}'.encode(), applied, and_stay_away=True)
+    compute, order = cloud.make_order()
+    candidates: list[Allocations] = [{compute: SMALL}]
+    applied = (lambda: cloud.server.allocations(order.instance)) if arrives else None
+    placement_proxy.lose(f'PUT /allocations/{order.instance}'.encode(), applied, and_stay_away=True)
     with pytest.raises(UnknownOutcome) as caught:
-        cloud.create(wanted, placement=shaky_placement, found=found)
+        cloud.create(order, placement=shaky_placement, found=candidates)
     assert caught.value.exit_code == 7
-    # Somebody is still at it, as long as the lease lives: no compute releases the claim that may be there.
-    assert cloud.etcd.get(keys.attempt(wanted.instance)) is not None
-    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
-    cloud.is_whole(compute, wanted)
+    # The attempt key stays until its lease ends, so no compute releases the possible claim.
+    assert cloud.etcd.get(keys.attempt(order.instance)) is not None
+    assert cloud.create(order, resume=True) == DeliveryOutcome(compute)
+    cloud.is_whole(compute, order)
