@@ -1,4 +1,4 @@
-"""Destroy, stop, start and reboot, as eschedule asks for them."""
+"""Test destroy, stop, start and reboot as eschedule requests them."""
 
 from __future__ import annotations
 
@@ -28,34 +28,31 @@ from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, until
 from tests.kit.store_client import read_entry
 
-# eschedule's destroy, and what it finds: on real etcd and placement, also when an answer is lost.
-
-
-# Destroy, find
+# destroy and find on real etcd and placement, also with lost answers.
 
 
 @pytest.mark.fast
 def test_a_destroy_is_a_tombstone(cloud: Cloud) -> None:
-    compute, wanted = cloud.make_order()
-    cloud.create(wanted)
-    assert destroy(cloud.store, wanted.instance) == f'{wanted.instance}: destroy accepted, {compute} carries it out'
-    value = json.loads(cloud.etcd.get(keys.request(compute, wanted.instance)) or b'')
-    assert (value['allocations'], value['image'], value['instance']) == ({}, None, wanted.instance)
-    assert cloud.delivered(compute, wanted.instance).is_tombstone
-    # The allocation is the compute's to release, when the guest is gone.
-    assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
-    before = cloud.store.get(keys.request(compute, wanted.instance))
-    assert 'being destroyed' in destroy(cloud.store, wanted.instance)
-    assert cloud.store.get(keys.request(compute, wanted.instance)) == before
-    assert living(cloud.store, wanted.instance).is_destroying
+    compute, order = cloud.make_order()
+    cloud.create(order)
+    assert destroy(cloud.store, order.instance) == f'{order.instance}: destroy accepted, {compute} carries it out'
+    value = json.loads(cloud.etcd.get(keys.request(compute, order.instance)) or b'')
+    assert (value['allocations'], value['image'], value['instance']) == ({}, None, order.instance)
+    assert cloud.delivered(compute, order.instance).is_tombstone
+    # The compute releases the allocation after it has removed the guest.
+    assert cloud.server.allocations(order.instance) == {compute: SMALL}
+    before = cloud.store.get(keys.request(compute, order.instance))
+    assert 'being destroyed' in destroy(cloud.store, order.instance)
+    assert cloud.store.get(keys.request(compute, order.instance)) == before
+    assert living(cloud.store, order.instance).is_destroying
 
 
 @pytest.mark.fast
 def test_a_destroy_by_two_is_one(cloud: Cloud) -> None:
-    compute, wanted = cloud.make_order()
-    cloud.create(wanted)
+    compute, order = cloud.make_order()
+    cloud.create(order)
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: destroy(cloud.store, wanted.instance), range(4)))
+        answers = list(pool.map(lambda _: destroy(cloud.store, order.instance), range(4)))
     assert sum('accepted' in answer for answer in answers) == 1
     assert sum('already' in answer for answer in answers) == 3
 
@@ -70,11 +67,11 @@ def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, ca
         cloud.etcd.put(keys.request(compute, instance), json.dumps({'instance': instance}))
     request, gone = keys.request(compute, instance), Record(instance, compute, GONE, stages={'gone': 'just now'})
 
-    def end() -> None:  # as by its compute
+    def end_instance() -> None:  # as its compute does
         cloud.store.commit([], [Delete(request), Put(keys.record(compute, instance), to_json(gone))])
 
     store = Store(EtcdConfig((cloud.etcd.endpoint,)))
-    store = interpose(store, call, end, lambda what, *_: call == 'commit' or request in what)
+    store = interpose(store, call, end_instance, lambda what, *_: call == 'commit' or request in what)
     with pytest.raises(NotFound, match='gone since just now'):
         destroy(store, instance)
     assert cloud.etcd.get(keys.request(compute, instance)) is None
@@ -82,11 +79,11 @@ def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, ca
 
 @pytest.mark.fast
 def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:
-    compute, wanted = cloud.make_order()
-    cloud.create(wanted)
+    compute, order = cloud.make_order()
+    cloud.create(order)
     cloud.etcd.delete(keys.compute(compute))
-    assert destroy(cloud.store, wanted.instance).endswith('when it is back: it is silent now')
-    assert cloud.delivered(compute, wanted.instance).is_tombstone
+    assert destroy(cloud.store, order.instance).endswith('when it is back: it is silent now')
+    assert cloud.delivered(compute, order.instance).is_tombstone
 
 
 @pytest.mark.fast
@@ -95,21 +92,21 @@ def test_what_lives_again_is_neither_cleared_nor_destroyed(cloud: Cloud, state: 
     instance, compute = new(), new()
     record = Record(instance, compute, state, image=IMAGE, error=Failure('image', 'HTTP 404', 'nothing is left'))
     cloud.etcd.put_record(to_json(record))
-    # Cleared by somebody, and asked for anew.
+    # Another client cleared the record and created the instance again.
     alive = [Put(keys.record(compute, instance), to_json(replace(record, state=ACTIVE, error=None)))]
     alive.append(Put(keys.request(compute, instance), json.dumps({'instance': instance})))
     store = Store(EtcdConfig((cloud.etcd.endpoint,)))
     cleared = clear(interpose(store, 'commit', lambda: cloud.store.commit([], alive)))
     assert instance not in cleared.removed
-    # Other tests leave records in this etcd that nobody can read: clear says so of each.
+    # Other tests leave malformed records in this etcd, and clear reports each of them.
     assert not [error for error in cleared.errors if instance in str(error)]
-    found = find(cloud.store, instance)
-    assert found is not None
-    assert (found.record.state, found.is_destroying) == (ACTIVE, False)
+    instance_state = find(cloud.store, instance)
+    assert instance_state is not None
+    assert (instance_state.record.state, instance_state.is_destroying) == (ACTIVE, False)
 
 
 class ListingStore(Store):
-    """A store that counts its lists."""
+    """A store that counts its range reads."""
 
     lists = 0
 
@@ -122,18 +119,18 @@ class ListingStore(Store):
 @pytest.mark.parametrize('there', [1, 20])
 def test_clear_lists_once_however_many_there_are(own_etcd: Etcd, there: int) -> None:
     compute, store = new(), ListingStore(EtcdConfig((own_etcd.endpoint,)))
-    # On a compute that is not alive, and taken out of a queue.
-    for state, where in ((GONE, compute), (ERROR, compute), (GONE, '')) * there:
-        own_etcd.put(keys.record(where, instance := new()), to_json(Record(instance, where, state, image=IMAGE)))
+    # Records of a compute that is not alive, and of requests that were removed from a queue.
+    for state, host in ((GONE, compute), (ERROR, compute), (GONE, '')) * there:
+        own_etcd.put(keys.record(host, instance := new()), to_json(Record(instance, host, state, image=IMAGE)))
     assert len(clear(store).removed) == 3 * there
-    # What waits, is requested and has a record; and where each is of the latter two.
+    # Queue entries, requests and records, and the locations of requests and of records.
     assert store.lists == 3 + 2
     store.close()
 
 
 @pytest.mark.fast
 def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud: Cloud) -> None:
-    """A newer eschedule delivered it. Its compute sees the tombstone alone."""
+    """Check a request that the compute cannot read: it sees only the tombstone."""
     compute, instance = new(), new()
     name, group = f'n{instance}', Group(f'g{instance}', 'anti-affinity', False, {instance: compute})
     membership = Membership(group.name, group.policy, group.strict)
@@ -160,7 +157,7 @@ def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud
 
 @pytest.mark.fast
 def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
-    # The key was removed by hand: the domain is kept, and only this takes it down.
+    # The request was removed manually: the domain is kept until a tombstone destroys it.
     instance, compute = new(), new()
     cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE, query='resources=…')))
     destroy(cloud.store, instance)
@@ -172,115 +169,118 @@ def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
 def test_a_destroy_that_is_lost_or_whose_answer_is(
     cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
 ) -> None:
-    compute, wanted = cloud.make_order()
-    cloud.create(wanted)
-    living(shaky_store, wanted.instance)  # it is connected
-    # The tombstone, and not the reads before it, holds the query with the image beside it null.
-    applied = (lambda: cloud.delivered(compute, wanted.instance).is_tombstone) if arrives else None
+    compute, order = cloud.make_order()
+    cloud.create(order)
+    living(shaky_store, order.instance)  # opens the connection
+    # Only the tombstone, and none of the reads before it, contains empty allocations.
+    applied = (lambda: cloud.delivered(compute, order.instance).is_tombstone) if arrives else None
     etcd_proxy.lose(b'"allocations": {}', applied)
-    answer = destroy(shaky_store, wanted.instance)
+    answer = destroy(shaky_store, order.instance)
     assert etcd_proxy.has_lost
     assert ('already' in answer) is arrives
-    assert cloud.delivered(compute, wanted.instance).is_tombstone
+    assert cloud.delivered(compute, order.instance).is_tombstone
 
 
 @pytest.mark.fast
 def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
-    compute, wanted = cloud.make_order()
-    assert find(cloud.store, wanted.instance) is None
-    cloud.create(wanted)
-    found = find(cloud.store, wanted.instance)
-    assert found is not None
-    assert found.record_entry is None
-    assert (found.record.state, found.record.compute, found.record.resources) == ('scheduled', compute, SMALL)
-    cloud.etcd.put_record(to_json(replace(found.record, state=ACTIVE)))
-    found = find(cloud.store, wanted.instance)
-    assert found is not None
-    assert found.record.state == ACTIVE
-    assert found.request_entry is not None
-    assert not found.is_destroying
+    compute, order = cloud.make_order()
+    assert find(cloud.store, order.instance) is None
+    cloud.create(order)
+    result = find(cloud.store, order.instance)
+    assert result is not None
+    assert result.record_entry is None
+    assert (result.record.state, result.record.compute, result.record.resources) == ('scheduled', compute, SMALL)
+    cloud.etcd.put_record(to_json(replace(result.record, state=ACTIVE)))
+    result = find(cloud.store, order.instance)
+    assert result is not None
+    assert result.record.state == ACTIVE
+    assert result.request_entry is not None
+    assert not result.is_destroying
 
 
 @pytest.mark.fast
 def test_with_an_index_one_of_many_is_found_by_one_question(own_etcd: Etcd) -> None:
-    """Without it each costs a question for every 64 computes."""
+    """Check the cost: without an index, a lookup takes one call for every 64 computes."""
     with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
         lease = own_etcd.grant()
         computes = [new() for _ in range(200)]
         for compute in computes:
             own_etcd.put(keys.compute(compute), '{"token": "x"}', lease)
-        there = [new() for _ in range(3)]
-        for instance in there:
+        instances = [new() for _ in range(3)]
+        for instance in instances:
             request = Request(instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
             own_etcd.put(keys.request(computes[7], instance), requests.to_json(request))
-        among = index(store)
-        for instance in there:
+        located = index(store)
+        for instance in instances:
             before = store.asked
-            found = find(store, instance, among)
-            assert found is not None
-            assert found.record.compute == computes[7]
+            result = find(store, instance, located)
+            assert result is not None
+            assert result.record.compute == computes[7]
             assert store.asked == before + 1
-            assert found == find(store, instance)
-        # Its compute has taken it since, and written a record; then the request is gone.
-        record = new_record(computes[7], found.request or request, 'now').at(ACTIVE, 'now', 'started')
-        own_etcd.put(keys.record(computes[7], there[0]), to_json(replace(record, instance=there[0])))
+            assert result == find(store, instance)
+        # After the index was read, the compute writes a record; then the request is deleted.
+        record = new_record(computes[7], result.request or request, 'now').at(ACTIVE, 'now', 'started')
+        own_etcd.put(keys.record(computes[7], instances[0]), to_json(replace(record, instance=instances[0])))
         for _ in range(2):
-            found = find(store, there[0], among)
-            assert found is not None
-            assert found.record.state == ACTIVE
-            own_etcd.delete(keys.request(computes[7], there[0]))
-        # It is gone where it was; and another one has come since.
-        own_etcd.delete(keys.request(computes[7], there[1]))
-        assert find(store, there[1], among) is None
+            result = find(store, instances[0], located)
+            assert result is not None
+            assert result.record.state == ACTIVE
+            own_etcd.delete(keys.request(computes[7], instances[0]))
+        # After the index was read, one instance is deleted and another one is added.
+        own_etcd.delete(keys.request(computes[7], instances[1]))
+        assert find(store, instances[1], located) is None
         late = new()
         own_etcd.put(keys.request(computes[9], late), requests.to_json(replace(request, instance=late)))
-        found = find(store, late, among)
-        assert found is not None
-        assert found.record.compute == computes[9]
-        assert destroy(store, late, among) == f'{late}: destroy accepted, {computes[9]} carries it out'
+        result = find(store, late, located)
+        assert result is not None
+        assert result.record.compute == computes[9]
+        assert destroy(store, late, located) == f'{late}: destroy accepted, {computes[9]} carries it out'
 
 
 @pytest.mark.fast
 def test_the_names_of_records_are_listed_once_for_those_that_no_compute_is_asked_for(own_etcd: Etcd) -> None:
-    """A record is four times as long as its name, and etcd reads it all the same; two lists are twice as many names."""
+    """Check that the names of records are listed once, for instances without a request.
+
+    A record is four times as long as its key, and etcd reads both even for a list of keys.
+    """
     with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
         lease = own_etcd.grant()
         computes = [new() for _ in range(3)]
         for compute in computes[:2]:
             own_etcd.put(keys.compute(compute), '{"token": "x"}', lease)
-        asked, *ended = (new() for _ in range(3))
-        request = Request(asked, {computes[0]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
-        own_etcd.put(keys.request(computes[0], asked), requests.to_json(request))
-        own_etcd.put(keys.record(computes[0], asked), to_json(Record(asked, computes[0], ACTIVE, image=IMAGE)))
-        # The computes of these are not alive; what one of 1.0 wrote is below none.
+        requested, *ended = (new() for _ in range(3))
+        request = Request(requested, {computes[0]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
+        own_etcd.put(keys.request(computes[0], requested), requests.to_json(request))
+        own_etcd.put(keys.record(computes[0], requested), to_json(Record(requested, computes[0], ACTIVE, image=IMAGE)))
+        # The computes of these are not alive; ecomp 1.0 wrote records outside any compute's prefix.
         own_etcd.put(keys.record(computes[2], ended[0]), to_json(Record(ended[0], computes[2], GONE, image=IMAGE)))
         own_etcd.put(keys.old_record(ended[1]), to_json(Record(ended[1], computes[2], ERROR, image=IMAGE)))
-        # Somebody else's word of one that is asked for elsewhere counts neither way.
-        own_etcd.put(keys.record(computes[2], asked), to_json(Record(asked, computes[2], GONE, image=IMAGE)))
-        among = index(store)
+        # A record of another compute is ignored if the instance has a request elsewhere.
+        own_etcd.put(keys.record(computes[2], requested), to_json(Record(requested, computes[2], GONE, image=IMAGE)))
+        located = index(store)
         assert store.asked == 1
-        found = find(store, asked, among)
-        assert found is not None
-        assert (found.record.compute, found.record.state) == (computes[0], ACTIVE)
+        result = find(store, requested, located)
+        assert result is not None
+        assert (result.record.compute, result.record.state) == (computes[0], ACTIVE)
         assert store.asked == 2
         for instance, state, questions in ((ended[0], GONE, 2), (ended[1], ERROR, 1)):
             before = store.asked
-            found = find(store, instance, among)
-            assert found is not None
-            assert (found.record.compute, found.record.state) == (computes[2], state)
+            result = find(store, instance, located)
+            assert result is not None
+            assert (result.record.compute, result.record.state) == (computes[2], state)
             assert store.asked == before + questions
-            assert found == find(store, instance)
+            assert result == find(store, instance)
 
 
-# eschedule's stop, start and reboot: what they write, and what they refuse, also when an answer is lost.
+# stop, start and reboot: the written request and the refusals, also with lost answers.
 
 
 def lives(cloud: Cloud, state: str = ACTIVE, said: str | None = None) -> tuple[str, str]:
-    """A compute, and an instance on it in this state."""
-    compute, wanted = cloud.make_order()
-    cloud.create(wanted)
-    write(cloud, compute, wanted.instance, state, said)
-    return compute, wanted.instance
+    """Create an instance with a record in this state, and return its compute and its uuid."""
+    compute, order = cloud.make_order()
+    cloud.create(order)
+    write(cloud, compute, order.instance, state, said)
+    return compute, order.instance
 
 
 def write(cloud: Cloud, compute: str, instance: str, state: str, said: str | None, fault: str | None = None) -> None:
@@ -305,16 +305,16 @@ def test_it_is_written_beside_all_that_is_there(cloud: Cloud) -> None:
 
 def test_the_same_again_changes_nothing(cloud: Cloud) -> None:
     compute, instance = lives(cloud)
-    stop, other = Power(STOP, new()), Power(STOP, new())
+    stop, second_stop = Power(STOP, new()), Power(STOP, new())
     power(cloud.store, instance, stop)
     before = cloud.etcd.get(keys.request(compute, instance))
-    again = power(cloud.store, instance, other)
-    assert again.said == f'{instance}: stop was asked for before, {compute} is at it'
-    assert again.power == stop, 'that one is to be waited for'
+    repeated = power(cloud.store, instance, second_stop)
+    assert repeated.said == f'{instance}: stop was asked for before, {compute} is at it'
+    assert repeated.power == stop, 'that one is to be waited for'
     write(cloud, compute, instance, STOPPED, stop.id)
-    assert power(cloud.store, instance, other) == Acceptance(f'{instance}: is stopped already')
+    assert power(cloud.store, instance, second_stop) == Acceptance(f'{instance}: is stopped already')
     assert cloud.etcd.get(keys.request(compute, instance)) == before
-    # A reboot is never "so already".
+    # A reboot is carried out in any state.
     assert power(cloud.store, instance, Power(REBOOT, new())).power is not None
 
 
@@ -322,9 +322,9 @@ def test_who_has_no_power_to_switch(cloud: Cloud) -> None:
     stop = Power(STOP, new())
     with pytest.raises(NotFound, match='no such instance'):
         power(cloud.store, new(), stop)
-    for state, said in (('building', 'is being built: wait for it'), ('error', 'is in error'), ('scheduled', 'wait')):
+    for state, reason in (('building', 'is being built: wait for it'), ('error', 'is in error'), ('scheduled', 'wait')):
         _, instance = lives(cloud, state)
-        with pytest.raises(Conflict, match=said):
+        with pytest.raises(Conflict, match=reason):
             power(cloud.store, instance, stop)
     compute, instance = lives(cloud)
     cloud.etcd.put(keys.request(compute, instance), 'nonsense')
@@ -346,7 +346,7 @@ def test_an_order_that_is_lost_or_whose_answer_is(
     compute, instance = lives(cloud)
     stop = Power(STOP, new())
     with pytest.raises(NotFound):
-        power(shaky_store, new(), stop)  # it is connected
+        power(shaky_store, new(), stop)  # opens the connection
     applied = (lambda: cloud.delivered(compute, instance).power == stop) if arrives else None
     etcd_proxy.lose(stop.id.encode(), applied)
     accepted = power(shaky_store, instance, stop)
@@ -359,30 +359,30 @@ def test_several_at_once_are_one(cloud: Cloud) -> None:
     compute, instance = lives(cloud)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: power(cloud.store, instance, Power(REBOOT, new())), range(4)))
-    assert {each.power for each in answers} == {cloud.delivered(compute, instance).power}
-    assert sum('accepted' in each.said for each in answers) == 1
+    assert {answer.power for answer in answers} == {cloud.delivered(compute, instance).power}
+    assert sum('accepted' in answer.said for answer in answers) == 1
 
 
-# Waiting for it
+# Waiting for a power action
 
 
 def test_its_steps_are_told_and_its_end(cloud: Cloud) -> None:
-    told: list[str] = []
-    before, reboot = new(), Power(REBOOT, new())
-    compute, instance = lives(cloud, said=before)
+    messages: list[str] = []
+    power_id, reboot = new(), Power(REBOOT, new())
+    compute, instance = lives(cloud, said=power_id)
     accepted = power(cloud.store, instance, reboot)
     config = EtcdConfig((cloud.etcd.endpoint,))
 
-    def waits_for(what: str) -> bool:
-        return any(f'waiting for: {what}' in each for each in told)
+    def is_waiting_for(what: str) -> bool:
+        return any(f'waiting for: {what}' in message for message in messages)
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_power, Wait(config, instance, Deadline(60), told.append), accepted)
-        until(lambda: waits_for('its compute to take it'), 10, 'nobody is at it')
+        waiting = pool.submit(wait_for_power, Wait(config, instance, Deadline(60), messages.append), accepted)
+        until(lambda: is_waiting_for('its compute to take it'), 10, 'nobody is at it')
         write(cloud, compute, instance, ACTIVE, reboot.at(ASKED))
-        until(lambda: waits_for('the guest to turn itself off'), 10, 'it is asked')
+        until(lambda: is_waiting_for('the guest to turn itself off'), 10, 'it is asked')
         write(cloud, compute, instance, STOPPED, reboot.at(OFF))
-        until(lambda: waits_for('its domain to start'), 10, 'it is off')
+        until(lambda: is_waiting_for('its domain to start'), 10, 'it is off')
         write(cloud, compute, instance, ACTIVE, reboot.id)
         assert waiting.result(PATIENCE * 20).state == ACTIVE
 
