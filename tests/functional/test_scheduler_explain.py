@@ -1,4 +1,4 @@
-"""Why there is no room, and what would be."""
+"""Test the explanation of a refusal: failed constraints, and the smallest change that fits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.kit.in_process import InProcess, empty, put
 from tests.kit.servers import Etcd
 from tests.kit.store_client import connected
 
-# What eschedule says of a request that found no room: host by host, with the nearest miss and the smallest change.
+# The explanation of each host, the nearest miss, and the smallest change of the query that fits.
 
 
 GUEST = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
@@ -39,14 +39,21 @@ AVX2 = 'HW_CPU_X86_AVX2'
 
 @dataclass
 class World:
-    """Computes that say they are alive, and their providers."""
+    """Live computes and their providers."""
 
     etcd: Etcd
     store: Store
     placement: InProcess
 
     def compute(self, host: str | None, alive: bool = True, parent: str | None = None, **sizes: int) -> str:
-        """A compute with 4 VCPU, 7800 MB and 25 GB; `sizes` say otherwise, and 0 that all of a class is reserved."""
+        """Make a compute with 4 VCPU, 7800 MB and 25 GB.
+
+        Args:
+            host: the host name that it publishes.
+            alive: publish its presence.
+            parent: its provider's parent.
+            sizes: other totals of resource classes; 0 reserves all of a class.
+        """
         compute = str(uuid.uuid5(uuid.NAMESPACE_DNS, f'{host} {len(self.etcd.keys(keys.COMPUTES))}'))
         self.placement.write(
             'POST', '/resource_providers', {'uuid': compute, 'name': compute, 'parent_provider_uuid': parent}
@@ -59,12 +66,12 @@ class World:
         return compute
 
     def says(self, compute: str, host: str | None, **room: list[int]) -> None:
-        """What a living compute puts, with the room that it says it has."""
-        more = {'room': room} if room else {}
-        self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x', **more}), self.etcd.grant())
+        """Write a live compute's presence key with its hints."""
+        hints = {'room': room} if room else {}
+        self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x', **hints}), self.etcd.grant())
 
     def uses(self, compute: str, **amounts: int) -> None:
-        """Somebody holds so much there."""
+        """Allocate these amounts to another consumer."""
         body = {
             'allocations': {compute: {'resources': amounts}},
             **{'user_id': 'u', 'project_id': 'p', 'consumer_generation': None, 'consumer_type': 'INSTANCE'},
@@ -72,11 +79,10 @@ class World:
         self.placement.write('PUT', f'/allocations/{uuid.uuid4()}', body)
 
     def has(self, compute: str, *traits: str) -> None:
-        """Give it traits."""
         put(self.placement, f'/resource_providers/{compute}/traits', traits=list(traits))
 
     def why(self, query: str, **about: Any) -> list[str]:
-        """The reasons; `about` is what else is known of the refusal."""
+        """Return the reasons of a refusal; `about` holds further fields of it."""
         return reasons(self.store, self.placement, Refusal(query, **about))
 
 
@@ -87,11 +93,11 @@ def world(own_etcd: Etcd, in_process: InProcess) -> Iterator[World]:
 
 
 def test_every_failing_constraint_of_every_compute(world: World) -> None:
-    one, two, three = (world.compute(f'hv{number}') for number in (1, 2, 3))
-    world.uses(two, MEMORY_MB=7288)
-    world.uses(one, VCPU=4, MEMORY_MB=7000)
-    world.has(three, AVX2)
-    world.uses(three, DISK_GB=25)
+    first, second, third = (world.compute(f'hv{number}') for number in (1, 2, 3))
+    world.uses(second, MEMORY_MB=7288)
+    world.uses(first, VCPU=4, MEMORY_MB=7000)
+    world.has(third, AVX2)
+    world.uses(third, DISK_GB=25)
     assert world.why(f'resources=VCPU:1,MEMORY_MB:1741,DISK_GB:1&required={AVX2}') == [
         f'hv1: VCPU short by 1 (free 0 of 4); MEMORY_MB short by 941 (free 800 of 7800); lacks {AVX2}',
         f'hv2: MEMORY_MB short by 1229 (free 512 of 7800); lacks {AVX2}',
@@ -116,17 +122,17 @@ def test_computes_that_are_dead_closed_or_without_a_name(world: World) -> None:
     world.compute('hv2', VCPU=0)
     bare = str(uuid.uuid4())
     world.etcd.put(keys.compute(bare), '{"hostname": "hv1"}', world.etcd.grant())
-    # Somebody else's, in a placement that is shared.
-    others = str(uuid.uuid4())
-    world.placement.write('POST', '/resource_providers', {'uuid': others, 'name': 'nova'})
-    found = world.why(f'{GUEST}&required={SHARES}')
-    assert found[:3] == [
+    # A foreign provider in a shared placement.
+    foreign = str(uuid.uuid4())
+    world.placement.write('POST', '/resource_providers', {'uuid': foreign, 'name': 'nova'})
+    lines = world.why(f'{GUEST}&required={SHARES}')
+    assert lines[:3] == [
         'hv1: has no resource provider',
         'hv2: is closed: all its VCPU is reserved',
         f'{nameless}: lacks {SHARES}',
     ]
-    assert found[3:5] == sorted([f'{dead}: is not alive', f'{stopped}: is closed: its ecompute was stopped'])
-    assert found[5:] == [
+    assert lines[3:5] == sorted([f'{dead}: is not alive', f'{stopped}: is closed: its ecompute was stopped'])
+    assert lines[5:] == [
         f'the nearest miss is {nameless}',
         f'the smallest change that fits: ask without required={SHARES} (on {nameless})',
     ]
@@ -142,19 +148,19 @@ def test_what_has_room_by_now(world: World) -> None:
 
 
 def test_what_a_limit_leaves_out_is_not_to_be_asked_for_again(world: World) -> None:
-    one, _ = world.compute('hv1'), world.compute('hv2')
-    assert world.why(f'{GUEST}&limit=1', named=[one]) == [
+    named_compute, _ = world.compute('hv1'), world.compute('hv2')
+    assert world.why(f'{GUEST}&limit=1', named=[named_compute]) == [
         'hv1: has room by now: ask again',
         'hv2: has room, but limit=1 has placement name fewer computes: ask without it',
     ]
-    web = Group('web', ANTI_AFFINITY, True, {'a': one})
-    (first, second) = world.why(f'{GUEST}&limit=1', group=web, named=[one])
+    web = Group('web', ANTI_AFFINITY, True, {'a': named_compute})
+    (first, second) = world.why(f'{GUEST}&limit=1', group=web, named=[named_compute])
     assert first == 'hv1: group web has a member there (strict anti-affinity)'
     assert second == 'hv2: has room, but limit=1 has placement name fewer computes: ask without it'
 
 
 def test_a_change_that_placement_would_not_take_is_not_named(world: World) -> None:
-    # With no provider in the aggregate placement does not come to look at the trait, which it does not know.
+    # Placement does not check the unknown trait, because the aggregate has no provider.
     world.compute('hv1')
     aggregate = str(uuid.uuid4())
     assert world.why(f'{GUEST}&member_of={aggregate}&required=!CUSTOM_NOBODY_KNOWS') == [
@@ -171,15 +177,15 @@ def test_granular_nested_and_sharing_are_said_not_to_be_explained(world: World) 
     world.compute('child', alive=False, parent=tree)
     shares = world.compute('storage', alive=False)
     world.has(shares, SHARES)
-    for each in (near, shares):
-        put(world.placement, f'/resource_providers/{each}/aggregates', aggregates=[flat])
-    found = world.why(f'{GUEST}&required={AVX2}')
-    assert found[:3] == [
+    for provider in (near, shares):
+        put(world.placement, f'/resource_providers/{provider}/aggregates', aggregates=[flat])
+    lines = world.why(f'{GUEST}&required={AVX2}')
+    assert lines[:3] == [
         f'hv1: lacks {AVX2}',
         'hv2: not explained: its resource providers are nested',
         f'hv3: not explained: provider {shares} shares with it',
     ]
-    assert found[-2:] == [
+    assert lines[-2:] == [
         'the nearest miss is hv1',
         f'the smallest change that fits: ask without required={AVX2} (on hv1)',
     ]
@@ -189,10 +195,10 @@ def test_one_that_shares_is_named_for_what_another_has(world: World) -> None:
     near, shares = world.compute('hv1', VCPU=1), world.compute('hv2')
     world.has(near, AVX2)
     world.has(shares, SHARES)
-    for each in (near, shares):
-        put(world.placement, f'/resource_providers/{each}/aggregates', aggregates=[near])
+    for provider in (near, shares):
+        put(world.placement, f'/resource_providers/{provider}/aggregates', aggregates=[near])
     query = f'{GUEST.replace("VCPU:1", "VCPU:2")}&root_required={AVX2}'
-    assert [shares] in [list(each) for each in candidates(world.placement, query).candidates]
+    assert [shares] in [list(provider) for provider in candidates(world.placement, query).candidates]
     assert world.why(query) == [
         f'hv1: not explained: provider {shares} shares with it',
         'hv2: not explained: it shares with others',
@@ -229,9 +235,9 @@ def test_what_was_asked_on_one_compute_is_told_of_that_and_with_the_words_that_w
         'the smallest change that fits: ask without --on hv1 (on hv2)',
     ]
     assert world.why(query, on=first[:8])[1].startswith(f'the smallest change that fits: ask without --on {first[:8]} ')
-    nobody = str(uuid.uuid4())
-    assert world.why(f'{GUEST}&in_tree={nobody}', on=nobody) == [
-        f'{nobody}: there is no such compute', f'the smallest change that fits: ask without --on {nobody} (on hv2)'
+    unknown = str(uuid.uuid4())
+    assert world.why(f'{GUEST}&in_tree={unknown}', on=unknown) == [
+        f'{unknown}: there is no such compute', f'the smallest change that fits: ask without --on {unknown} (on hv2)'
     ]  # fmt: skip
 
 
@@ -248,33 +254,33 @@ def test_a_disabled_one_that_was_asked_for_is_to_be_enabled(world: World) -> Non
 def test_the_others_of_a_set_are_called_so_and_no_members_of_its_group(world: World) -> None:
     first, second = world.compute('hv1'), world.compute('hv2', VCPU=1)
     size = {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}
-    taken = [Candidate(first, {first: size}, None)]
+    placed = [Candidate(first, {first: size}, None)]
 
-    def why(policy: str, **members: str) -> list[str]:
+    def explain_hosts(policy: str, **members: str) -> list[str]:
         group = Group('web', policy, True, members)
-        return [each for each in world.why(GUEST, group=group, taken=taken) if each.startswith('hv')]
+        return [line for line in world.why(GUEST, group=group, taken=placed) if line.startswith('hv')]
 
-    assert why(ANTI_AFFINITY)[0] == "hv1: the set's first takes hv1 (group web, strict anti-affinity)"
-    assert why(AFFINITY)[1] == "hv2: the set's first takes hv1 (group web, strict affinity)"
-    assert why(ANTI_AFFINITY, other=first)[0] == 'hv1: group web has a member there (strict anti-affinity)'
-    assert why(AFFINITY, other=second)[0] == 'hv1: group web is on hv2 (strict affinity)'
+    assert explain_hosts(ANTI_AFFINITY)[0] == "hv1: the set's first takes hv1 (group web, strict anti-affinity)"
+    assert explain_hosts(AFFINITY)[1] == "hv2: the set's first takes hv1 (group web, strict affinity)"
+    assert explain_hosts(ANTI_AFFINITY, other=first)[0] == 'hv1: group web has a member there (strict anti-affinity)'
+    assert explain_hosts(AFFINITY, other=second)[0] == 'hv1: group web is on hv2 (strict affinity)'
 
 
 @pytest.mark.parametrize('number', [1, 3, 60])
 def test_the_calls_that_a_refusal_takes_do_not_grow_with_the_computes(world: World, number: int) -> None:
-    for each in range(number):
-        world.uses(world.compute(f'hv{each:02}', VCPU=2), VCPU=2)
+    for index in range(number):
+        world.uses(world.compute(f'hv{index:02}', VCPU=2), VCPU=2)
     world.placement.calls.clear()
     before = world.placement.statements
-    said = world.why(GUEST)
-    assert said[-2:] == ['the nearest miss is hv00', 'no change of the query alone fits: free 1 VCPU on hv00']
-    assert [each for each in said if 'VCPU short' in each] == [
-        f'hv{each:02}: VCPU short by 1 (free 0 of 2)' for each in range(min(number, 10))
+    lines = world.why(GUEST)
+    assert lines[-2:] == ['the nearest miss is hv00', 'no change of the query alone fits: free 1 VCPU on hv00']
+    assert [line for line in lines if 'VCPU short' in line] == [
+        f'hv{index:02}: VCPU short by 1 (free 0 of 2)' for index in range(min(number, 10))
     ]
-    # Who is there, who has memory free, and with what is left the limits of the nearest.
+    # In order: the providers, those with free memory, and the limits of the nearest ones.
     limits = ['/inventories'] * min(number, 3)
-    assert [each[-12:] for each in world.placement.calls] == ['ce_providers', '=MEMORY_MB:1', *limits]
-    # The list of providers takes 2 SQL statements, the candidates 9, and limits 6 each.
+    assert [call[-12:] for call in world.placement.calls] == ['ce_providers', '=MEMORY_MB:1', *limits]
+    # SQL statements: 2 for the list of providers, 9 for the candidates, 6 for each compute's limits.
     assert world.placement.statements - before == 11 + 6 * len(limits)
 
 
@@ -284,14 +290,14 @@ def test_what_is_full_of_everything_is_as_large_as_it_says(world: World) -> None
         world.uses(compute, VCPU=4, MEMORY_MB=512, DISK_GB=25)
         world.says(compute, f'hv{number}', VCPU=[4, 25], MEMORY_MB=[512, 0], DISK_GB=[25, 0])
     world.has(computes[1], 'COMPUTE_STATUS_DISABLED')
-    # Of this one nothing is said, and of this one it is not true that no more is given than there is.
+    # hv3 publishes no hint, and hv4's hint reports more allocated than it has.
     world.says(computes[2], 'hv3')
     world.says(computes[3], 'hv4', VCPU=[4, -25], MEMORY_MB=[512, 0], DISK_GB=[25, 0])
     world.placement.calls.clear()
     full = 'VCPU short by 1 (free 0 of 4); MEMORY_MB short by 256 (free 0 of 512); DISK_GB short by 1 (free 0 of 25)'
-    said = world.why(GUEST)
+    lines = world.why(GUEST)
     assert len(world.placement.calls) == 5, world.placement.calls
-    assert said == [
+    assert lines == [
         f'hv1: {full}',
         f'hv2: is disabled (eschedule host enable hv2); {full}',
         '2 more are not shown: no nearer, or not alive',
@@ -301,11 +307,11 @@ def test_what_is_full_of_everything_is_as_large_as_it_says(world: World) -> None
 
 
 def test_a_change_that_fits_is_asked_about_on_one_compute(world: World) -> None:
-    for each in range(60):
-        world.compute(f'hv{each:02}', VCPU=2)
+    for index in range(60):
+        world.compute(f'hv{index:02}', VCPU=2)
     world.placement.calls.clear()
     assert world.why(GUEST.replace('VCPU:1', 'VCPU:3'))[-1] == 'the smallest change that fits: ask for VCPU:2 (on hv00)'
-    assert [each.rpartition('/')[2].partition('?')[0] for each in world.placement.calls] == [
+    assert [call.rpartition('/')[2].partition('?')[0] for call in world.placement.calls] == [
         'resource_providers', 'allocation_candidates', 'inventories', 'inventories', 'allocation_candidates',
     ]  # fmt: skip
     assert 'in_tree=' in world.placement.calls[-1]
@@ -318,196 +324,220 @@ def test_a_limit_that_somebody_set_is_said(world: World) -> None:
         inventories['VCPU']['max_unit'] = 2
         put(world.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
     world.placement.calls.clear()
-    said = world.why(GUEST.replace('VCPU:1', 'VCPU:3'))
-    assert said[:2] == [f'hv{number}: VCPU:3 is more than one may have (max_unit 2)' for number in (1, 2)]
-    assert said[-1] == 'the smallest change that fits: ask for VCPU:2 (on hv1)'
+    lines = world.why(GUEST.replace('VCPU:1', 'VCPU:3'))
+    assert lines[:2] == [f'hv{number}: VCPU:3 is more than one may have (max_unit 2)' for number in (1, 2)]
+    assert lines[-1] == 'the smallest change that fits: ask for VCPU:2 (on hv1)'
     assert len(world.placement.calls) == 5
 
 
-# What is said of a request that finds no room is what placement itself would say: thousands of random requests.
+# Thousands of random requests: the explanation must agree with placement's answers.
 
 
 CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB', 'VGPU')
 TRAITS = ('HW_CPU_X86_AVX2', 'HW_CPU_X86_VMX', 'STORAGE_DISK_SSD', 'COMPUTE_STATUS_DISABLED')
 RATIOS = (1.0, 1.0, 1.0, 1.5, 16.0, 0.5, 0.1, 1 / 3, 1.1, 2.7)
+# The last one has no member.
 AGGREGATES = tuple(str(uuid.UUID(int=number)) for number in range(4))
-"""Nobody is in the last one."""
 
 
 def test_what_is_said_is_what_placement_does(in_process: InProcess) -> None:
-    seen = ask(in_process, range(6), 10)
-    # None of the cases is one that never came up.
-    assert all(seen[each] > 1 for each in ('refused', 'fits', 'changed', 'freed', 'beyond', 'found')), seen
-    assert seen['found'] > 5 * seen['not found'], seen
+    case_counts = ask(in_process, range(6), 10)
+    # Every case must have occurred.
+    assert all(case_counts[case] > 1 for case in ('refused', 'fits', 'changed', 'freed', 'beyond', 'found')), (
+        case_counts
+    )
+    assert case_counts['found'] > 5 * case_counts['not found'], case_counts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('first', range(1000, 1200, 10))
 def test_what_is_said_is_what_placement_does_at_length(in_process: InProcess, first: int) -> None:
-    seen = ask(in_process, range(first, first + 10), 50)
-    assert all(seen[each] > 10 for each in ('refused', 'fits', 'changed')), seen
+    case_counts = ask(in_process, range(first, first + 10), 50)
+    assert all(case_counts[case] > 10 for case in ('refused', 'fits', 'changed')), case_counts
 
 
 def ask(placement: InProcess, seeds: range, requests: int) -> Counter[str]:
-    """A random cluster for each seed, and so many requests of each."""
-    seen: Counter[str] = Counter()
+    """Run this number of requests on a random cluster for each seed, and count the cases."""
+    case_counts: Counter[str] = Counter()
     for seed in seeds:
-        seen += cluster_and_requests(placement, random.Random(seed), requests)
-    assert seen['requests'] == len(seeds) * requests
-    return seen
+        case_counts += cluster_and_requests(placement, random.Random(seed), requests)
+    assert case_counts['requests'] == len(seeds) * requests
+    return case_counts
 
 
 def cluster_and_requests(placement: InProcess, rng: random.Random, count: int) -> Counter[str]:
-    """Ask a random cluster so many random requests; what came up, and how often."""
-    made = make_cluster(placement, rng)
+    """Run `count` random requests on a random cluster, and count the cases that occurred."""
+    created = make_cluster(placement, rng)
     listed = providers.everyone(placement)
-    assert listed.keys() == set(made)
-    found = (providers.look(placement, each, listed[each].alone, traits=True, aggregates=True) for each in listed)
-    known = [each for each in found if each is not None]
-    sharing = [each for each in known if providers.SHARES in each.traits]
-    seen: Counter[str] = Counter()
-    while seen['requests'] < count:
-        query = make_query(rng, known)
+    assert listed.keys() == set(created)
+    provider_facts = (
+        providers.look(placement, listed_uuid, listed[listed_uuid].alone, traits=True, aggregates=True)
+        for listed_uuid in listed
+    )
+    present = [facts for facts in provider_facts if facts is not None]
+    sharing = [provider for provider in present if providers.SHARES in provider.traits]
+    case_counts: Counter[str] = Counter()
+    while case_counts['requests'] < count:
+        query = make_query(rng, present)
         try:
             named = candidates(placement, query).candidates
         except PlacementRefusal:
-            continue  # it contradicts itself
-        seen['requests'] += 1
-        seen += judged(placement, query, known, sharing, named)
-        seen += in_few_calls(placement, query, known, sharing)
-    holds_by_itself(placement, make_query(rng, known), known, sharing)
+            continue  # the query contradicts itself
+        case_counts['requests'] += 1
+        case_counts += judged(placement, query, present, sharing, named)
+        case_counts += in_few_calls(placement, query, present, sharing)
+    holds_by_itself(placement, make_query(rng, present), present, sharing)
     empty(placement)
-    return seen
+    return case_counts
 
 
 def judged(
     placement: InProcess, query: str, providers: list[Provider], sharing: list[Provider], named: list[Allocations]
 ) -> Counter[str]:
-    """Compare what is said of a request with what placement answered."""
-    asked = parse(enabled_only(query))
-    assert set(parse(words(asked))) == set(asked)
+    """Compare the explanation of a request with placement's answer."""
+    constraints = parse(enabled_only(query))
+    assert set(parse(words(constraints))) == set(constraints)
     misses = []
-    seen: Counter[str] = Counter()
-    for each in providers:
-        if unexplained(asked, each, sharing) is not None:
-            seen['beyond'] += 1
+    case_counts: Counter[str] = Counter()
+    for candidate in providers:
+        if unexplained(constraints, candidate, sharing) is not None:
+            case_counts['beyond'] += 1
             continue
-        misses.append(miss(asked, each))
-        assert misses[-1].fits == any(each.uuid in together for together in named), (query, each, misses[-1])
-        seen['explained'] += 1
-        seen['fits'] += misses[-1].fits
+        misses.append(miss(constraints, candidate))
+        assert misses[-1].fits == any(candidate.uuid in together for together in named), (query, candidate, misses[-1])
+        case_counts['explained'] += 1
+        case_counts['fits'] += misses[-1].fits
     if named:
-        return seen
-    seen['refused'] += 1
+        return case_counts
+    case_counts['refused'] += 1
     best = smallest(misses)
     if best is None:
-        return seen
+        return case_counts
     assert best.cures
-    now, provider = changed(asked, best.cures), next(each for each in providers if each.uuid == best.provider)
+    changed_query, provider = (
+        changed(constraints, best.cures),
+        next(candidate for candidate in providers if candidate.uuid == best.provider),
+    )
     if any(cure.freed for cure in best.cures):
-        seen['freed'] += 1
-        assert miss(now, freed(provider, best.cures)).fits, (query, provider, best)
-        assert not any(each.cures and not any(cure.freed for cure in each.cures) for each in misses)
+        case_counts['freed'] += 1
+        assert miss(changed_query, freed(provider, best.cures)).fits, (query, provider, best)
+        assert not any(
+            candidate_miss.cures and not any(cure.freed for cure in candidate_miss.cures) for candidate_miss in misses
+        )
     else:
-        seen['changed'] += 1
-        named = candidates(placement, words(now)).candidates
-        assert any(best.provider in each for each in named), (query, provider, best)
-    return seen
+        case_counts['changed'] += 1
+        named = candidates(placement, words(changed_query)).candidates
+        assert any(best.provider in allocations for allocations in named), (query, provider, best)
+    return case_counts
 
 
 def in_few_calls(placement: InProcess, query: str, providers: list[Provider], sharing: list[Provider]) -> Counter[str]:
-    """What a few calls tell of the providers is what each of them says by itself."""
-    asked, before = parse(enabled_only(query)), len(placement.calls)
-    exact = {each.uuid: each for each in providers}
+    """Check that a few bulk calls yield the same facts as one query for each provider."""
+    constraints, before = parse(enabled_only(query)), len(placement.calls)
+    exact = {candidate.uuid: candidate for candidate in providers}
     try:
-        facts = Facts(placement, asked)
-        found = facts.find(exact, dict.fromkeys(exact, Living()), {})
+        facts = Facts(placement, constraints)
+        bulk = facts.find(exact, dict.fromkeys(exact, Living()), {})
     except Unexplained:
         return Counter({'too much': 1})
     assert len(placement.calls) - before <= CALLS, placement.calls[before:]
-    for each in found.values():
-        own = exact[each.uuid]
-        assert {name: (have.capacity, have.used) for name, have in each.inventories.items()} == {
-            name: (have.capacity, have.used) for name, have in own.inventories.items()
+    for bulk_provider in bulk.values():
+        own = exact[bulk_provider.uuid]
+        assert {name: (room.capacity, room.used) for name, room in bulk_provider.inventories.items()} == {
+            name: (room.capacity, room.used) for name, room in own.inventories.items()
         }
-        assert set(each.traits) == set(own.traits)
-        assert (unexplained(asked, each, facts.sharing) is None) == (unexplained(asked, own, sharing) is None)
-        if unexplained(asked, own, sharing) is None:
-            says, said = miss(asked, each), miss(asked, own)
-            assert says.fits == said.fits
-            # But for a limit of one amount, beside something else that it lacks.
-            missed, lacking = ({failure.constraint for failure in each.failures} for each in (says, said))
+        assert set(bulk_provider.traits) == set(own.traits)
+        assert (unexplained(constraints, bulk_provider, facts.sharing) is None) == (
+            unexplained(constraints, own, sharing) is None
+        )
+        if unexplained(constraints, own, sharing) is None:
+            bulk_miss, exact_miss = miss(constraints, bulk_provider), miss(constraints, own)
+            assert bulk_miss.fits == exact_miss.fits
+            # The bulk facts may miss an amount's limit if the compute lacks something else, too.
+            missed, lacking = (
+                {failure.constraint for failure in provider_miss.failures} for provider_miss in (bulk_miss, exact_miss)
+            )
             assert missed <= lacking
-    return Counter({'found': len(found), 'not found': len(exact) - len(found), 'plain': 1})
+    return Counter({'found': len(bulk), 'not found': len(exact) - len(bulk), 'plain': 1})
 
 
 def holds_by_itself(placement: InProcess, query: str, known: list[Provider], sharing: list[Provider]) -> None:
-    """Asked for each constraint alone, placement names those providers on which that one does not fail."""
-    asked = parse(enabled_only(query))
-    for constraint in asked:
+    """Check that placement, queried for one constraint, names the providers that satisfy it."""
+    constraints = parse(enabled_only(query))
+    for constraint in constraints:
         holding = providers.holding(placement, constraint)
-        for each in known:
-            if unexplained(asked, each, sharing) is None:
-                failing = {failure.constraint for failure in miss(asked, each).failures}
-                assert (constraint not in failing) == (each.uuid in holding), (constraint, each)
+        for provider in known:
+            if unexplained(constraints, provider, sharing) is None:
+                failing = {failure.constraint for failure in miss(constraints, provider).failures}
+                assert (constraint not in failing) == (provider.uuid in holding), (constraint, provider)
 
 
 def freed(provider: Provider, cures: tuple[Cure, ...]) -> Provider:
-    """The provider with so much less used."""
-    less = dict(provider.inventories)
-    for each in cures:
-        if each.freed and isinstance(each.constraint, Amount):
-            name = each.constraint.name
-            assert less[name].used >= each.freed
-            less[name] = less[name]._replace(used=less[name].used - each.freed)
-    return replace(provider, inventories=less)
+    """Return the provider with the usage reduced by the freed amounts."""
+    inventories = dict(provider.inventories)
+    for cure in cures:
+        if cure.freed and isinstance(cure.constraint, Amount):
+            name = cure.constraint.name
+            assert inventories[name].used >= cure.freed
+            inventories[name] = inventories[name]._replace(used=inventories[name].used - cure.freed)
+    return replace(provider, inventories=inventories)
 
 
 def make_cluster(placement: InProcess, rng: random.Random) -> list[str]:
-    """Two to six providers; now and then a nested one, and one that shares."""
-    made: list[str] = []
+    """Make two to six providers, sometimes with a nested and a sharing one."""
+    created: list[str] = []
     nested, shares = rng.random() < 0.2, rng.random() < 0.3
     for number in range(rng.randint(2, 6)):
         provider = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        # One that shares and has a parent is more than placement itself can take: HTTP 500.
-        parent = made[0] if nested and number in (2, 3) else None
+        # Placement answers HTTP 500 for a sharing provider with a parent.
+        parent = created[0] if nested and number in (2, 3) else None
         body = {'uuid': provider, 'name': provider, 'parent_provider_uuid': parent}
         placement.write('POST', '/resource_providers', body)
-        made.append(provider)
+        created.append(provider)
         path = f'/resource_providers/{provider}'
         inventories = {name: inventory(rng) for name in CLASSES if rng.random() < (0.3 if name == 'VGPU' else 0.95)}
-        # Used before the limits are as they will be: they are not always kept to.
+        # Allocate before the final limits are set, so that usage may exceed them.
         put(placement, f'{path}/inventories', inventories={name: {'total': 1000} for name in inventories})
         full = rng.random() < 0.25
         used = {name: rng.randint(1, 12) for name in inventories if rng.random() < 0.3}
         if full and 'VCPU' in inventories:
             used['VCPU'] = 40
         if used:
-            held = {provider: {'resources': used}}
-            who = {'user_id': 'u', 'project_id': 'p', 'consumer_generation': None, 'consumer_type': 'INSTANCE'}
-            placement.write('PUT', f'/allocations/{consumer_of(provider)}', {'allocations': held, **who})
+            allocation = {provider: {'resources': used}}
+            consumer_fields = {
+                'user_id': 'u',
+                'project_id': 'p',
+                'consumer_generation': None,
+                'consumer_type': 'INSTANCE',
+            }
+            placement.write(
+                'PUT', f'/allocations/{consumer_of(provider)}', {'allocations': allocation, **consumer_fields}
+            )
         put(placement, f'{path}/inventories', inventories=inventories)
         traits = [name for name in TRAITS if rng.random() < 0.5]
         if shares and number == 1:
             traits.append(providers.SHARES)
         put(placement, f'{path}/traits', traits=traits)
         put(placement, f'{path}/aggregates', aggregates=[name for name in AGGREGATES[:-1] if rng.random() < 0.4])
-    return made
+    return created
 
 
 def inventory(rng: random.Random) -> dict[str, object]:
-    """A class of a provider: mostly plain, at times with every limit there is."""
+    """Make the inventory of one class, sometimes with all limits."""
     total = rng.randint(1, 32)
-    made: dict[str, object] = {'total': total, 'allocation_ratio': rng.choice(RATIOS)}
+    fields: dict[str, object] = {'total': total, 'allocation_ratio': rng.choice(RATIOS)}
     if rng.random() < 0.2:
-        made['reserved'] = rng.randint(0, total)
+        fields['reserved'] = rng.randint(0, total)
     if rng.random() < 0.3:
-        made |= {'min_unit': rng.randint(1, 5), 'max_unit': rng.randint(1, 24), 'step_size': rng.randint(1, 4)}
-    return made
+        fields |= {'min_unit': rng.randint(1, 5), 'max_unit': rng.randint(1, 24), 'step_size': rng.randint(1, 4)}
+    return fields
 
 
 def make_query(rng: random.Random, providers: list[Provider]) -> str:
-    """Up to four classes, most of them about as much as somebody has, and at times everything else a query may have."""
+    """Make a query for up to four classes, sometimes with every other kind of parameter.
+
+    Most amounts are close to the free amount of one provider.
+    """
     model, large, often, amounts = rng.choice(providers), rng.choice((1, 24)), rng.choice((0.0, 0.1, 0.4)), []
     for name in CLASSES:
         if name == 'VCPU' or rng.random() < 0.5:
@@ -529,15 +559,15 @@ def make_query(rng: random.Random, providers: list[Provider]) -> str:
             several = 'in:' if len(names) > 1 else ''
             parts.append(f'member_of={rng.choice(("", "!"))}{several}{",".join(names)}')
     if rng.random() < often:
-        parts.append(f'in_tree={rng.choice([*(each.uuid for each in providers), AGGREGATES[0]])}')
+        parts.append(f'in_tree={rng.choice([*(provider.uuid for provider in providers), AGGREGATES[0]])}')
     if rng.random() < 0.1:
         parts.append('limit=1000')
     rng.shuffle(parts)
     if rng.random() < 0.05:
-        parts.insert(0, 'resources=DISK_GB:1')  # of two, the last counts
+        parts.insert(0, 'resources=DISK_GB:1')  # the last one of two counts
     return '&'.join(parts)
 
 
 def consumer_of(provider: str) -> str:
-    """The one that uses it."""
+    """Return the uuid of the provider's consumer."""
     return str(uuid.uuid5(uuid.UUID(provider), 'consumer'))
