@@ -1,4 +1,4 @@
-"""What a guest is told on a disk: what the metadata server's own program says of it, on a file system others read."""
+"""Test the seed: the files that mdserver.seed prints for a guest, on an ISO file system."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> GuestData:
 
 
 def told(data: GuestData, request: Request, macs: int = 1, phones_home: bool = True) -> dict[str, bytes]:
-    """What is on the disk of a guest with so many interfaces."""
+    """Return the seed's files of a guest with this number of interfaces."""
     data.write(request, MACS[:macs])
     return dict(seed(data.directory, data.directory.parent, MACS[0], phones_home))
 
@@ -68,35 +68,35 @@ def test_what_it_was_not_given_is_mdserver_confs(data: GuestData) -> None:
 
 
 def test_what_cannot_be_told_fails_its_build_in_one_line(data: GuestData) -> None:
-    where = data.directory, data.directory.parent
+    directories = data.directory, data.directory.parent
     with pytest.raises(BuildFailed, match=f'mdserver: no instance with the MAC address {MACS[0]}') as failed:
-        seed(*where, MACS[0], True)
+        seed(*directories, MACS[0], True)
     assert failed.value.stage == 'scheduled'
     data.write(Request(INSTANCE, {}), MACS[:1])
-    (where[1] / 'user-data').unlink()
+    (directories[1] / 'user-data').unlink()
     with pytest.raises(BuildFailed, match='mdserver.conf: line 2: "user-data": .*No such file') as failed:
-        seed(*where, MACS[0], True)
+        seed(*directories, MACS[0], True)
     assert '\n' not in failed.value.reason
     (data.directory / f'{MACS[0]}.json').write_text('{')
-    (where[1] / 'mdserver.conf').unlink()
+    (directories[1] / 'mdserver.conf').unlink()
     with pytest.raises(BuildFailed, match='is not JSON$'):
-        seed(*where, MACS[0], True)
+        seed(*directories, MACS[0], True)
 
 
 def test_the_exit_codes_of_the_program(data: GuestData) -> None:
     command = [sys.executable, '-m', 'mdserver.seed', '--guests', str(data.directory)]
     conf = data.directory.parent / 'mdserver.conf'
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    def run_seed(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
 
-    assert run(MACS[0]).returncode == 1
+    assert run_seed(MACS[0]).returncode == 1
     data.write(Request(INSTANCE, {}), MACS[:1])
-    assert json.loads(run(MACS[0], str(conf)).stdout)['user-data'] == '#!/bin/sh\n'
+    assert json.loads(run_seed(MACS[0], str(conf)).stdout)['user-data'] == '#!/bin/sh\n'
     conf.write_text('[x]\n')
-    done = run(MACS[0], str(conf))
-    assert (done.returncode, done.stdout) == (2, '')
-    assert done.stderr == f'mdserver: {conf}: line 1: unknown section [x]: known are [mdserver] and [public-keys]\n'
+    result = run_seed(MACS[0], str(conf))
+    assert (result.returncode, result.stdout) == (2, '')
+    assert result.stderr == f'mdserver: {conf}: line 1: unknown section [x]: known are [mdserver] and [public-keys]\n'
 
 
 # The disk
@@ -109,8 +109,8 @@ def seeds(tmp_path: Path) -> Seeds:
 
 
 def read(path: Path, **tree: str) -> dict[str, bytes]:
-    """The files of a disk, by their names in one of its trees."""
-    found = {}
+    """Return the files of a disk by their names in one of its directory trees."""
+    files = {}
     with contextlib.ExitStack() as undo:
         disk = pycdlib.PyCdlib()
         disk.open(str(path))
@@ -122,8 +122,8 @@ def read(path: Path, **tree: str) -> dict[str, bytes]:
                 name = (child.rock_ridge.name() if is_rock_ridge else child.file_identifier()[1::2]).decode()
                 out = BytesIO()
                 disk.get_file_from_iso_fp(out, **{kind: f'/{name}'})
-                found[name] = out.getvalue()
-    return found
+                files[name] = out.getvalue()
+    return files
 
 
 @pytest.mark.parametrize('tree', ['rr_path', 'joliet_path'])
@@ -141,8 +141,8 @@ def test_what_is_written_is_read_again(seeds: Seeds, files: dict[str, bytes], tr
 def test_blkid_finds_it_as_cloud_init_asks(seeds: Seeds) -> None:
     seeds.create(INSTANCE, FILES)
     command = ['blkid', '-p', '-o', 'export', str(seeds.path(INSTANCE))]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
-    assert {'LABEL=cidata', 'TYPE=iso9660', 'USAGE=filesystem'} <= set(said)
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    assert {'LABEL=cidata', 'TYPE=iso9660', 'USAGE=filesystem'} <= set(lines)
 
 
 def test_it_is_made_anew_and_removed(seeds: Seeds) -> None:

@@ -1,6 +1,6 @@
-"""A domain without a definition, as after `virsh undefine` of one that runs: once it ends it is gone, at any moment.
+"""Test domains without a definition, which vanish when they end, on libvirt's test driver.
 
-On libvirt's own test driver: what matters is between two calls of ours.
+`virsh undefine` of a running domain makes one. It may end between any two calls of ours.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def test_it_ends_between_two_questions(
     driver: Any, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Domains, str, str], object]
 ) -> None:
     instance, connection = str(uuid4()), Connection('test:///default')
-    connection._open = driver  # that driver has no keepalive, which opening sets
+    connection._open = driver  # the usual opening sets a keepalive, which this driver does not support
     domain = driver.createXML(DOMAIN.format(instance))
     find = domains._named
 
-    def found_and_gone(*asked: Any) -> list[Any]:
-        there = find(*asked)
-        if there:
+    def find_and_destroy(*asked: Any) -> list[Any]:
+        domains_found = find(*asked)
+        if domains_found:
             domain.destroy()
-        return there
+        return domains_found
 
-    monkeypatch.setattr(domains, '_named', found_and_gone)
+    monkeypatch.setattr(domains, '_named', find_and_destroy)
     assert not ask(Domains(connection), instance, COMPUTE)
     assert find(driver, instance) == []

@@ -1,4 +1,4 @@
-"""Disks on real libvirt: the pool and its overlays, changed by hand, stopped, full, another's; and starts that fail."""
+"""Test disks on a real libvirt: pools and overlays that are changed, full or foreign."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def test_a_missing_base(real: Libvirt, spec: GuestSpec) -> None:
 
 
 def test_a_base_that_went_away(real: Libvirt, spec: GuestSpec, make_spec: MakeSpec) -> None:
-    other, gone = make_spec(), Path(spec.base.path).with_name('other.raw')
-    gone.write_bytes(Path(spec.base.path).read_bytes())
+    other, other_base = make_spec(), Path(spec.base.path).with_name('other.raw')
+    other_base.write_bytes(Path(spec.base.path).read_bytes())
     real.create_disk(spec)
-    real.create_disk(replace(other, base=replace(other.base, path=str(gone))))
+    real.create_disk(replace(other, base=replace(other.base, path=str(other_base))))
     assert real.without_base() == {}
-    gone.unlink()
-    assert real.without_base() == {other.instance: str(gone)}
+    other_base.unlink()
+    assert real.without_base() == {other.instance: str(other_base)}
 
 
 def test_a_stranger_that_has_a_disk_of_ours(real: Libvirt, spec: GuestSpec, connection: object) -> None:
@@ -144,12 +144,12 @@ def test_a_stranger_that_has_a_disk_of_ours(real: Libvirt, spec: GuestSpec, conn
 
 
 def test_a_half_made_build_is_made_anew(real: Libvirt, spec: GuestSpec, connection: object) -> None:
-    """The domain defined with a bridge that is not there, the file not libvirt's work and not in its list."""
+    """Check a defined domain whose bridge is missing and whose disk libvirt does not list."""
     real.create_disk(spec)
     with pytest.raises(BuildFailed, match=r'started: .*br-none'):
         real.start(replace(spec, networks=(Attachment('bridge', 'br-none'),)))
-    there = real.guests()[spec.instance]
-    assert (there.defined, there.running) == (True, False)
+    guest = real.guests()[spec.instance]
+    assert (guest.defined, guest.running) == (True, False)
     disk = real.image_directory() / f'{spec.instance}.qcow2'
     disk.unlink()
     connection.storagePoolLookupByName('ecompute').refresh()
@@ -183,7 +183,7 @@ def test_a_pool_that_another_worker_starts_is_used(
             each.storageVolLookupByName(f'{spec.instance}.qcow2')
         except libvirt.libvirtError as error:
             if error.get_error_code() == libvirt.VIR_ERR_OPERATION_INVALID:
-                pool.create()  # the other one, before we look whether it is active
+                pool.create()  # the other worker, before we check whether the pool is active
             raise
 
     with pytest.raises(libvirt.libvirtError) as caught:
@@ -198,19 +198,19 @@ def test_a_disk_that_a_stranger_has_stays(real: Libvirt, spec: GuestSpec, connec
     path = real.image_directory() / f'{spec.instance}.qcow2'
     disk = f"<disk type='file'><driver name='qemu' type='qcow2'/><source file='{path}'/><target dev='vda'/></disk>"
     definition = FOREIGN.format(name='theirs', uuid=spec.instance)
-    theirs = connection.defineXML(definition.replace('</os>', f'</os><devices>{disk}</devices>'))
+    foreign = connection.defineXML(definition.replace('</os>', f'</os><devices>{disk}</devices>'))
     try:
         if runs:
-            theirs.create()
+            foreign.create()
         real.destroy(spec.instance, COMPUTE)
         with pytest.raises(Conflict, match=r'domain theirs \(.*\), not made by ecompute, has .*: that is not removed'):
             real.delete_disk(spec.instance)
         assert path.exists()
-        assert theirs.isActive() == runs
+        assert foreign.isActive() == runs
     finally:
         if runs:
-            theirs.destroy()
-        theirs.undefine()
+            foreign.destroy()
+        foreign.undefine()
     real.delete_disk(spec.instance)
     assert not path.exists()
 
