@@ -1,4 +1,4 @@
-"""etcd's answers: reads, transactions, connections that end."""
+"""Test the etcd client: reads, transactions, leases, connections and malformed answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, free_port, until
 from tests.kit.store_client import connected, read_entry
 
-# The store against a real etcd: what each call means when etcd answers, refuses, is frozen, is gone, and is back.
+# The store on a real etcd that answers, refuses, is frozen, is stopped or is restarted.
 
 
 pytestmark = pytest.mark.fast
@@ -46,8 +46,8 @@ def test_a_key_that_is_not_there_is_none(store: Store, prefix: str) -> None:
 
 
 def test_a_member_says_its_version(store: Store) -> None:
-    said = subprocess.run(['etcd', '--version'], check=True, capture_output=True, text=True).stdout
-    assert said.splitlines()[0] == f'etcd Version: {store.version()}'
+    output = subprocess.run(['etcd', '--version'], check=True, capture_output=True, text=True).stdout
+    assert output.splitlines()[0] == f'etcd Version: {store.version()}'
 
 
 def test_an_entry_is_whole(store: Store, prefix: str) -> None:
@@ -58,8 +58,8 @@ def test_an_entry_is_whole(store: Store, prefix: str) -> None:
 
 
 def test_a_snapshot_is_the_prefix_and_nothing_beside_it(store: Store, prefix: str) -> None:
-    others = [prefix[:-1], prefix[:-1] + '0', prefix[:-1] + '0/x']
-    store.commit([], [Put(key, 'x') for key in [*others, prefix, prefix + 'a', prefix + 'a/b']])
+    outside = [prefix[:-1], prefix[:-1] + '0', prefix[:-1] + '0/x']
+    store.commit([], [Put(key, 'x') for key in [*outside, prefix, prefix + 'a', prefix + 'a/b']])
     assert list(store.snapshot(prefix).entries) == [prefix, prefix + 'a', prefix + 'a/b']
     assert [entry.value for entry in store.snapshot(prefix, keys_only=True).entries.values()] == [b'', b'', b'']
 
@@ -70,15 +70,15 @@ def test_a_snapshot_of_many_pages_is_of_one_revision(etcd: Etcd, store: Store, p
         store.commit([], [Put(name, '0') for name in names[start : start + 100]])
     stop = threading.Event()
 
-    def change() -> None:
-        # The first key is on the first page and the last on the last one; both are always the same.
-        with connected(etcd.endpoint) as other:
+    def change_keys() -> None:
+        # The first key is on the first page and the last key on the last one; their values are always equal.
+        with connected(etcd.endpoint) as other_store:
             for number in range(10**6):
                 if stop.is_set():
                     return
-                other.commit([], [Put(names[0], str(number)), Put(names[-1], str(number))])
+                other_store.commit([], [Put(names[0], str(number)), Put(names[-1], str(number))])
 
-    thread = threading.Thread(target=change)
+    thread = threading.Thread(target=change_keys)
     thread.start()
     try:
         values = set()
@@ -108,7 +108,7 @@ def test_conditions_and_lost_races(store: Store, prefix: str) -> None:
     second = store.commit([Unchanged(key, first), Unchanged(other, first)], [Put(key, '2'), Delete(other)])
     assert second == first + 1
     assert list(store.snapshot(prefix).entries) == [key]
-    assert store.commit([Unchanged(other, 0)], [Delete(other)])  # nothing there is success
+    assert store.commit([Unchanged(other, 0)], [Delete(other)])  # deleting a missing key succeeds
 
 
 def test_a_key_that_has_to_be_there(store: Store, prefix: str) -> None:
@@ -125,8 +125,8 @@ def test_a_key_that_has_to_be_there(store: Store, prefix: str) -> None:
 def test_how_many_there_are(store: Store, prefix: str) -> None:
     assert store.count(prefix) == 0
     assert store.commit([], [Put(f'{prefix}{number}', 'x' * 1000) for number in range(120)])
-    few, number = store.around(prefix, prefix, 3)
-    assert ([each.key for each in few], number) == (sorted(store.snapshot(prefix).entries)[:3], 120)
+    first_entries, number = store.around(prefix, prefix, 3)
+    assert ([entry.key for entry in first_entries], number) == (sorted(store.snapshot(prefix).entries)[:3], 120)
     assert (store.count(prefix), store.count(f'{prefix}1'), store.count(f'{prefix}x')) == (120, 31, 0)
 
 
@@ -165,14 +165,14 @@ def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path) -
 
 
 def test_what_is_written_while_etcd_becomes_full_is_not_said_to_be_refused(tmp_path: Path) -> None:
-    """To all that are under way then etcd says that it has no space, and it has written most of them."""
+    """Check calls in flight: etcd answers all of them "no space", but has written most of them."""
     quota = '--quota-backend-bytes=4194304'
     refused, unknown = [], []
 
     def fill(number: int) -> None:
         with connected(full.endpoint) as store:
-            for each in range(10**6):
-                key = f'/hosts/{number}/{each}'
+            for index in range(10**6):
+                key = f'/hosts/{number}/{index}'
                 try:
                     assert store.commit([Unchanged(key, 0)], [Put(key, 'x' * 4000)])
                 except UnknownOutcome as error:
@@ -189,12 +189,12 @@ def test_what_is_written_while_etcd_becomes_full_is_not_said_to_be_refused(tmp_p
         with connected(full.endpoint) as store:
             assert [key for key in refused if store.get(key) is not None] == []
             assert [key for key, _ in unknown if store.get(key) is None] == []
-        for _, said in unknown:
-            assert 'takes no writes' in said
-            assert said.endswith('whether this was written before that is not known')
+        for _, text in unknown:
+            assert 'takes no writes' in text
+            assert text.endswith('whether this was written before that is not known')
 
 
-# Nobody there
+# Unreachable servers
 
 
 def test_a_closed_port_is_unreachable_at_once() -> None:
@@ -250,14 +250,14 @@ def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd) -> None:
             store.get('/x')
         own_etcd.start()
 
-        def answers() -> bool:
+        def is_answering() -> bool:
             try:
                 entry = store.get('/x')
             except Unreachable:
                 return False
             return entry is not None and entry.value == b'kept'
 
-        until(answers, 10, 'the same client reads from the new etcd')
+        until(is_answering, 10, 'the same client reads from the new etcd')
 
 
 def test_a_lease_is_revoked_over_a_connection_that_ended_meanwhile(own_etcd: Etcd) -> None:
@@ -272,21 +272,20 @@ def test_a_lease_is_revoked_over_a_connection_that_ended_meanwhile(own_etcd: Etc
 
 
 def test_a_client_outlives_an_etcd_that_ends_in_peace(own_etcd: Etcd) -> None:
-    """Whatever it is being asked then: each read is answered, or nobody is there."""
     with connected(own_etcd.endpoint) as store:
         store.commit([], [Put('/x', 'kept')])
-        over = threading.Event()
-        wrong: list[object] = []
+        stop = threading.Event()
+        unexpected: list[object] = []
 
         def read() -> None:
-            while not over.is_set():
+            while not stop.is_set():
                 try:
                     entry = store.get('/x')
-                    wrong.extend([entry] if entry is None or entry.value != b'kept' else [])
+                    unexpected.extend([entry] if entry is None or entry.value != b'kept' else [])
                 except Unreachable:
-                    over.wait(0.1)
+                    stop.wait(0.1)
                 except Exception as error:
-                    wrong.append(error)
+                    unexpected.append(error)
 
         thread = threading.Thread(target=read)
         thread.start()
@@ -294,9 +293,9 @@ def test_a_client_outlives_an_etcd_that_ends_in_peace(own_etcd: Etcd) -> None:
             own_etcd.stop()
             own_etcd.start()
         until(lambda: store.get('/x'), 10, 'it is read again')
-        over.set()
+        stop.set()
         thread.join()
-        assert wrong == []
+        assert unexpected == []
 
 
 def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str) -> None:
@@ -308,16 +307,16 @@ def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str) -> None:
 
 
 def test_connections_that_were_left_are_closed(etcd: Etcd) -> None:
-    def open_files() -> int:
+    def count_open_files() -> int:
         return len(os.listdir('/proc/self/fd'))
 
     with connected(etcd.endpoint) as store:
         assert store.get('/nothing') is None
-        before, threads = open_files(), threading.active_count()
+        before, threads = count_open_files(), threading.active_count()
         for _ in range(300):
             store.move_on()
             assert store.get('/nothing') is None
-        until(lambda: open_files() <= before + 3, 10, f'there are {before} open files again')
+        until(lambda: count_open_files() <= before + 3, 10, f'there are {before} open files again')
         assert threading.active_count() <= threads + 2
 
 
@@ -344,12 +343,12 @@ def test_a_lost_answer_is_an_unknown_outcome(etcd: Etcd, prefix: str) -> None:
         with pytest.raises(UnknownOutcome, match='cannot be reached'):
             store.commit([Unchanged(key, 0)], [Put(key, 'applied')])
         assert etcd.get(key) == b'applied'
-        other = prefix + 'y'
+        second_key = prefix + 'y'
         until(lambda: _reads(store, key), 10, 'the connection is made again')
-        proxy.lose_request(other.encode())
+        proxy.lose_request(second_key.encode())
         with pytest.raises(UnknownOutcome, match='cannot be reached'):
-            store.commit([Unchanged(other, 0)], [Put(other, 'not applied')])
-        assert etcd.get(other) is None
+            store.commit([Unchanged(second_key, 0)], [Put(second_key, 'not applied')])
+        assert etcd.get(second_key) is None
 
 
 def _reads(store: Store, key: str) -> bool:
@@ -368,7 +367,7 @@ def test_a_lease_keeps_its_keys_and_takes_them_along(store: Store, prefix: str) 
     assert store.keep_alive(lease) == 60
     store.revoke(lease)
     assert list(store.snapshot(prefix).entries) == [prefix + 'b']
-    store.revoke(lease)  # gone already is fine
+    store.revoke(lease)  # revoking it twice succeeds
     assert store.keep_alive(lease) == 0
 
 
@@ -380,7 +379,7 @@ def test_a_key_put_again_without_its_lease_outlives_it(store: Store, prefix: str
     assert store.get(prefix + 'a') is not None
 
 
-# Answers that etcd would not give: a read is asked once more, a write's outcome is unknown, and the error says why.
+# Malformed answers: a read is sent again, a write's outcome is unknown, and the error gives the reason.
 
 
 GRPC = [(':status', '200'), ('content-type', 'application/grpc')]
@@ -390,7 +389,7 @@ FOUND = etcdrpc.RangeResponse(header={'revision': 7}, kvs=[KV], count=1).Seriali
 
 
 class Said(NamedTuple):
-    """An answer: its headers, its body and its trailers."""
+    """The headers, body and trailers of an answer."""
 
     headers: list[tuple[str, str]]
     body: bytes = b''
@@ -402,7 +401,9 @@ def message(content: bytes, flag: int = 0, length: int | None = None) -> bytes:
 
 
 GOOD = Said(GRPC, message(FOUND), DONE)
-OTHER, SILENT, NONE = 'does not answer as etcd does', 'does not say what became of the call', 'answer is no message'
+OTHER = 'does not answer as etcd does'
+SILENT = 'does not say what became of the call'
+NONE = 'answer is no message'
 JUNK = {
     'a page': (OTHER, Said([(':status', '404'), ('content-type', 'text/html')], b'<p>not here')),
     'another content': (OTHER, Said([(':status', '200'), ('content-type', 'application/json')], b'{}', DONE)),
@@ -420,7 +421,10 @@ each_junk = pytest.mark.parametrize(('why', 'junk'), JUNK.values(), ids=JUNK.key
 
 
 class Answers(Listening):
-    """Speaks HTTP/2, and says what it is told, the last of it again and again. `heard` are the paths it was asked."""
+    """An HTTP/2 server that sends canned answers, the last one repeatedly.
+
+    `heard` are the paths of the calls.
+    """
 
     def __init__(self, *says: Said) -> None:
         self._says = list(says)
@@ -428,27 +432,26 @@ class Answers(Listening):
         super().__init__()
 
     def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
-        """See Listening."""
         http = H2Connection(H2Configuration(client_side=False, header_encoding='utf-8'))
         http.initiate_connection()
         with suppress(H2Error):
             connection.sendall(http.data_to_send())
             while data := connection.recv(65536):
-                for each in http.receive_data(data):
-                    if isinstance(each, RequestReceived):
-                        self.heard.append(str(dict(each.headers)[':path']))
-                        if self.heard[-1].endswith('/Watch'):  # the client never ends that
-                            self._say(http, each.stream_id)
-                    if isinstance(each, StreamEnded):
-                        self._say(http, each.stream_id)
+                for event in http.receive_data(data):
+                    if isinstance(event, RequestReceived):
+                        self.heard.append(str(dict(event.headers)[':path']))
+                        if self.heard[-1].endswith('/Watch'):  # the client never ends that stream
+                            self._say(http, event.stream_id)
+                    if isinstance(event, StreamEnded):
+                        self._say(http, event.stream_id)
                 connection.sendall(http.data_to_send())
 
     def _say(self, http: H2Connection, stream: int) -> None:
-        said = self._says.pop(0) if len(self._says) > 1 else self._says[0]
-        http.send_headers(stream, said.headers)
-        http.send_data(stream, said.body, end_stream=not said.trailers)
-        if said.trailers:
-            http.send_headers(stream, said.trailers, end_stream=True)
+        answer = self._says.pop(0) if len(self._says) > 1 else self._says[0]
+        http.send_headers(stream, answer.headers)
+        http.send_data(stream, answer.body, end_stream=not answer.trailers)
+        if answer.trailers:
+            http.send_headers(stream, answer.trailers, end_stream=True)
 
 
 @contextmanager
@@ -488,7 +491,7 @@ def test_write_is_sent_once(why: str, junk: Said) -> None:
         with pytest.raises(UnknownOutcome, match=f'^etcd at {server.address} cannot be reached: it.* {why}'):
             store.commit([Unchanged('/x', 0)], [Put('/x', 'y')])
         assert server.heard == ['/etcdserverpb.KV/Txn']
-        assert store.get('/x') is not None  # which reads back what became of it
+        assert store.get('/x') is not None  # reads the outcome
 
 
 def test_member_that_is_no_etcd_is_passed_over(etcd: Etcd, prefix: str) -> None:
@@ -524,7 +527,7 @@ def test_an_answer_to_a_write_that_is_too_long_tells_nothing() -> None:
 
 
 def test_a_connection_that_has_ended_is_let_go_of(own_etcd: Etcd) -> None:
-    """Without anybody who collects garbage, as in a command."""
+    """Check that no garbage collection is needed, because a command runs none."""
     with connected(own_etcd.endpoint) as store:
         store.get('/x')
         before = len(os.listdir('/proc/self/fd'))
@@ -555,10 +558,10 @@ def test_what_speaks_something_else_was_sent_nothing(says: bytes, why: str) -> N
             connection.sendall(says)
             heard.append(connection.recv(65536))
 
-    with closing(Other()) as other, closing(Store(EtcdConfig((other.address,), timeout=2.0))) as store:
-        with pytest.raises(Unreachable, match=f'etcd at {other.address} cannot be reached: ') as caught:
+    with closing(Other()) as server, closing(Store(EtcdConfig((server.address,), timeout=2.0))) as store:
+        with pytest.raises(Unreachable, match=f'etcd at {server.address} cannot be reached: ') as caught:
             store.commit([], [Put('/secret-key', 'x')])
         assert why in str(caught.value)
         assert type(caught.value) is Unreachable
     assert heard
-    assert not any(b'/secret-key' in each for each in heard)
+    assert not any(b'/secret-key' in data for data in heard)

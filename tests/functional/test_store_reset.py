@@ -1,4 +1,4 @@
-"""A stream that etcd resets after it carried the call out: a write is read back, never sent a second time."""
+"""Test streams that etcd resets after the call took effect: a write is never sent twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.fast
 CODES = [
     ErrorCodes.NO_ERROR,
     ErrorCodes.INTERNAL_ERROR,
-    # Means "not processed", which a proxy may say of a call that its etcd has carried out.
+    # It means "not processed", but a proxy may send it for a call that its etcd has carried out.
     ErrorCodes.REFUSED_STREAM,
     ErrorCodes.CANCEL,
     ErrorCodes.ENHANCE_YOUR_CALM,
@@ -39,8 +39,8 @@ def front(etcd: Etcd) -> Iterator[Resetting]:
 
 @pytest.fixture
 def store(front: Resetting) -> Iterator[Store]:
-    with closing(Store(EtcdConfig((front.address,), timeout=5.0))) as made:
-        yield made
+    with closing(Store(EtcdConfig((front.address,), timeout=5.0))) as resetting_store:
+        yield resetting_store
 
 
 @pytest.mark.parametrize('code', CODES, ids=lambda code: code.name)
@@ -70,18 +70,18 @@ def test_a_read_whose_stream_is_reset_is_asked_again(front: Resetting, store: St
 def test_a_delivery_whose_stream_is_reset_was_one(
     cloud: Cloud, front: Resetting, store: Store, code: ErrorCodes
 ) -> None:
-    compute, wanted = cloud.make_order()
-    front.reset(keys.request(compute, wanted.instance).encode(), code)
-    assert cloud.create(wanted, store=store) == DeliveryOutcome(compute)
+    compute, order = cloud.make_order()
+    front.reset(keys.request(compute, order.instance).encode(), code)
+    assert cloud.create(order, store=store) == DeliveryOutcome(compute)
     assert front.has_reset
-    cloud.is_whole(compute, wanted)
+    cloud.is_whole(compute, order)
 
 
 def test_a_destroy_whose_stream_is_reset_is_accepted_once(cloud: Cloud, front: Resetting, store: Store) -> None:
-    compute, wanted = cloud.make_order()
-    cloud.create(wanted)
+    compute, order = cloud.make_order()
+    cloud.create(order)
     front.reset(b'"allocations": {}', ErrorCodes.INTERNAL_ERROR)
-    assert 'is being destroyed' in destroy(store, wanted.instance)
+    assert 'is being destroyed' in destroy(store, order.instance)
     assert front.has_reset
-    assert cloud.delivered(compute, wanted.instance).is_tombstone
+    assert cloud.delivered(compute, order.instance).is_tombstone
     assert front.count(b'"allocations": {}') == 1

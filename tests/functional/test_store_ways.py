@@ -1,4 +1,4 @@
-"""The ways to an etcd: its members, and more than a client can take."""
+"""Test connections to etcd: addresses, members, certificates and flooding servers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.kit.holes import hole
 from tests.kit.listening import Listening
 from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
 
-# The way to etcd where addresses lead nowhere, members are off, or certificates are being exchanged.
+# Connections with unreachable addresses, stopped members, and certificates that are being replaced.
 
 
 OFF = ('127.0.0.2', '127.0.0.3')
@@ -50,12 +50,12 @@ NAME = 'localhost'
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name whose first addresses lead nowhere."""
+    """Make the resolver return unreachable addresses first for HOST_NAME."""
 
     def getaddrinfo(host: Any, port: Any, *given: Any, **named: Any) -> Any:
         if host not in (NAME, NAME.encode()):
             return real(host, port, *given, **named)
-        return [each for address in (*OFF, '127.0.0.1') for each in real(address, port, *given, **named)]
+        return [info for address in (*OFF, '127.0.0.1') for info in real(address, port, *given, **named)]
 
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, 'getaddrinfo', getaddrinfo)
@@ -87,7 +87,7 @@ def test_placement_is_reached_at_the_address_that_answers(placement: PlacementSe
 
 @pytest.mark.fast
 def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd, prefix: str) -> None:
-    endpoints = [*(f'{each}:{etcd.port}' for each in OFF), *(etcd.endpoint,) * 3]
+    endpoints = [*(f'{address}:{etcd.port}' for address in OFF), *(etcd.endpoint,) * 3]
     with hole(etcd.port, *OFF):
         with closing(Store(config(*endpoints))) as store:
             assert store.get(prefix) is None
@@ -96,7 +96,10 @@ def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd
 
 
 class Electing:
-    """Members of which the leader has just died: the first one refuses, and the others elect for so many calls."""
+    """Members whose leader has just died.
+
+    The dead one refuses connections, and the others have no leader for `calls` calls.
+    """
 
     def __init__(self, calls: int) -> None:
         self.left = calls
@@ -122,24 +125,24 @@ def test_election_is_waited_for_though_the_dead_leader_refuses(unanswered: type[
 
 @pytest.mark.fast
 def test_members_that_are_slow_to_begin_are_waited_for(etcd: Etcd, prefix: str) -> None:
-    """Each takes longer than its share of five, and is there: a slow link, or a busy machine."""
-    with closing(Slow(etcd.port, 1.4)) as between, closing(Store(config(*(between.address,) * 5))) as store:
+    """Check members that each take longer than a fifth of the timeout, as on a slow link."""
+    with closing(Slow(etcd.port, 1.4)) as slow_proxy, closing(Store(config(*(slow_proxy.address,) * 5))) as store:
         assert store.get(prefix) is None
 
 
 class Slow(Listening):
-    """An etcd at this port that says nothing for so many seconds; then it is quick."""
+    """A proxy of the etcd at this port that delays each new connection by `seconds`."""
 
     def __init__(self, port: int, seconds: float) -> None:
-        self._port, self._seconds = port, seconds
+        self._port = port
+        self._seconds = seconds
         super().__init__()
 
     def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
-        """See Listening."""
         time.sleep(self._seconds)
-        with socket.create_connection(('127.0.0.1', self._port)) as theirs:
-            threading.Thread(target=_pump, args=(connection, theirs), daemon=True).start()
-            _pump(theirs, connection)
+        with socket.create_connection(('127.0.0.1', self._port)) as upstream:
+            threading.Thread(target=_pump, args=(connection, upstream), daemon=True).start()
+            _pump(upstream, connection)
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
@@ -151,10 +154,10 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 @pytest.mark.fast
 def test_an_address_that_is_only_slow_is_tried_again_where_the_last_one_refuses() -> None:
-    asked: list[tuple[str, float]] = []
+    attempts: list[tuple[str, float]] = []
 
-    def connected(found: str, limit: float, timeout: float) -> socket.socket:
-        asked.append((found, limit))
+    def connect(found: str, limit: float, timeout: float) -> socket.socket:
+        attempts.append((found, limit))
         if found == 'refuses':
             raise ConnectionRefusedError
         if limit < timeout:
@@ -163,15 +166,15 @@ def test_an_address_that_is_only_slow_is_tried_again_where_the_last_one_refuses(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, 'getaddrinfo', lambda *_, **__: ['slow', 'refuses'])
-        patch.setattr(ecomp.conf, '_connected', connected)
-        made = ecomp.conf.connection_to('x', 1, 5.0, 5.0)
-    made.close()
-    assert asked == [('slow', 1.0), ('refuses', 5.0), ('slow', 5.0)]
+        patch.setattr(ecomp.conf, '_connected', connect)
+        sock = ecomp.conf.connection_to('x', 1, 5.0, 5.0)
+    sock.close()
+    assert attempts == [('slow', 1.0), ('refuses', 5.0), ('slow', 5.0)]
 
 
 @pytest.fixture
 def with_learner(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The endpoints of a member that only learns, and of the one that it learns from."""
+    """Provide the endpoints of a learner and of its voting member."""
     with Member(tmp_path / 'voter', 'voter') as voter:
         learner = Member(tmp_path / 'learner', 'learner')
         voter.call('cluster/member/add', {'peerURLs': [learner.peer], 'isLearner': True})
@@ -196,16 +199,16 @@ def _learns(member: Member) -> bool:
 
 @pytest.mark.fast
 def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str]) -> None:
-    def asked(call: Callable[[Store], Any]) -> Any:
-        with closing(Store(config(*with_learner))) as store:  # each one asks the learner first
+    def run_call(call: Callable[[Store], Any]) -> Any:
+        with closing(Store(config(*with_learner))) as store:  # each store tries the learner first
             return call(store)
 
-    assert asked(lambda store: store.commit([Unchanged('/x', 0)], [Put('/x', 'y')]))
-    assert asked(lambda store: store.get('/x')) is not None
-    lease = asked(lambda store: store.grant(60))
-    assert asked(lambda store: store.keep_alive(lease)) == 60
-    asked(lambda store: store.revoke(lease))
-    assert asked(lambda store: store.keep_alive(lease)) == 0
+    assert run_call(lambda store: store.commit([Unchanged('/x', 0)], [Put('/x', 'y')]))
+    assert run_call(lambda store: store.get('/x')) is not None
+    lease = run_call(lambda store: store.grant(60))
+    assert run_call(lambda store: store.keep_alive(lease)) == 60
+    run_call(lambda store: store.revoke(lease))
+    assert run_call(lambda store: store.keep_alive(lease)) == 0
 
 
 @pytest.mark.fast
@@ -218,7 +221,7 @@ def test_whatever_code_a_learner_says_it_with(code: str) -> None:
 
 
 class Secured:
-    """An etcd that takes clients with certificates, and how one asks it."""
+    """An etcd that requires client certificates, and a client's configuration for it."""
 
     def __init__(self, directory: Path) -> None:
         self.authority = Authority(directory / 'authority')
@@ -229,16 +232,16 @@ class Secured:
         self.config = EtcdConfig((self.etcd.endpoint,), self.authority.certificate, key, certificate)
 
     def hidden(self, path: Path | None) -> Path:
-        """Take a file of the client's away; where it is now."""
+        """Rename a file of the client, and return its new path."""
         assert path is not None
         return path.rename(path.with_suffix('.hidden'))
 
 
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[Secured]:
-    made = Secured(tmp_path)
-    with made.etcd:
-        yield made
+    server = Secured(tmp_path)
+    with server.etcd:
+        yield server
 
 
 @pytest.mark.fast
@@ -272,7 +275,7 @@ def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured
     ],
 )
 def test_what_is_no_etcd_behind_tls(tmp_path: Path, says: bytes | None, why: str) -> None:
-    """`says` in clear text, or None: TLS, and over it HTTP/1.1 alone."""
+    """Check a server that sends clear text, or (None) speaks only HTTP/1.1 over TLS."""
     authority = Authority(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue(tmp_path / 'server', 'server', '127.0.0.1'))
@@ -286,17 +289,16 @@ def test_what_is_no_etcd_behind_tls(tmp_path: Path, says: bytes | None, why: str
                     connection.recv(1)
                     connection.sendall(says)
 
-    with closing(Other()) as other:
-        store = Store(EtcdConfig((other.address,), authority.certificate, timeout=3.0))
+    with closing(Other()) as server:
+        store = Store(EtcdConfig((server.address,), authority.certificate, timeout=3.0))
         with closing(store), pytest.raises(Unreachable) as caught:
             store.commit([], [Put('/x', 'y')])
         assert type(caught.value) is Unreachable
-        assert str(caught.value) == f'etcd at {other.address} cannot be reached: {why}'
+        assert str(caught.value) == f'etcd at {server.address} cannot be reached: {why}'
 
 
 @pytest.mark.fast
 def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secured, tmp_path: Path) -> None:
-    """First there is no connection, and then no certificate."""
     stranger = Authority(tmp_path / 'stranger')
     shutil.copy(stranger.certificate, secured.authority.certificate)
     with closing(Store(secured.config)) as store:
@@ -310,26 +312,25 @@ def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secure
             assert not isinstance(caught.value, UnknownOutcome)
 
 
-# Somebody in etcd's place who speaks HTTP/2, never answers, and never stops sending either.
+# A server in etcd's place that speaks HTTP/2, never answers, and never stops sending.
 
 
+# The flood ends after this time.
 SECONDS = 20
-"""Until the flood ends by itself."""
+# Frames of an unknown type, which a receiver must ignore (RFC 9113, section 4.1). The client never reads the last one.
 UNKNOWN = b'\0\0\0\x42\0\0\0\0\0' * 10_000
-"""Frames of a kind that nobody knows, which are passed over (RFC 9113, 4.1): always one more than is read."""
 
 
 class Flood(Listening):
-    """Never stops sending."""
+    """A server that sends unknown frames without an end."""
 
     def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
-        """See Listening."""
         http = H2Connection(H2Configuration(client_side=False))
         http.initiate_connection()
-        until = time.monotonic() + SECONDS * PATIENCE
+        deadline = time.monotonic() + SECONDS * PATIENCE
         connection.sendall(http.data_to_send())
-        while time.monotonic() < until:
-            connection.sendall(UNKNOWN)  # what is asked is never looked at
+        while time.monotonic() < deadline:
+            connection.sendall(UNKNOWN)  # requests are never read
 
 
 @pytest.fixture
