@@ -1,4 +1,4 @@
-"""What is around ecomp and must not mislead it: proxies, addresses of both families, other servers' pages."""
+"""Test surroundings that must not mislead ecomp: proxies, late servers, foreign pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_proxy_in_the_environment_is_not_for_our_own_servers(
 def test_a_metadata_server_whose_first_answer_is_late_is_no_other_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was asked twice: without an answer, and then answering, it was called what is no metadata server."""
+    """Check that no answer and then a valid one is not taken for a foreign server."""
     answers = iter([None, b'2009-04-04/\nlatest/\n'])
     monkeypatch.setattr(metadata, 'answer', lambda: next(answers))
     monkeypatch.setattr(metadata, 'mdserver', lambda *_: ['sh', '-c', 'cat'])  # until its pipe ends
