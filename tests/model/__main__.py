@@ -1,9 +1,9 @@
-"""`python -m tests.model [--hours N | --minutes N | --seconds N] [--seed N] [SCENARIO...]`: explore for so long.
+"""`python -m tests.model [--hours N | --minutes N | --seconds N] [--seed N] [SCENARIO...]`: explore schedules.
 
-Each scenario has its share of the time: first all schedules within its bounds, then, by chance, schedules beyond them.
-With --seed all of it is by chance, so that pieces of a long run with seeds of their own do not repeat each other. What
-is found is told as a story, with what `--replay` takes; then comes a table of all scenarios, and a line that --sum adds
-up over the outputs of several runs. Exit 1: something was found.
+The scenarios share the time. Each is first explored exhaustively within its bounds, then at random beyond them. With
+--seed all schedules are random, so that the parts of a long run, each with its own seed, do not repeat each other. A
+finding is printed as a story with the string that `--replay` takes. At the end come a table of the scenarios and a line
+that `--sum` adds up over the output of several runs. Exit status 1 means that something was found.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tests.model.explorer import Explored, decode, explore, replay, wander
 from tests.model.mutations import MUTATIONS, detect
 from tests.model.scenarios import SCENARIOS
 
+# Number of seeds reserved for one part of a run: each random schedule has a seed.
 SEEDS = 10_000_000
-"""Seeds of one piece: each schedule that is chosen by chance has one."""
+# The line that `--sum` reads begins with this.
 TOTAL = 'total: '
-"""What the line begins with that --sum reads."""
 
 
 @dataclass
 class Total:
-    """What one run explored. `piece` is its --seed, 0 for none."""
+    """The totals of one run. `piece` is its --seed, 0 without one."""
 
     piece: int
     scenarios: int
@@ -58,7 +58,7 @@ def main(words: list[str]) -> int:
         return _find_planted()
     if options.sum:
         return _sum(options.sum)
-    unknown = [each for each in options.scenarios if each not in SCENARIOS]
+    unknown = [name for name in options.scenarios if name not in SCENARIOS]
     if unknown:
         parser.error(f'no such scenario: {", ".join(unknown)}; there are {", ".join(SCENARIOS)}')
     seconds = (options.hours or 0) * 3600 + (options.minutes or 0) * 60 or options.seconds
@@ -77,10 +77,10 @@ def _find_planted() -> int:
     sys.stdout.write('| planted bug | found by | schedules |\n|---|---|---|\n')
     missed = 0
     for name in MUTATIONS:
-        found = detect(name, SCENARIOS)
-        missed += found is None
-        where = f'`{found.scenario}` | {found.schedules}' if found else 'nothing | -'
-        sys.stdout.write(f'| {name} | {where} |\n')
+        detection = detect(name, SCENARIOS)
+        missed += detection is None
+        columns = f'`{detection.scenario}` | {detection.schedules}' if detection else 'nothing | -'
+        sys.stdout.write(f'| {name} | {columns} |\n')
         sys.stdout.flush()
     return 1 if missed else 0
 
@@ -90,23 +90,23 @@ def _explore(names: list[str], seconds: float, piece: int | None) -> int:
     first_seed = (piece or 0) * SEEDS
     for number, name in enumerate(names):
         scenario = SCENARIOS[name]
-        # What one does not need is there for those after it.
+        # A scenario that finishes early leaves its time to those after it.
         share = (seconds - (time.monotonic() - began)) / (len(names) - number)
-        found = Explored()
+        result = Explored()
         if piece is None:
-            found = explore(scenario, seconds=share * (0.5 if share > 60 else 0.8), first=False)
-        left = seconds - (time.monotonic() - began) - share * (len(names) - number - 1)
-        if left > 0 and not found.findings:
-            found.add(wander(scenario, _wider(scenario.bounds), first_seed, left, first=False))
-        for each in found.findings:
-            sys.stdout.write(f'\n{name}: {scenario.title}\n{each.story}\n')
-            sys.stdout.write(''.join(f'WRONG: {wrong}\n' for wrong in each.wrong))
-            sys.stdout.write(f"python -m tests.model --replay '{each.replay(scenario)}'\n")
-        total.schedules += found.schedules
-        total.states += found.states
-        total.exhausted += found.exhausted
-        total.violations += len(found.findings)
-        rows.append(_row(name, found))
+            result = explore(scenario, seconds=share * (0.5 if share > 60 else 0.8), first=False)
+        remaining_seconds = seconds - (time.monotonic() - began) - share * (len(names) - number - 1)
+        if remaining_seconds > 0 and not result.findings:
+            result.add(wander(scenario, _wider(scenario.bounds), first_seed, remaining_seconds, first=False))
+        for finding in result.findings:
+            sys.stdout.write(f'\n{name}: {scenario.title}\n{finding.story}\n')
+            sys.stdout.write(''.join(f'WRONG: {violation}\n' for violation in finding.wrong))
+            sys.stdout.write(f"python -m tests.model --replay '{finding.replay(scenario)}'\n")
+        total.schedules += result.schedules
+        total.states += result.states
+        total.exhausted += result.exhausted
+        total.violations += len(result.findings)
+        rows.append(_row(name, result))
         sys.stdout.flush()
     total.seconds = time.monotonic() - began
     sys.stdout.write('\n' + '\n'.join([_HEAD, *rows, '', TOTAL + json.dumps(asdict(total))]) + '\n')
@@ -116,34 +116,34 @@ def _explore(names: list[str], seconds: float, piece: int | None) -> int:
 def _sum(paths: list[str]) -> int:
     lines = [line for path in paths for line in Path(path).read_text().splitlines() if line.startswith(TOTAL)]
     pieces = [Total(**json.loads(line.removeprefix(TOTAL))) for line in lines]
-    if len({each.piece for each in pieces}) < len(pieces):
+    if len({piece.piece for piece in pieces}) < len(pieces):
         sys.stdout.write('two of these have one seed: the same schedules are counted twice\n')
     sys.stdout.write(
-        f'{len(pieces)} pieces, seeds {", ".join(str(each.piece or "none") for each in pieces)}, '
-        f'{sum(each.seconds for each in pieces) / 60:.0f} minutes: '
-        f'{sum(each.schedules for each in pieces):,} schedules, {sum(each.states for each in pieces):,} states, '
-        f'{sum(each.violations for each in pieces)} violations\n'
+        f'{len(pieces)} pieces, seeds {", ".join(str(piece.piece or "none") for piece in pieces)}, '
+        f'{sum(piece.seconds for piece in pieces) / 60:.0f} minutes: '
+        f'{sum(piece.schedules for piece in pieces):,} schedules, {sum(piece.states for piece in pieces):,} states, '
+        f'{sum(piece.violations for piece in pieces)} violations\n'
     )
-    return 1 if any(each.violations for each in pieces) else 0
+    return 1 if any(piece.violations for piece in pieces) else 0
 
 
 def _wider(bounds: Bounds) -> Bounds:
-    """One more of all that there is."""
-    return Bounds(*(each + 1 if each else 0 for each in bounds))._replace(faults=bounds.faults + 1)
+    """Return the bounds with every nonzero limit, and the number of faults, raised by one."""
+    return Bounds(*(limit + 1 if limit else 0 for limit in bounds))._replace(faults=bounds.faults + 1)
 
 
 _HEAD = f'{"SCENARIO":28} {"SCHEDULES":>10} {"STATES":>9} {"STEPS":>6}  {"ALL":4} FINDINGS'
 
 
 def _row(name: str, found: Explored) -> str:
-    every = 'yes' if found.exhausted else 'no'
-    counted = f'{found.schedules:10} {found.states:9} {found.longest:6}'
-    return f'{name:28} {counted}  {every:4} {len(found.findings)}'
+    is_exhausted = 'yes' if found.exhausted else 'no'
+    counts = f'{found.schedules:10} {found.states:9} {found.longest:6}'
+    return f'{name:28} {counts}  {is_exhausted:4} {len(found.findings)}'
 
 
 if __name__ == '__main__':
     if os.environ.get('PYTHONHASHSEED') != '0':
-        # The order of a set is by chance, and a replay is to meet the same one.
+        # The iteration order of a set depends on the hash seed, and a replay must meet the same order.
         again = [sys.executable, '-m', 'tests.model', *sys.argv[1:]]
         os.execve(sys.executable, again, {**os.environ, 'PYTHONHASHSEED': '0'})
     sys.exit(main(sys.argv[1:]))

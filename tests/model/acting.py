@@ -1,4 +1,4 @@
-"""Those who act in a world, what they are about to do, and what may become of it."""
+"""The actors of a world, the calls they are about to make, and the faults that may hit a call."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ if TYPE_CHECKING:
 KILL, REQUEST, ANSWER, LATE, HALVES, EXPIRY, MINUTE, INTERRUPT, READ = (
     *('kill', 'request', 'answer', 'late', 'halves', 'expiry', 'minute', 'interrupt', 'read'),
 )
+# A sleep of at least this many seconds counts as waiting for other actors.
 LONG = 1.0
-"""Seconds of sleep that are waiting for others."""
 
 
 class Bounds(NamedTuple):
-    """How far it is explored: `preemptions` of an actor that could go on, `faults` in all, and so many of each kind.
+    """The limits of an exploration.
 
-    `requests` and `answers` of writes are lost, and `reads`; `late` requests arrive after their sender has given up;
-    `halves` are writes of placement that another one may come between, or its end; `expiries` of leases of the living,
-    `minutes` that pass, `interrupts` by Ctrl-C.
+    `preemptions` counts switches away from an actor that could continue, `faults` all faults together; the other fields
+    limit each kind of fault. `requests` and `answers` are lost messages of writes, `reads` lost reads; `late` requests
+    arrive after their sender has given up; `halves` are writes to placement that are interrupted between their two
+    transactions, by another actor or by a crash of placement; `expiries` are leases of living owners that expire,
+    `minutes` minutes that pass, and `interrupts` Ctrl-C.
     """
 
     preemptions: int = 2
@@ -38,8 +40,8 @@ class Bounds(NamedTuple):
     reads: int = 0
 
 
+# The usual bounds: one process may be killed, or the network may lose one message.
 SHAKY = Bounds(2, 1, kills=1, requests=1, answers=1)
-"""The usual: somebody may die, or a network may lose one message."""
 
 FIELD = {
     name: Bounds._fields.index(field)
@@ -48,21 +50,22 @@ FIELD = {
         *((EXPIRY, 'expiries'), (MINUTE, 'minutes'), (INTERRUPT, 'interrupts'), (READ, 'reads')),
     )
 }
-PREEMPTIONS, FAULTS = 0, 1
+PREEMPTIONS = 0
+FAULTS = 1
 
 
 @dataclass(frozen=True)
 class Call:
-    """What an actor is about to do. `what` decides, with the state of the world, what the answer is."""
+    """The call that an actor is about to make. With the world's state, `operation` determines the answer."""
 
     where: str
     what: tuple[Hashable, ...]
     writes: bool = False
+    # Runs the first half alone, so that other actors act before the second; None if the call is atomic.
     half: Callable[[], object] | None = None
-    """What is done of it when others come between its two halves; None: it is done at once."""
     divisible: Callable[[], bool] = lambda: False
+    # This is the second half of a write to placement. The only possible fault is a crash of placement.
     is_second: bool = False
-    """Placement goes on with a second half: all that may come between is placement's end."""
 
 
 class Step(NamedTuple):
@@ -74,7 +77,7 @@ class Step(NamedTuple):
 
 @dataclass(eq=False)
 class Actor:
-    """One of those who act. `outcome` is what its work returned, or the error it ended with."""
+    """One actor. `outcome` is the result of its work, or the error that ended it."""
 
     name: str
     work: Callable[[], object]
@@ -83,21 +86,21 @@ class Actor:
     call: Call = Call('', ('begins',))
     history: int = 0
     wakes: float | None = None
+    # The time by which placement has done the second half of the actor's write.
     until: float = math.inf
-    """When placement has done the second half of what it is at."""
     done: bool = False
     dead: bool = False
     leases: int = 0
     uuids: int = 0
     outcome: object = None
+    # The command that the user is told to repeat if the actor was killed or its outcome is unknown.
     again: Callable[[], object] | None = None
-    """What its user is told to do where it was killed, or its outcome is not known."""
+    # Actors with the same process are killed together.
     process: object = None
-    """Those of one process are killed together."""
+    # The user's command, as tests/model/truth.py names it; '' if the actor reports nothing to a user.
     command: str = ''
-    """Which command of a user this is, as tests/model/truth.py calls it; '' for what tells a user nothing."""
+    # The uuids, or the project, that the command is about; without a command see FinalState.touched.
     about: tuple[str, ...] = ()
-    """The uuids, or the project, that the command is about; see End.touched without a command."""
     power: str = ''
     greenlet: Any = None
 
@@ -107,12 +110,12 @@ class Actor:
 
     @property
     def sleeps(self) -> bool:
-        """Whether it lets others go on, and not for a mere moment between two tries."""
+        """True if the actor waits for others, which is longer than a pause between two tries."""
         return self.wakes is not None and self.call.what[1] >= LONG  # type: ignore[operator]
 
 
 class Option(NamedTuple):
-    """What may come next: who goes on, or what happens by itself; what becomes of the call; what that costs."""
+    """A possible next step: the actor that continues or the event that happens, the call's fault, and its cost."""
 
     who: str
     fate: str = ''
@@ -125,14 +128,14 @@ class Option(NamedTuple):
 
 
 class Chooser(Protocol):
-    """Says what comes next. What it knows already is not looked at anew."""
+    """Decides what comes next. A recorded choice is repeated without computing the options again."""
 
     def known(self) -> Option | None:
-        """What was chosen at this point before; None: choose."""
+        """Return the option that was recorded for this point, or None if one must be chosen."""
 
     def choose(self, world: World, options: list[Option]) -> Option:
-        """One of them. Pruned."""
+        """Return one of the options, or raise Pruned."""
 
 
+# The name of an event, its kind (see Bounds), and the function that carries it out.
 Event = tuple[str, str, Callable[[], None]]
-"""Its name, its kind (see Bounds), and what it does."""

@@ -1,4 +1,4 @@
-"""A real server and its model, asked the same: what each says, and what that means."""
+"""Compare the answers of a real server and of its model to the same call."""
 
 from __future__ import annotations
 
