@@ -1,4 +1,4 @@
-"""A small cloud in a world, and the words in which a scenario says who does what in it."""
+"""A small cloud in a world, and the methods with which a scenario sets its scene and adds its actors."""
 
 from __future__ import annotations
 
@@ -47,16 +47,22 @@ SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}
 IMAGE = 'http://x/i'
 FLAVOR = 'small'
 WHO = {'host': 'h', 'pid': 1}
-APART, TOGETHER = Membership('g', 'anti-affinity', True), Membership('g', 'affinity', True)
+APART = Membership('g', 'anti-affinity', True)
+TOGETHER = Membership('g', 'affinity', True)
 
 
 def name_uuid(number: int) -> str:
-    """A uuid that is easily told from others."""
+    """Return a uuid that is easy to distinguish from others."""
     return str(uuid.UUID(int=number << 100, version=4))
 
 
-A, B, C = name_uuid(1), name_uuid(2), name_uuid(6)
-U, V, W, S = name_uuid(3), name_uuid(4), name_uuid(5), name_uuid(9)
+A = name_uuid(1)
+B = name_uuid(2)
+C = name_uuid(6)
+U = name_uuid(3)
+V = name_uuid(4)
+W = name_uuid(5)
+S = name_uuid(9)
 NAMES = {A: 'A', B: 'B', C: 'C', U: 'U', V: 'V', W: 'W', S: 'S'} | {
     str(uuid.uuid5(uuid.UUID(S), str(number))): f'S{number}' for number in (1, 2, 3)
 }
@@ -64,7 +70,7 @@ NAMES = {A: 'A', B: 'B', C: 'C', U: 'U', V: 'V', W: 'W', S: 'S'} | {
 
 @dataclass
 class Command:
-    """An eschedule that creates: whether there was room for it from beginning to end, and what it was asked for."""
+    """An eschedule that creates instances: its actor, its order, and whether it was given --uuid."""
 
     actor: Actor
     wanted: SetOrder
@@ -82,17 +88,17 @@ class Cloud:
         self.store = ModelStore(self.etcd)
         self.placement = ModelPlacement(self.model, world)
         self.computes: dict[str, Compute] = {}
+        # All hosts that run domains, including a copy of a compute.
         self.machines: list[Compute] = []
-        """All hosts that run domains, a copy of a compute too."""
         self.commands: list[Command] = []
+        # True if there is room for everything that is requested, so that no refusal is expected.
         self.is_ample = True
-        """Whether nothing that is asked for has to be refused."""
+        # True if the scene begins with an inconsistency that only an operator repairs.
         self.is_astray = False
-        """Whether something was wrong to begin with, which only an operator mends."""
+        # True if computes, too, may be frozen for longer than their leases.
         self.computes_freeze = False
-        """Whether computes may be frozen for longer than their leases, too."""
+        # True if all quotas are set before anything is delivered.
         self.is_limited = True
-        """Whether quotas are set before anything is delivered."""
         self.may_fail: set[str] = set()
         answer_audits(self.etcd, self.computes)
         self.invariants = Invariants(self)
@@ -101,26 +107,26 @@ class Cloud:
         world.events.append(self._minutes)
 
     def exempt(self, rule: str, reason: str) -> None:
-        """Do not check a rule of tests/model/invariants.py in this scenario, which breaks it itself."""
+        """Do not check a rule of tests/model/invariants.py in this scenario, because the scenario itself breaks it."""
         assert rule in RULES, rule
         self.invariants.exempt[rule] = reason
 
-    # What is there
+    # Setting the scene
 
     def host(self, uuid: str, room: int = 4) -> Compute:
-        each = {'reserved': 0, 'min_unit': 1, 'max_unit': 99, 'step_size': 1, 'allocation_ratio': 1.0}
+        defaults = {'reserved': 0, 'min_unit': 1, 'max_unit': 99, 'step_size': 1, 'allocation_ratio': 1.0}
         sizes = {'VCPU': room, 'MEMORY_MB': 9, 'DISK_GB': 9}
-        inventories = {name: {'total': total, **each} for name, total in sizes.items()}
+        inventories = {name: {'total': total, **defaults} for name, total in sizes.items()}
         self.model.providers[uuid] = Provider(uuid, 1, inventories)
-        made = self.computes[uuid] = Compute(uuid, self.world, self.etcd, self.placement)
-        self.machines.append(made)
-        return made
+        compute = self.computes[uuid] = Compute(uuid, self.world, self.etcd, self.placement)
+        self.machines.append(compute)
+        return compute
 
     def hosts(self, *uuids: str, room: int = 4) -> list[Compute]:
-        return [self.host(each, room) for each in uuids]
+        return [self.host(compute, room) for compute in uuids]
 
     def hints(self, compute: str, room: object) -> None:
-        """A compute says what room it has left, true or not, as its presence puts it."""
+        """Publish the room of a compute in its presence, whether it is correct or not."""
         presence = self.computes[compute].presence
         presence.say(room=room)
         presence.keep()
@@ -132,7 +138,7 @@ class Cloud:
         self.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': instances}, {})))])
 
     def delivered(self, instance: str, compute: str, name: str | None = None, group: Membership | None = None) -> None:
-        """A request that its compute has not seen yet, with all that a delivery writes."""
+        """Write a request that its compute has not seen yet, with every key that a delivery writes."""
         self.claimed(instance, compute)
         stages = {'requested': NOW, 'scheduled': NOW}
         request = Request(
@@ -150,8 +156,8 @@ class Cloud:
         if name:
             puts.append(Put(keys.name(name), name_to_json(instance)))
         if group:
-            made = Group(group.name, group.policy or '', bool(group.strict), {instance: compute})
-            puts.append(Put(keys.group(group.name), group_json(made)))
+            with_member = Group(group.name, group.policy or '', bool(group.strict), {instance: compute})
+            puts.append(Put(keys.group(group.name), group_json(with_member)))
         entry = self.etcd.entries.get(keys.quota('p'))
         if entry is not None:
             limits = json.loads(entry.value)['limits']
@@ -166,11 +172,11 @@ class Cloud:
     def waiting(
         self, instance: str, name: str | None = None, group: Membership | None = None, project: str = 'p'
     ) -> Place:
-        """A request that waits in the flavor's queue, as enqueue() leaves it."""
+        """Put a request into the flavor's queue with enqueue()."""
         flavor = self.flavor()
-        waiting = self.to_wait(instance, name, group, project)
-        enqueue(self.store, waiting, flavor, None, WHO, resume=False)
-        return Place(self.etcd.entries[waiting.key].revision, waiting)
+        queue_entry = self.to_wait(instance, name, group, project)
+        enqueue(self.store, queue_entry, flavor, None, WHO, resume=False)
+        return Place(self.etcd.entries[queue_entry.key].revision, queue_entry)
 
     def to_wait(
         self, instance: str, name: str | None = None, group: Membership | None = None, project: str = 'p'
@@ -187,7 +193,7 @@ class Cloud:
             group=group,
         )
 
-    # Who acts
+    # Actors
 
     def act(self, name: str, work: Callable[[], object], mortal: bool = True, **what: Any) -> Actor:
         return self.world.act(name, work, mortal, **what)
@@ -197,26 +203,27 @@ class Cloud:
         return self.act(name, work, process=self.computes[compute].process)
 
     def creates(self, who: str, instance: str, resume: bool = False, seed: int = 1, **what: Any) -> Actor:
-        """An eschedule: `eschedule QUERY [--uuid]`."""
-        asks_first, large = what.pop('asks_first', False), what.pop('large', None)
-        parts = {'query': QUERY, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p', 'stages': {'requested': NOW}}
-        wanted = SetOrder(instance, **(parts | what))
-        work = partial(self.create, wanted, resume, seed, asks_first, large)
-        actor = self.act(who, work, command='create', about=tuple(wanted.instances))
-        self.commands.append(Command(actor, wanted, resume))
+        """Add an `eschedule QUERY [--uuid]` that creates instances."""
+        queries_first, large = what.pop('asks_first', False), what.pop('large', None)
+        defaults = {'query': QUERY, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p', 'stages': {'requested': NOW}}
+        order = SetOrder(instance, **(defaults | what))
+        work = partial(self.create, order, resume, seed, queries_first, large)
+        actor = self.act(who, work, command='create', about=tuple(order.instances))
+        self.commands.append(Command(actor, order, resume))
         return actor
 
     def creates_twice(self, instance: str) -> None:
-        """Two eschedules at one uuid, both with --uuid."""
+        """Add two eschedules that create the same uuid, both with --uuid."""
         for number in (1, 2):
             self.creates(f'eschedule {number}', instance, resume=True, seed=number)
 
     def create(
         self, wanted: SetOrder, resume: bool, seed: int = 1, asks_first: bool = False, large: int | None = None
     ) -> dict[str, DeliveryOutcome]:
-        """What eschedule does. `asks_first`: placement is asked by a thread of its own, before all else.
+        """Create instances as eschedule does.
 
-        `large`: of more computes than that a few are asked about first.
+        With `asks_first` an actor of its own queries placement before anything else. With more than `large` computes a
+        sample of them is queried first.
         """
         store = ModelStore(self.etcd)
         backend: Future[tuple[Placement, Offer]] = Future()
@@ -227,7 +234,7 @@ class Cloud:
         return create(store, backend, wanted, WHO, resume, random.Random(seed), lambda: NOW, large)
 
     def abandons(self, name: str, instance: str, request: str) -> Actor:
-        """An eschedule that could not deliver, and undoes its claim: its attempt has ended."""
+        """Add an eschedule that could not deliver and releases its claim; its attempt has ended."""
         return self.act(name, lambda: abandon(ModelStore(self.etcd), self.placement, [instance], request, -1))
 
     def destroys(self, name: str, instance: str) -> Actor:
@@ -240,13 +247,13 @@ class Cloud:
         return self.act(name, work, command='destroy', about=(instance,))
 
     def powers(self, name: str, instance: str, action: str) -> Actor:
-        wanted = Power(action, name_uuid(77 + len(self.world.actors)))
-        work = partial(power, ModelStore(self.etcd), instance, wanted)
-        return self.act(name, work, command='power', about=(instance,), power=wanted.id)
+        order = Power(action, name_uuid(77 + len(self.world.actors)))
+        work = partial(power, ModelStore(self.etcd), instance, order)
+        return self.act(name, work, command='power', about=(instance,), power=order.id)
 
     def enqueues(self, name: str, instance: str, resume: bool = False) -> Actor:
-        flavor, waiting = self.flavor(), self.to_wait(instance)
-        work = partial(enqueue, ModelStore(self.etcd), waiting, flavor, None, WHO, resume)
+        flavor, queue_entry = self.flavor(), self.to_wait(instance)
+        work = partial(enqueue, ModelStore(self.etcd), queue_entry, flavor, None, WHO, resume)
         return self.act(name, work, command='queue', about=(instance,))
 
     def takes(self, compute: str, place: Place) -> Actor:
@@ -254,22 +261,24 @@ class Cloud:
         return self.works(compute, 'taking', lambda: host.taker.take(place))
 
     def announced(self, instance: str) -> int:
-        """Somebody is at it, who will never end; the revision of its key."""
+        """Announce an attempt that never ends, and return the revision of its key."""
         lease = self.store.grant(60)
         return announce(self.store, lease, instance, {'version': 1, 'instances': [instance], **WHO}, True)
 
-    # What happens by itself
+    # Events
 
     def _expiries(self) -> list[Event]:
         bounds = self.world.bounds
         if not bounds.expiries:
             return []
-        used = sorted({entry.lease for entry in self.etcd.entries.values() if entry.lease})
+        leases = sorted({entry.lease for entry in self.etcd.entries.values() if entry.lease})
         if not self.computes_freeze:
-            used = [lease for lease in used if all(each.presence.lease != lease for each in self.computes.values())]
+            leases = [
+                lease for lease in leases if all(each.presence.lease != lease for each in self.computes.values())
+            ]
         return [
             (f'the lease of {self._owner(lease)} ends', EXPIRY, lambda lease=lease: self.etcd.end(lease))  # type: ignore[misc]
-            for lease in used
+            for lease in leases
         ]
 
     def _minutes(self) -> list[Event]:
@@ -286,35 +295,35 @@ class Cloud:
 
     @property
     def is_unharmed(self) -> bool:
-        """Whether no message was lost, and nobody killed."""
+        """True if no message was lost and no actor was killed."""
         return not any(step.fate for step in self.world.steps)
 
     def unknown(self) -> list[Command]:
-        """The commands after which the user is told to give them again, with --uuid: killed, or with exit 7."""
+        """Return the commands that a user is told to repeat with --uuid: killed ones, and those with exit code 7."""
         return [
-            replace(each, resume=True)
-            for each in self.commands
-            if each.actor.dead or isinstance(each.actor.outcome, Unreachable | UnknownOutcome)
+            replace(command, resume=True)
+            for command in self.commands
+            if command.actor.dead or isinstance(command.actor.outcome, Unreachable | UnknownOutcome)
         ]
 
     def told(self) -> Mapping[str, str]:
-        """What users were told: {instance: compute}."""
-        found: dict[str, str] = {}
-        for each in self.commands:
-            if isinstance(each.actor.outcome, dict):
-                found |= {instance: delivered.compute for instance, delivered in each.actor.outcome.items()}
-        return found
+        """Return the placements that users were told: {instance: compute}."""
+        placements: dict[str, str] = {}
+        for command in self.commands:
+            if isinstance(command.actor.outcome, dict):
+                placements |= {instance: delivery.compute for instance, delivery in command.actor.outcome.items()}
+        return placements
 
 
 class Asked:
-    """The future of ask_placement(): by a thread of its own, or where it is waited for."""
+    """The future of ask_placement(): the query runs in an actor of its own, or when the result is needed."""
 
     def __init__(self, cloud: Cloud, query: str, at_once: bool) -> None:
         self._cloud, self._query = cloud, query
         self._asker: Actor | None = None
         if at_once:
-            mine = cloud.world.now
-            name = f'the thread of {mine.name}' if mine is not None else 'a thread'
+            parent = cloud.world.now
+            name = f'the thread of {parent.name}' if parent is not None else 'a thread'
             self._asker = cloud.act(name, lambda: allocations.candidates(cloud.placement, query), mortal=False)
 
     def result(self) -> tuple[Placement, Offer]:

@@ -1,6 +1,6 @@
-"""A compute of the model: the product's planner, its tasks, its claim keeper and what takes from the queues.
+"""A compute of the model: the product's planner, tasks, claim keeper and queue taker.
 
-All are the product's; what is pretended is its guests, its disk, and the threads: each of them is a function here.
+These are the product's own classes. Guests, disk and threads are fake: a thread is a method here.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from tests.model.world import World
 
 
 class Guests(FakeHypervisor):
-    """The product's pretended guests; before each change whoever makes it may be killed."""
+    """The product's fake hypervisor. An actor may be killed before each change."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
+        # Guests whose addresses libvirt cannot report.
         self.unheard: set[str] = set()
-        """Those of whose addresses libvirt says nothing that anybody understands."""
+        # Guests that have run, and whose disk was created again afterwards.
         self.remade: set[str] = set()
-        """Those that have run, and whose disk was made anew."""
         self._ran: set[str] = set()
         world.prints.append(lambda: (tuple(self.guests().items()), tuple(self.reservations().items())))
 
     def snapshot(self) -> Mapping[str, Guest]:
-        """Return the guests; the same object as long as nothing has changed."""
+        """Return the guests: the same object until something changes."""
         return self._guests
 
     def create_disk(self, spec: GuestSpec) -> None:
@@ -80,15 +80,18 @@ class Guests(FakeHypervisor):
         return super().addresses(instance)
 
     def lose_power(self, compute: str) -> None:
-        for each in self.guests():
-            self.switch_off(each, compute)
+        for instance in self.guests():
+            self.switch_off(instance, compute)
 
     def _before(self, what: str, instance: str) -> None:
         self._world.call(Call('libvirt', (what, instance), writes=True), lambda: None)
 
 
 def answered(ask: Callable[[], Consumer]) -> Future[Consumer]:
-    """What placement says, asked before all else: the earliest that a thread would, so the oldest that is believed."""
+    """Query placement immediately and return a completed future.
+
+    A thread could not query earlier, so this is the oldest answer that the product may trust.
+    """
     future: Future[Consumer] = Future()
     try:
         future.set_result(ask())
@@ -98,14 +101,14 @@ def answered(ask: Callable[[], Consumer]) -> Future[Consumer]:
 
 
 class Kept(Lease):
-    """The product's lease, renewed by whoever asks for it: there is no thread."""
+    """The product's lease without a thread: each caller renews it."""
 
     def _begin(self) -> threading.Thread:
         return threading.Thread()
 
 
 class Works(Inline):
-    """Jobs are done by whoever asks, without the pipe that wakes a main thread."""
+    """A pool that runs each job in its caller, without the pipe that wakes a main thread."""
 
     def __init__(self, hypervisor: FakeHypervisor) -> None:
         self._hypervisor = hypervisor
@@ -114,7 +117,7 @@ class Works(Inline):
 
 
 class Compute:
-    """One host. `is_dead`: it never comes back, and nobody waits for it."""
+    """One host. `is_dead`: it never comes back, and nothing waits for it."""
 
     def __init__(self, uuid: str, world: World, etcd: Etcd, placement: ModelPlacement, since: str = NOW) -> None:
         self.uuid, self.since = uuid, since
@@ -124,24 +127,24 @@ class Compute:
         self.disk.files['boot_id'] = 'first'
         self.is_dead = False
         self.now = NOW
+        # True if it is started with --accept-new-etcd.
         self.republishes = False
-        """Whether it is started with --accept-new-etcd."""
         self.takes = True
+        # True if it has found another process that uses its uuid.
         self.is_read_only = False
-        """Whether it has found that somebody else is this compute."""
+        # The number of tasks for which no thread can ever be started.
         self.threads_lacking = 0
-        """For so many tasks no thread can be started, and none ever comes."""
+        # etcd's revision when this compute first saw or accepted it.
         self.first_seen = self.etcd.revision
-        """etcd's revision when this compute first saw or accepted it."""
         self.process: object = None
         self.start()
 
     def start(self, republishes: bool = False) -> None:
-        """A process begins, with what its host has and nothing else."""
+        """Start a process that knows only what is on its host."""
         state = self.disk.at('state')
         self.store = ModelStore(self.etcd)
-        who = {'hostname': 'h', 'token': 'token of ' + self.uuid, 'since': self.since}
-        value = {**who, 'queues': True}
+        identity = {'hostname': 'h', 'token': 'token of ' + self.uuid, 'since': self.since}
+        value = {**identity, 'queues': True}
         self.lease = Kept(self.store, SECONDS)
         self.presence = Presence(self.store, keys.compute(self.uuid), value, self._is_somebody_else_s, self.lease)
         memory = Memory(state, self.uuid, lambda: self.now, self.disk.at('boot_id'))
@@ -174,30 +177,30 @@ class Compute:
         self.start(self.republishes)
 
     def look_after_presence(self) -> None:
-        """What its thread does: the lease is kept; where the key is not as we put it, it is put again."""
+        """Renew the lease, and write the presence key again if it was changed."""
         self.lease.round()
 
     def _is_somebody_else_s(self, _: str) -> None:
         self.is_read_only = True
 
     def plan(self, times: int = 1) -> int:
-        """List, plan and carry out, so many times; how many tasks."""
+        """List, plan and run tasks `times` times; return the number of tasks."""
         return sum(self._plan() for _ in range(times))
 
     def _plan(self) -> int:
         if self.is_read_only:
             return 0
         state = self.store.snapshot(keys.request_prefix(self.uuid)).entries
-        works = self.planner.step(state)
-        for work in works:
-            self.planner.begin(work)
-        lacking = min(self.threads_lacking, len(works))
-        self.threads_lacking -= lacking
-        for work in works[:lacking]:
-            self.planner.hand_back(work, 'no thread')
-        for work in works[lacking:]:
-            self.planner.carry_out(work)
-        return len(works)
+        tasks = self.planner.step(state)
+        for task in tasks:
+            self.planner.begin(task)
+        missing = min(self.threads_lacking, len(tasks))
+        self.threads_lacking -= missing
+        for task in tasks[:missing]:
+            self.planner.hand_back(task, 'no thread')
+        for task in tasks[missing:]:
+            self.planner.carry_out(task)
+        return len(tasks)
 
     def keep_claims(self) -> None:
         self.keeper.look(self.hypervisor.guests(), self.world.read_clock())
@@ -222,9 +225,11 @@ class Compute:
         return self.offers.backlog is not None and bool(self.offers.backlog.places)
 
     def pull(self) -> None:
-        """Take what fits and is to be taken by now; others are let go first for a moment."""
-        # What it follows is never behind here: that makes no step of its own.
-        self.offers.on_computes({key: each for key, each in self.etcd.entries.items() if key.startswith(keys.COMPUTES)})
+        """Take the requests that fit and are due, waiting briefly where others are offered them first."""
+        # The followed presence keys are always current here, so that following them needs no step of its own.
+        self.offers.on_computes(
+            {key: entry for key, entry in self.etcd.entries.items() if key.startswith(keys.COMPUTES)}
+        )
         try:
             wake = self.puller.step()
             while self.puller._next_take and not self.is_dead:
@@ -235,27 +240,30 @@ class Compute:
             raise
 
     def take(self, times: int = 1) -> None:
-        """Hear of what waits, take what fits, and build it."""
+        """Read the queues, take the requests that fit, and build them."""
         for _ in range(times):
             self.do(self.hear_queues, self.hear_hosts, self.pull, self.plan)
 
     def digest(self) -> Digest:
-        reserved = {mac: f'{each.instance} {each.address}' for mac, each in self.hypervisor.reservations().items()}
+        reserved = {
+            mac: f'{reservation.instance} {reservation.address}'
+            for mac, reservation in self.hypervisor.reservations().items()
+        }
         isos = dict.fromkeys(self.hypervisor.seeds(), '')
         return Digest(self.hypervisor.guests(), {}, self.guest_data.all(), isos, reserved)
 
     def do(self, *work: Callable[[], Any]) -> list[EcompError]:
-        """One after the other; what failed, of which each is tried again some time."""
-        failed = []
-        for each in work:
+        """Run each function, and return the errors; the caller retries later."""
+        errors = []
+        for function in work:
             try:
-                each()
+                function()
             except EcompError as error:
-                failed.append(error)
-        return failed
+                errors.append(error)
+        return errors
 
     def rounds(self, number: int, *work: Callable[[], Any]) -> Callable[[], None]:
-        """An actor's work: this, so many times."""
+        """Return an actor's work that runs these functions `number` times."""
 
         def go() -> None:
             for _ in range(number):

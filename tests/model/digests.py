@@ -1,4 +1,4 @@
-"""Computes that answer audits at once: what they say is theirs, when they say it is not their choice."""
+"""Computes that answer an audit immediately, with the digest of what they have."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 def answer_audits(etcd: Etcd, computes: Mapping[str, Compute]) -> None:
     def answer(operations: Sequence[Put | Delete]) -> None:
-        for asked in operations:
-            audit = asked.key.removeprefix(keys.AUDIT)
-            if not isinstance(asked, Put) or audit == asked.key or '/' in audit:
+        for operation in operations:
+            audit = operation.key.removeprefix(keys.AUDIT)
+            if not isinstance(operation, Put) or audit == operation.key or '/' in audit:
                 continue
             for uuid, compute in computes.items():
                 if compute.is_dead or keys.compute(uuid) not in etcd.entries:
                     continue
                 pages = to_pages(compute.digest())
                 parts = {'heard': '', **{str(number): page for number, page in enumerate(pages)}}
-                put = [Put(keys.digest(audit, uuid, part), value, asked.lease) for part, value in parts.items()]
-                etcd.commit([], put)
+                puts = [Put(keys.digest(audit, uuid, part), value, operation.lease) for part, value in parts.items()]
+                etcd.commit([], puts)
 
     etcd.listeners.append(answer)

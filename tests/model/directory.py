@@ -1,4 +1,4 @@
-"""A state directory in memory, as far as the product's Memory and GuestData ask for one."""
+"""A state directory in memory, with the methods that the product's Memory and GuestData use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.model.world import World
 
 
 class Disk:
-    """The files of one host: what is written is there, whole, from then on."""
+    """The files of one host. A write is atomic and durable."""
 
     def __init__(self, world: World, whose: str) -> None:
         self.world = world
@@ -25,24 +25,24 @@ class Disk:
 
 
 class VirtualPath(PurePosixPath):
-    """What the product asks of a pathlib.Path."""
+    """The part of pathlib.Path that the product uses."""
 
     disk: Disk
 
     def __new__(cls, disk: Disk, path: str) -> VirtualPath:
-        made = super().__new__(cls, path)
-        made.disk = disk
-        return made
+        virtual = super().__new__(cls, path)
+        virtual.disk = disk
+        return virtual
 
     def __truediv__(self, name: Any) -> VirtualPath:
         return VirtualPath(self.disk, f'{self}/{name}')
 
     def mkdir(self, *_: object, **__: object) -> None:
-        """There are no directories, only names."""
+        """Do nothing: there are no directories, only file names."""
 
     def glob(self, pattern: str) -> Iterator[VirtualPath]:
-        there = [VirtualPath(self.disk, each) for each in sorted(self.disk.files)]
-        return (each for each in there if str(each.parent) == str(self) and fnmatch(each.name, pattern))
+        paths = [VirtualPath(self.disk, file) for file in sorted(self.disk.files)]
+        return (path for path in paths if str(path.parent) == str(self) and fnmatch(path.name, pattern))
 
     def read_text(self) -> str:
         if str(self) not in self.disk.files:
@@ -59,12 +59,12 @@ class VirtualPath(PurePosixPath):
 
 
 def write_quietly(path: VirtualPath, text: str) -> None:
-    """Written, and nobody may come between."""
+    """Write a file within the current step, so that no other actor acts before it."""
     path.disk.files[str(path)] = text
 
 
 def write_durably(path: VirtualPath, text: str) -> None:
-    """The same as a step of its own: whoever writes may be killed before."""
+    """Write a file in a step of its own: the writer may be killed before it."""
 
     def write() -> None:
         path.disk.files[str(path)] = text
