@@ -1,4 +1,4 @@
-"""The state at the end of a schedule, and which command may have changed what: what truth.py asks of it."""
+"""The state at the end of a schedule, and which commands may have changed it, for truth.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDED = ('gone', 'error')
 
 
 class Told(NamedTuple):
-    """One sentence: the actor whose command told it, what the command returned or raised, and the sentence."""
+    """One sentence: the actor whose command printed it, what the command returned or raised, and the sentence."""
 
     actor: Actor
     outcome: object
@@ -24,35 +24,35 @@ class Told(NamedTuple):
 
     @property
     def subject(self) -> str:
-        """The one uuid, or the project, that the command is about."""
+        """The single uuid, or the project, that the command is about."""
         (subject,) = self.actor.about
         return subject
 
 
 def prior(cloud: Cloud) -> frozenset[str]:
-    """Return the instances that are requested, wait or hold a claim before the schedule begins."""
-    there = {keys.last(key) for key in cloud.etcd.entries if key.startswith((keys.HOSTS, keys.QUEUES))}
-    return frozenset(there | cloud.model.held.keys())
+    """Return the instances that are requested, queued or hold a claim before the schedule begins."""
+    instances = {keys.last(key) for key in cloud.etcd.entries if key.startswith((keys.HOSTS, keys.QUEUES))}
+    return frozenset(instances | cloud.model.held.keys())
 
 
 class End:
-    """The state at the end of a schedule, and who may have changed what."""
+    """The state at the end of a schedule, and the commands and actors that may have changed it."""
 
     def __init__(self, cloud: Cloud, before: frozenset[str]) -> None:
         self.cloud, self.before = cloud, before
         self.entries = cloud.etcd.entries
-        self.commands = [each for each in cloud.world.actors if each.command]
-        self.touched = {instance for each in cloud.world.actors if not each.command for instance in each.about}
-        """The instances whose keys somebody changes manually, and the computes that come back by themselves."""
+        self.commands = [actor for actor in cloud.world.actors if actor.command]
+        # Instances whose keys are changed manually, and computes that come back on their own.
+        self.touched = {instance for actor in cloud.world.actors if not actor.command for instance in actor.about}
 
     def called(self, text: str) -> str:
-        """Replace uuids by the names that the story has for them."""
+        """Replace uuids by the names that the story uses for them."""
         for uuid, name in self.cloud.world.names.items():
             text = text.replace(uuid, name)
         return text
 
     def request(self, instance: str, compute: str = '') -> Json | None:
-        """Return the request of an instance, on one compute or on any; None for none and for a malformed one."""
+        """Return the request of an instance, on one compute or on any; None if it is missing, {} if malformed."""
         for key, entry in self.entries.items():
             if key.startswith(keys.request_prefix(compute) if compute else keys.HOSTS) and keys.last(key) == instance:
                 return _parse(entry.value)
@@ -65,38 +65,38 @@ class End:
         return any(key.startswith(keys.QUEUES) and keys.last(key) == instance for key in self.entries)
 
     def has_entry(self, instance: str) -> bool:
-        """Whether etcd has anything of it: a request, a record or a queue entry."""
+        """True if etcd has a request, a record or a queue entry of the instance."""
         families = (keys.HOSTS, keys.QUEUES, keys.INSTANCES)
         return any(key.startswith(families) and keys.last(key) == instance for key in self.entries)
 
     def has_ended(self, instance: str) -> bool:
-        """Whether a record says that it is over, or its keys may have been removed since."""
+        """True if a record has a terminal state, or the instance's keys may have been removed."""
         if self.were_given('clear') or instance in self.touched:
             return True
-        records = (_parse(each.value) for key, each in self.entries.items() if key.startswith(keys.INSTANCES))
-        return any(each.get('instance') == instance and each.get('state') in ENDED for each in records)
+        records = (_parse(entry.value) for key, entry in self.entries.items() if key.startswith(keys.INSTANCES))
+        return any(record.get('instance') == instance and record.get('state') in ENDED for record in records)
 
     def is_domain(self, instance: str) -> bool:
-        guests = (each.hypervisor.guests().get(instance) for each in self.cloud.machines)
-        return any(each is not None and each.defined for each in guests)
+        guests = (machine.hypervisor.guests().get(instance) for machine in self.cloud.machines)
+        return any(guest is not None and guest.defined for guest in guests)
 
     def others(self, actor: Actor, *commands: str) -> list[Actor]:
-        """Return the other commands of these kinds about one of the same instances."""
+        """Return the other commands of these kinds about at least one of the same instances."""
         return [
-            each
-            for each in self.commands
-            if each is not actor and each.command in commands and not set(each.about).isdisjoint(actor.about)
+            command
+            for command in self.commands
+            if command is not actor and command.command in commands and not set(command.about).isdisjoint(actor.about)
         ]
 
     def were_given(self, *commands: str) -> bool:
-        return any(each.command in commands for each in self.commands)
+        return any(command.command in commands for command in self.commands)
 
     def may_be_another_s(self, actor: Actor, instance: str) -> bool:
-        """Whether the scene, or another command, may have placed the instance."""
-        others = [each for each in self.others(actor, *PLACING) if instance in each.about]
+        """True if the scene, or another command, may have placed the instance."""
+        others = [command for command in self.others(actor, *PLACING) if instance in command.about]
         return instance in self.before or any(
-            not (each.done and isinstance(each.outcome, EcompError)) or isinstance(each.outcome, Unreachable)
-            for each in others
+            not (command.done and isinstance(command.outcome, EcompError)) or isinstance(command.outcome, Unreachable)
+            for command in others
         )
 
     def has_trait(self, compute: str, trait: str) -> bool:
@@ -104,19 +104,19 @@ class End:
         return provider is not None and trait in provider.traits
 
     def is_claimed_by_another(self, actor: Actor, instance: str) -> bool:
-        """Whether anybody else wrote allocations of the instance during the schedule."""
-        calls = (each.call for each in self.cloud.world.steps if each.actor != actor.name)
-        writes = (each for each in calls if each is not None and each.where == 'placement' and each.writes)
-        return any(instance in str(each.what) for each in writes)
+        """True if another actor wrote allocations of the instance during the schedule."""
+        calls = (step.call for step in self.cloud.world.steps if step.actor != actor.name)
+        writes = (call for call in calls if call is not None and call.where == 'placement' and call.writes)
+        return any(instance in str(call.what) for call in writes)
 
     def was_harmed(self, actor: Actor) -> bool:
-        """Whether any message of this actor was lost."""
-        return any(each.actor == actor.name and each.fate for each in self.cloud.world.steps)
+        """True if a message of this actor was lost."""
+        return any(step.actor == actor.name and step.fate for step in self.cloud.world.steps)
 
 
 def _parse(value: bytes) -> Json:
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

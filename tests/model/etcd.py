@@ -1,6 +1,8 @@
-"""etcd in memory, behind the product's own store: keys, revisions, leases, transactions; one atomic step a call.
+"""etcd in memory, behind the product's own store; a call is one atomic step.
 
-Held against the real one by test_models_are_true.py.
+It has keys, revisions, leases and transactions.
+
+test_models_are_true.py compares it with a real etcd.
 """
 
 from __future__ import annotations
@@ -14,24 +16,25 @@ from ecomp.store.client import Delete, Entry, Exists, Fence, Put, Snapshot, Stor
 from tests.model.acting import Call
 from tests.model.world import World
 
+# The maximum number of operations, and of conditions, in one transaction.
 MOST = 128
-"""Operations, and conditions, of one transaction."""
 RENEWED = 1.0
 
 
 @dataclass
 class Lease:
-    """One lease, and whose it is: the actor's name, '' for whoever set the scene."""
+    """One lease with the name of the actor that owns it; '' if the scene granted it."""
 
     owner: str
     seconds: int
 
 
 class Etcd:
-    """What is in it. `print` tells two states apart.
+    """The contents of etcd, with a fingerprint that distinguishes two states.
 
-    What is told apart is who wrote what at which of its steps, and not in which order others wrote: but for requests
-    and queues, whose order means something, and quotas, which two may change at once.
+    Two states differ if a key was written by another actor or at another step of that actor. The order of writes by
+    different actors does not count, except for requests and queues, whose order has a meaning, and for quotas, which
+    two actors may change concurrently.
     """
 
     def __init__(self, world: World) -> None:
@@ -42,10 +45,10 @@ class Etcd:
         self.granted = 0
         self.marks: dict[int, int] = {0: 0, 1: 1}
         self.order = 0
+        # True if it accepts only deletes.
         self.is_full = False
-        """Whether it takes deletes alone."""
+        # Functions that are called with each write, in the same step.
         self.listeners: list[Callable[[Sequence[Put | Delete]], None]] = []
-        """Who hears of each write, at once."""
         self._print = 0
         world.prints.append(lambda: (self._print, self.order, tuple(sorted(self.leases))))
 
@@ -56,24 +59,24 @@ class Etcd:
 
     def end(self, lease: int) -> None:
         if self.leases.pop(lease, None) is not None:
-            gone = [key for key, entry in self.entries.items() if entry.lease == lease]
-            if gone:
-                self._write([Delete(key) for key in gone])
+            expired = [key for key, entry in self.entries.items() if entry.lease == lease]
+            if expired:
+                self._write([Delete(key) for key in expired])
 
     def commit(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> int | None:
-        """The new revision if all conditions hold."""
+        """Write the operations and return the new revision, or None if a condition does not hold."""
         if len(conditions) > MOST or len(operations) > MOST:
             raise EcompError('etcd refuses: too many operations in txn request')
-        put = [each.key for each in operations if isinstance(each, Put)]
-        deleted = {each.key for each in operations if isinstance(each, Delete)}
+        put = [operation.key for operation in operations if isinstance(operation, Put)]
+        deleted = {operation.key for operation in operations if isinstance(operation, Delete)}
         if len(set(put)) < len(put) or not deleted.isdisjoint(put):
             raise EcompError('etcd refuses: duplicate key given in txn request')
         if put:
-            self._has_room()  # said before anything is compared
+            self._has_room()  # etcd reports this before it compares anything
         if not all(map(self.holds, conditions)):
             return None
-        for each in operations:
-            if isinstance(each, Put) and each.lease and each.lease not in self.leases:
+        for operation in operations:
+            if isinstance(operation, Put) and operation.lease and operation.lease not in self.leases:
                 raise EcompError('etcd refuses: requested lease not found: this is not written. Try: the same command')
         return self._write(operations)
 
@@ -88,7 +91,7 @@ class Etcd:
         return (entry.revision if entry is not None else 0) == condition.revision
 
     def shape(self, found: object) -> Hashable:
-        """What tells an answer from others: as above, who wrote what is there."""
+        """Return the fingerprint of an answer: who wrote its entries, as described for the class."""
         if isinstance(found, Entry):
             return found.key, found.value, self.marks[found.revision], found.lease
         if isinstance(found, Snapshot):
@@ -96,22 +99,24 @@ class Etcd:
         return self.marks.get(found, 0) if isinstance(found, int) else repr(found)
 
     def _write(self, operations: Sequence[Put | Delete]) -> int:
-        if not any(isinstance(each, Put) or each.key in self.entries for each in operations):
-            return self.revision  # nothing was there to be deleted: as etcd does it, that is no new revision
+        if not any(isinstance(operation, Put) or operation.key in self.entries for operation in operations):
+            return self.revision  # nothing was deleted, and etcd makes no new revision for that
         self.revision += 1
         mark = self.marks[self.revision] = self.world.mark()
-        for each in operations:
-            before = self.entries.pop(each.key, None)
+        for operation in operations:
+            before = self.entries.pop(operation.key, None)
             self._print ^= hash(self.shape(before)) if before else 0
-            if isinstance(each, Put):
+            if isinstance(operation, Put):
                 created = before.created if before else self.revision
-                new = Entry(each.key, each.value.encode(), self.revision, each.lease, created=created)
-                self.entries[each.key] = new
+                new = Entry(
+                    operation.key, operation.value.encode(), self.revision, operation.lease, created=created
+                )
+                self.entries[operation.key] = new
                 self._print ^= hash(self.shape(new))
-        put = [each.key for each in operations if isinstance(each, Put)]
-        if any(each.startswith((keys.ATTEMPTS, keys.QUEUES)) and not each.endswith(keys.TAKER) for each in put):
+        put = [operation.key for operation in operations if isinstance(operation, Put)]
+        if any(key.startswith((keys.ATTEMPTS, keys.QUEUES)) and not key.endswith(keys.TAKER) for key in put):
             self.order = hash((self.order, mark))
-        if any(each.startswith(keys.QUOTAS) for each in put):
+        if any(key.startswith(keys.QUOTAS) for key in put):
             self.order = hash((self.order, mark, self._print))
         written = self.revision
         for listener in self.listeners:
@@ -120,7 +125,7 @@ class Etcd:
 
 
 class ModelStore(Store):
-    """One process's connection: the product's store, but for all that it sends. `fence` is as there."""
+    """The connection of one process: the product's store with all its calls replaced. `fence` is as in Store."""
 
     def __init__(self, etcd: Etcd) -> None:
         self.where = 'memory'
@@ -135,38 +140,38 @@ class ModelStore(Store):
         self, prefix: str, keys_only: bool = False, keep: Callable[[Entry], Entry | None] = lambda entry: entry
     ) -> Snapshot:
         def read() -> Snapshot:
-            there = self._etcd.entries
-            found = {key: there[key] for key in sorted(there) if key.startswith(prefix)}
+            entries = self._etcd.entries
+            matching = {key: entries[key] for key in sorted(entries) if key.startswith(prefix)}
             if keys_only:
-                found = {key: replace(each, value=b'') for key, each in found.items()}
-            kept = {key: entry for key, each in found.items() if (entry := keep(each)) is not None}
-            return Snapshot(self._etcd.revision, kept)
+                matching = {key: replace(entry, value=b'') for key, entry in matching.items()}
+            transformed = {key: new for key, entry in matching.items() if (new := keep(entry)) is not None}
+            return Snapshot(self._etcd.revision, transformed)
 
         return self._world.call(Call('etcd', ('list', prefix)), read, self._etcd.shape)
 
     def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
-        def look() -> dict[str, Entry]:
+        def select() -> dict[str, Entry]:
             return {key: self._etcd.entries[key] for key in wanted if key in self._etcd.entries}
 
         def shape(found: dict[str, Entry]) -> Hashable:
             return tuple(map(self._etcd.shape, found.values()))
 
-        return self._world.call(Call('etcd', ('read', tuple(wanted))), look, shape)
+        return self._world.call(Call('etcd', ('read', tuple(wanted))), select, shape)
 
     def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
-        def look() -> tuple[list[Entry], int]:
-            there = sorted(key for key in self._etcd.entries if key.startswith(prefix))
-            order = sorted(there, key=lambda key: key < start)
-            return [self._etcd.entries[key] for key in order[:limit]], len(there)
+        def select() -> tuple[list[Entry], int]:
+            names = sorted(key for key in self._etcd.entries if key.startswith(prefix))
+            order = sorted(names, key=lambda key: key < start)
+            return [self._etcd.entries[key] for key in order[:limit]], len(names)
 
         def shape(found: tuple[list[Entry], int]) -> Hashable:
             return tuple(map(self._etcd.shape, found[0])), found[1]
 
-        return self._world.call(Call('etcd', ('around', prefix, start, limit)), look, shape)
+        return self._world.call(Call('etcd', ('around', prefix, start, limit)), select, shape)
 
     def count(self, prefix: str) -> int:
-        there = self._etcd.entries
-        return self._world.call(Call('etcd', ('count', prefix)), lambda: sum(key.startswith(prefix) for key in there))
+        entries = self._etcd.entries
+        return self._world.call(Call('etcd', ('count', prefix)), lambda: sum(key.startswith(prefix) for key in entries))
 
     def commit(
         self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
@@ -175,7 +180,7 @@ class ModelStore(Store):
             fence = self.fence if fenced else None
             held = fence.of(operations) if fence else None
             compared = [*conditions, *([held] if held else [])]
-            marks = tuple((each.key, self._mark(each)) for each in compared)
+            marks = tuple((condition.key, self._mark(condition)) for condition in compared)
             call = Call('etcd', ('commit', marks, tuple(operations)), writes=True)
 
             def write(
@@ -199,7 +204,7 @@ class ModelStore(Store):
         actor, name = self._world.now, 'the scene'
         if actor is not None:
             actor.leases += 1
-            # The same whatever others do.
+            # The id must not depend on what other actors do.
             lease, name = 100_000 * (self._world.actors.index(actor) + 1) + actor.leases, actor.name
         else:
             self._etcd.granted += 1
@@ -214,14 +219,14 @@ class ModelStore(Store):
         return self._world.call(Call('etcd', ('keep', lease)), keep, repr)
 
     def revoke(self, lease: int) -> None:
-        """See Store: one that is gone already is fine."""
+        """Revoke a lease; one that has already expired is not an error, as in Store."""
         self._world.call(Call('etcd', ('revoke', lease)), lambda: self._etcd.end(lease))
 
     def recognise(self) -> None:
-        """It is the etcd we knew."""
+        """Do nothing: this is always the known etcd."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no connection."""
 
     def _mark(self, condition: Unchanged | Exists) -> int:
         return -1 if isinstance(condition, Exists) else self._etcd.marks.get(condition.revision, -2)
