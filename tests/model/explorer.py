@@ -1,7 +1,8 @@
-"""Every schedule of a scenario within its bounds, depth-first with replay; a state that was seen is not explored twice.
+"""Explore every schedule of a scenario within its bounds, depth-first and by replay.
 
-A scenario sets a scene in a new cloud each time; what was chosen before is chosen again, and then the next thing that
-has not been tried. https://www.microsoft.com/en-us/research/publication/iterative-context-bounding/
+A state that was visited before is not explored again. Each execution sets the scene in a new cloud, repeats the
+recorded choices, and then makes the next untried one.
+https://www.microsoft.com/en-us/research/publication/iterative-context-bounding/
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _monotonic = time.monotonic
 
 @dataclass(frozen=True)
 class Scenario:
-    """Who acts in what scene, how far it is explored, and the letter of the defect it shows ('': none is known).
+    """A scene with its actors, and the bounds of its exploration.
 
-    The scene may return what else is to be checked of the cloud at the end of the schedule, before it is left alone.
+    The scene may return a further check of the cloud, made at the end of the schedule before the cloud is left alone.
     """
 
     scene: Scene
@@ -48,12 +49,12 @@ class Scenario:
 
 
 def within(bounds: Bounds, *scenes: Scene) -> list[Scenario]:
-    """The scenarios of these scenes, all explored as far."""
+    """Return a scenario with these bounds for each scene."""
     return [Scenario(scene, bounds) for scene in scenes]
 
 
 class Finding(NamedTuple):
-    """What is wrong, the story of how it came to be, and the choices that lead there again."""
+    """The violations at the end of a schedule, its story, and the choices that reproduce it."""
 
     wrong: tuple[str, ...]
     story: str
@@ -73,9 +74,9 @@ class Explored:
     findings: list[Finding] = field(default_factory=list)
 
     def judge(self, wrong: Sequence[str], world: World, choices: tuple[str, ...]) -> None:
-        """Keep what is wrong with an execution, unless that is known."""
+        """Record the violations of an execution, unless the first of them is already known."""
         self.longest = max(self.longest, len(world.steps))
-        if wrong and wrong[0] not in {each.wrong[0] for each in self.findings}:
+        if wrong and wrong[0] not in {finding.wrong[0] for finding in self.findings}:
             self.findings.append(Finding(tuple(wrong), tell(world), choices))
 
     def add(self, other: Explored) -> None:
@@ -83,12 +84,12 @@ class Explored:
         self.pruned += other.pruned
         self.states += other.states
         self.longest = max(self.longest, other.longest)
-        known = {each.wrong[0] for each in self.findings}
-        self.findings += [each for each in other.findings if each.wrong[0] not in known]
+        recorded = {finding.wrong[0] for finding in self.findings}
+        self.findings += [finding for finding in other.findings if finding.wrong[0] not in recorded]
 
 
 class Choice(NamedTuple):
-    """What there was to choose from, and which of it was chosen."""
+    """The options at one point, and the index of the chosen one."""
 
     options: list[Option]
     pick: int
@@ -99,7 +100,7 @@ class Choice(NamedTuple):
 
 
 class Seen:
-    """The states there were, each with what was left of the bounds."""
+    """The visited states, each with the remaining bounds at each visit."""
 
     def __init__(self) -> None:
         self._left: dict[int, list[tuple[int, ...]]] = {}
@@ -108,18 +109,18 @@ class Seen:
         return len(self._left)
 
     def add(self, state: Hashable, left: tuple[int, ...]) -> bool:
-        """False if it was seen with as much left."""
+        """Record a visit; return False if the state was visited with at least these bounds left."""
         before = self._left.setdefault(hash(state), [])
-        if any(all(a >= b for a, b in zip(each, left, strict=True)) for each in before):
+        if any(all(a >= b for a, b in zip(earlier, left, strict=True)) for earlier in before):
             return False
         before.append(left)
         return True
 
 
 class Follow:
-    """Chooses as was chosen before, then the first of all; remembers what else there was.
+    """Repeats recorded choices, then takes the first option, or a random one; records all options.
 
-    `before` is what there was to choose from in an earlier execution, and what was chosen: it is so again.
+    `before` are the choices of an earlier execution, the last one perhaps changed.
     """
 
     def __init__(
@@ -142,36 +143,37 @@ class Follow:
         return self.trail[-1].made
 
     def _pick(self, rng: random.Random, options: Sequence[Option]) -> int:
-        """By chance: mostly whoever is at it goes on."""
-        weights = [0.1 if each.fate else 0.3 if number else 1.0 for number, each in enumerate(options)]
+        """Return the index of a random option; the actor that is running most often continues."""
+        weights = [0.1 if option.fate else 0.3 if number else 1.0 for number, option in enumerate(options)]
         return rng.choices(range(len(options)), weights)[0]
 
     @property
     def choices(self) -> tuple[str, ...]:
-        return tuple(each.made.name for each in self.trail)
+        return tuple(choice.made.name for choice in self.trail)
 
 
 class Named:
-    """Chooses what somebody named, then the first of all."""
+    """Makes the choices with these names, then takes the first option."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = iter(names)
 
     def known(self) -> None:
-        """See Chooser: each is looked up."""
+        """Return None: every choice is looked up by name."""
 
     def choose(self, _: World, options: list[Option]) -> Option:
-        """See Chooser. StopIteration where there is no such choice."""
+        """Return the option with the next name. StopIteration if there is none."""
         name = next(self._names, options[0].name)
-        return next(each for each in options if each.name == name)
+        return next(option for option in options if option.name == name)
 
 
 def play(
     scenario: Scenario, chooser: Chooser, bounds: Bounds | None = None, ends: set[int] | None = None
 ) -> tuple[list[str], World]:
-    """One execution: what is wrong in the end. Errors: Pruned; StopIteration where a choice is not there to be made.
+    """Execute one schedule; return its violations and its world.
 
-    `ends` are those that were left alone before, and then all was well.
+    Errors: Pruned; StopIteration if a named choice is not available. `ends` are fingerprints of final states that were
+    checked before without a violation; they are not checked again.
     """
     world = World(bounds or scenario.bounds, chooser)
     with inside(world):
@@ -198,7 +200,7 @@ def play(
 
 @contextmanager
 def quiet_cloud() -> Iterator[Cloud]:
-    """A cloud in which nobody acts, inside its world."""
+    """Yield a cloud without actors, with the current thread inside its world."""
     world = World(Bounds(), Follow())
     with virtual(), inside(world):
         yield Cloud(world)
@@ -211,21 +213,24 @@ def explore(
     schedules: int | None = None,
     first: bool = True,
 ) -> Explored:
-    """All schedules within the bounds, or so many, or for so long; `first`: until something is found.
+    """Explore all schedules within the bounds, at most `schedules` of them or for `seconds`.
 
-    With fewer preemptions first: what is found is as simple as can be.
+    With `first` stop at the first finding. Schedules with fewer preemptions come first, so that a finding is as simple
+    as possible.
     """
     bounds, began, total = bounds or scenario.bounds, _monotonic(), Explored()
     ends: set[int] = set()
     with virtual():
         for preemptions in range(bounds.preemptions + 1):
-            left = None if seconds is None else seconds - (_monotonic() - began)
-            more = None if schedules is None else schedules - total.schedules
-            found = _explore(scenario, bounds._replace(preemptions=preemptions), left, more, first, ends)
-            states = max(total.states, found.states)
-            total.add(found)
-            total.states, total.exhausted = states, found.exhausted
-            if (first and total.findings) or not found.exhausted:
+            max_seconds = None if seconds is None else seconds - (_monotonic() - began)
+            max_schedules = None if schedules is None else schedules - total.schedules
+            result = _explore(
+                scenario, bounds._replace(preemptions=preemptions), max_seconds, max_schedules, first, ends
+            )
+            states = max(total.states, result.states)
+            total.add(result)
+            total.states, total.exhausted = states, result.exhausted
+            if (first and total.findings) or not result.exhausted:
                 break
     return total
 
@@ -233,33 +238,33 @@ def explore(
 def _explore(
     scenario: Scenario, bounds: Bounds, seconds: float | None, schedules: int | None, first: bool, ends: set[int]
 ) -> Explored:
-    found, seen, before, began = Explored(), Seen(), [Choice([], 0)][:0], _monotonic()
+    result, visited, before, began = Explored(), Seen(), [Choice([], 0)][:0], _monotonic()
     while True:
-        chooser = Follow(before, seen)
-        found.schedules += 1
+        chooser = Follow(before, visited)
+        result.schedules += 1
         try:
-            found.judge(*play(scenario, chooser, bounds, ends), chooser.choices)
+            result.judge(*play(scenario, chooser, bounds, ends), chooser.choices)
         except Pruned:
-            found.pruned += 1
-        found.states = len(seen)
+            result.pruned += 1
+        result.states = len(visited)
         trail = chooser.trail
         while trail and trail[-1].pick + 1 >= len(trail[-1].options):
             trail.pop()
-        found.exhausted = not trail
-        late = seconds is not None and _monotonic() - began > seconds
-        many = schedules is not None and found.schedules >= schedules
-        if found.exhausted or late or many or (first and found.findings):
-            return found
+        result.exhausted = not trail
+        is_late = seconds is not None and _monotonic() - began > seconds
+        is_enough = schedules is not None and result.schedules >= schedules
+        if result.exhausted or is_late or is_enough or (first and result.findings):
+            return result
         options, pick = trail.pop()
         before = [*trail, Choice(options, pick + 1)]
 
 
 def look_for(scenario: Scenario, schedules: int, seed: int = 1) -> Explored:
-    """So many schedules at most, until something is found: half of them in order, the others by chance."""
-    found = explore(scenario, schedules=schedules // 2)
-    if not found.exhausted and not found.findings:
-        found.add(wander(scenario, scenario.bounds, seed, schedules=schedules - found.schedules))
-    return found
+    """Run at most `schedules` schedules until something is found: half of them in order, the others at random."""
+    result = explore(scenario, schedules=schedules // 2)
+    if not result.exhausted and not result.findings:
+        result.add(wander(scenario, scenario.bounds, seed, schedules=schedules - result.schedules))
+    return result
 
 
 def wander(
@@ -270,45 +275,45 @@ def wander(
     schedules: int | None = None,
     first: bool = True,
 ) -> Explored:
-    """Schedules by chance, so many or for so long: what is beyond the bounds that can be exhausted."""
-    found, began = Explored(), _monotonic()
+    """Run random schedules, at most `schedules` or for `seconds`, beyond what can be explored exhaustively."""
+    result, began = Explored(), _monotonic()
     ends: set[int] = set()
     with virtual():
-        while not (first and found.findings):
-            late = seconds is not None and _monotonic() - began > seconds
-            if late or (schedules is not None and found.schedules >= schedules):
+        while not (first and result.findings):
+            is_late = seconds is not None and _monotonic() - began > seconds
+            if is_late or (schedules is not None and result.schedules >= schedules):
                 break
-            chooser = Follow(rng=random.Random(seed + found.schedules))
-            found.schedules += 1
-            found.judge(*play(scenario, chooser, bounds, ends), chooser.choices)
-    return found
+            chooser = Follow(rng=random.Random(seed + result.schedules))
+            result.schedules += 1
+            result.judge(*play(scenario, chooser, bounds, ends), chooser.choices)
+    return result
 
 
 WIDE = Bounds(*(99 for _ in Bounds._fields))
 
 
 def replay(scenario: Scenario, choices: Sequence[str]) -> tuple[list[str], str]:
-    """What is wrong at the end of these choices, and their story."""
+    """Return the violations at the end of these choices, and the story."""
     with virtual():
         wrong, world = play(scenario, Named(choices), WIDE)
         return wrong, tell(world)
 
 
 def encode(name: str, choices: Sequence[str]) -> str:
-    """A scenario and choices, as one line: what is chosen several times in a row is said once."""
+    """Return a scenario's name and choices as one line, in which repeated choices are counted."""
     runs: list[tuple[str, int]] = []
-    for each in choices:
-        if runs and runs[-1][0] == each:
-            runs[-1] = each, runs[-1][1] + 1
+    for choice in choices:
+        if runs and runs[-1][0] == choice:
+            runs[-1] = choice, runs[-1][1] + 1
         else:
-            runs.append((each, 1))
-    return f'{name}: ' + '; '.join(each if number == 1 else f'{number} x {each}' for each, number in runs)
+            runs.append((choice, 1))
+    return f'{name}: ' + '; '.join(choice if number == 1 else f'{number} x {choice}' for choice, number in runs)
 
 
 def decode(text: str) -> tuple[str, list[str]]:
     name, _, rest = text.partition(': ')
     choices: list[str] = []
     for run in filter(None, rest.split('; ')):
-        number, times, each = run.partition(' x ')
-        choices += [each] * int(number) if times and number.isdecimal() else [run]
+        number, times, choice = run.partition(' x ')
+        choices += [choice] * int(number) if times and number.isdecimal() else [run]
     return name, choices

@@ -1,6 +1,6 @@
-"""What has to hold at every step of a schedule, not only at rest: domains, their claims, capacity, names.
+"""Rules that hold at every step of a schedule, not only at rest, about domains, claims, capacity and names.
 
-Each rule runs only after a step that changed what the rule reads, so a step that only reads costs a few comparisons.
+A rule runs only after a step that changed what it reads, so a step that only reads costs a few comparisons.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
     from tests.model.cloud import Cloud
     from tests.model.compute import Compute
 
+# An instance has a domain, or a disk, on at most one compute. A compute that is dead for good does not count.
 DOMAIN = 'domain'
-"""An instance has a domain, or a disk, on one compute at most. A compute that is dead for good does not count."""
+# A domain has a claim on its compute from before it is defined until after it is undefined. There is no window: a build
+# defines the domain after placement confirmed the claim, and a destroy undefines the domain before it releases the
+# claim.
 CLAIM = 'claim'
-"""A domain has a claim on its compute, from before it is defined until after it is undefined. There is no window: a
-build defines the domain after placement confirmed the claim, and a destroy undefines the domain before it releases."""
+# No write raises the usage of a provider above its capacity. The capacity itself may fall below the usage, through
+# SIGTERM or a smaller inventory.
 CAPACITY = 'capacity'
-"""No write raises what is used of a provider above its capacity. Capacity itself may fall below what is used: that is
-what SIGTERM and a smaller inventory do."""
+# A name belongs to one instance: that of the one request or queue entry with this name, from its delivery until the
+# transaction that ends it. A tombstone still has its name; an instance in error or gone has none.
 NAME = 'name'
-"""A name belongs to one instance: that of the one request or queue entry with this name, from its delivery until the
-transaction that ends it. A tombstone still has its name; an instance in error or gone has none."""
 RULES = (DOMAIN, CLAIM, CAPACITY, NAME)
 NAMED = (keys.HOSTS, keys.QUEUES, keys.NAMES)
 
 
 class Invariants:
-    """The rules, over one cloud. `exempt` are the rules that its scenario breaks itself, each with the reason."""
+    """The rules for one cloud. `exempt` has the rules that its scenario breaks itself, each with the reason."""
 
     def __init__(self, cloud: Cloud) -> None:
         self.exempt: dict[str, str] = {}
@@ -46,8 +47,8 @@ class Invariants:
 
     def check(self) -> Iterator[str]:
         cloud = self._cloud
-        machines = [each for each in cloud.machines if not each.is_dead]
-        guests = [each.hypervisor.snapshot() for each in machines]
+        machines = [machine for machine in cloud.machines if not machine.is_dead]
+        guests = [machine.hypervisor.snapshot() for machine in machines]
         is_placement_changed = cloud.model.writes != self._writes
         if is_placement_changed or not _are_same(guests, self._guests):
             self._guests = guests
@@ -60,7 +61,7 @@ class Invariants:
             yield from self._names()
 
     def _hear(self, operations: Sequence[Put | Delete]) -> None:
-        self._names_changed = self._names_changed or any(each.key.startswith(NAMED) for each in operations)
+        self._names_changed = self._names_changed or any(operation.key.startswith(NAMED) for operation in operations)
 
     def _domains(self, machines: Sequence[Compute]) -> Iterator[str]:
         places: dict[str, list[str]] = {}
@@ -70,8 +71,8 @@ class Invariants:
                     places.setdefault(instance, []).append(machine.uuid)
                 claim = self._cloud.model.held.get(instance, {})
                 if guest.defined and machine.uuid not in claim and CLAIM not in self.exempt:
-                    called = self._called
-                    yield f'{called(instance)} is a domain on {called(machine.uuid)} without a claim there'
+                    format_name = self._called
+                    yield f'{format_name(instance)} is a domain on {format_name(machine.uuid)} without a claim there'
         for instance, computes in places.items():
             if len(computes) > 1 and DOMAIN not in self.exempt:
                 where = ' and '.join(map(self._called, computes))
@@ -81,8 +82,8 @@ class Invariants:
         model, before = self._cloud.model, self._used
         self._used = {
             (provider, kind): model.used(provider, kind)
-            for provider, each in model.providers.items()
-            for kind in each.inventories
+            for provider, model_provider in model.providers.items()
+            for kind in model_provider.inventories
         }
         for (provider, kind), used in self._used.items():
             is_over = used > model.capacity(provider, kind) and used > before.get((provider, kind), 0)
@@ -98,11 +99,11 @@ class Invariants:
             if key.startswith((keys.HOSTS, keys.QUEUES)) and (name := _name(entry.value)):
                 holders.setdefault(name, set()).add(keys.last(key))
         for name, instances in holders.items():
-            held = entries.get(keys.name(name))
-            holder = json.loads(held.value)['instance'] if held is not None else None
+            name_entry = entries.get(keys.name(name))
+            holder = json.loads(name_entry.value)['instance'] if name_entry is not None else None
             if instances != {holder}:
-                wanted = ' and '.join(sorted(map(self._called, instances)))
-                yield f'the name {name} is requested by {wanted}, and held by {self._called(holder or "nobody")}'
+                requesters = ' and '.join(sorted(map(self._called, instances)))
+                yield f'the name {name} is requested by {requesters}, and held by {self._called(holder or "nobody")}'
 
     def _called(self, uuid: str) -> str:
         return self._cloud.world.names.get(uuid, uuid)
@@ -114,9 +115,9 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _name(value: bytes) -> str | None:
-    """Read the name out of a request or a queue entry; None for one without a name, or one that is malformed."""
+    """Return the name in a request or a queue entry; None if it has no name or is malformed."""
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except ValueError:
         return None
-    return found.get('name') if isinstance(found, dict) else None
+    return parsed.get('name') if isinstance(parsed, dict) else None
