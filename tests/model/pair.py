@@ -1,4 +1,4 @@
-"""Calls of placement by chance, made of the real one and of the model."""
+"""Random calls, made both to a real placement and to the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAITS = ['COMPUTE_STATUS_DISABLED', 'HW_CPU_X86_AVX', 'CUSTOM_NOBODY_HAS']
 
 @dataclass
 class Pair:
-    """A real placement and the model's, asked the same."""
+    """A real placement and the model, which get the same calls."""
 
     real: Placement
     model: ModelPlacement
@@ -27,52 +27,52 @@ class Pair:
         self.consumers = [fresh() for _ in range(3)]
         self.projects = [fresh() for _ in range(2)]
         self.aggregates = [fresh() for _ in range(2)]
-        for each in self.providers:
-            self.write('POST', '/resource_providers', {'uuid': each, 'name': each})
-            self.write('PUT', f'/resource_providers/{each}/inventories', self.inventory(each))
+        for provider in self.providers:
+            self.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
+            self.write('PUT', f'/resource_providers/{provider}/inventories', self.inventory(provider))
 
     def step(self) -> None:
-        """One call to both, and what stands in them after one that writes."""
+        """Make one call to both; after a write also compare what both hold."""
         writes = [*[self.claim] * 4, self.claim_set, self.release, self.change]
         if self.rng.random() < 0.4:
             self.read(self.rng.choice(self.paths()))
             return
         self.rng.choice(writes)()
-        for each in self.consumers:
-            self.read(f'/allocations/{each}')
-        for each in self.providers:
-            self.read(f'/resource_providers/{each}/usages')
+        for consumer in self.consumers:
+            self.read(f'/allocations/{consumer}')
+        for provider in self.providers:
+            self.read(f'/resource_providers/{provider}/usages')
 
     def paths(self) -> list[str]:
-        of_one = [
-            f'/resource_providers/{each}{part}'
-            for each in self.providers
+        provider_paths = [
+            f'/resource_providers/{provider}{part}'
+            for provider in self.providers
             for part in ('', '/inventories', '/usages', '/allocations', '/traits', '/aggregates')
         ]
         trait = self.rng.choice(TRAITS)
-        tree, near = self.rng.choice(self.providers), self.rng.choice(self.aggregates)
+        tree, aggregate = self.rng.choice(self.providers), self.rng.choice(self.aggregates)
         queries = [
-            *(f'required={trait}', f'required=!{trait}', f'member_of={near}', f'member_of=!{near}'),
-            *(f'required=in:{trait},HW_CPU_X86_SSE', f'member_of=in:{near},{fresh()}', ''),
+            *(f'required={trait}', f'required=!{trait}', f'member_of={aggregate}', f'member_of=!{aggregate}'),
+            *(f'required=in:{trait},HW_CPU_X86_SSE', f'member_of=in:{aggregate},{fresh()}', ''),
         ]
-        also = self.rng.choice([*queries, f'root_required=!{trait}'])
-        asked = f'resources=VCPU:{self.rng.randint(1, 3)},DISK_GB:1&in_tree={tree}&{also}'.rstrip('&')
+        extra = self.rng.choice([*queries, f'root_required=!{trait}'])
+        query = f'resources=VCPU:{self.rng.randint(1, 3)},DISK_GB:1&in_tree={tree}&{extra}'.rstrip('&')
         return [
-            *of_one,
+            *provider_paths,
             *(f'/resource_providers?in_tree={tree}&{self.rng.choice(queries)}'.rstrip('&') for _ in range(3)),
-            *[f'/allocation_candidates?{asked}'] * 4,
+            *[f'/allocation_candidates?{query}'] * 4,
             f'/usages?project_id={self.rng.choice(self.projects)}',
             f'/traits?name=in:{",".join(TRAITS)}',
         ]
 
     def body(self, empty: float = 0.1) -> dict[str, Any]:
-        """What a consumer is to hold; its provider may not be there, or not have so much."""
+        """Return a random allocation of a consumer; its provider may be missing or lack the capacity."""
         provider = self.rng.choice([*self.providers * 4, fresh()])
         sizes = {'VCPU': self.rng.randint(1, 3), **({'DISK_GB': 1} if self.rng.random() < 0.5 else {})}
         generation = self.rng.choice([None, None, 0, 1, 2])
-        held = {} if generation is not None and self.rng.random() < empty else {provider: {'resources': sizes}}
+        allocations = {} if generation is not None and self.rng.random() < empty else {provider: {'resources': sizes}}
         return {
-            'allocations': held,
+            'allocations': allocations,
             'user_id': 'u',
             'project_id': self.rng.choice(self.projects),
             'consumer_generation': generation,
@@ -101,7 +101,7 @@ class Pair:
             self.write('PUT', f'/allocations/{consumer}', body)
 
     def change(self) -> None:
-        """A provider: its inventory, traits or aggregates; or it goes, and comes back."""
+        """Change the inventory, traits or aggregates of a provider, or delete and recreate it."""
         provider = self.rng.choice(self.providers)
         part = self.rng.choice(['inventories', 'traits', 'aggregates', 'delete'])
         path = f'/resource_providers/{provider}'
@@ -121,17 +121,17 @@ class Pair:
         vcpu = {'total': total, 'reserved': self.rng.choice([0, 0, 0, 1, total, total + 1])}
         disk = {'total': 2, 'allocation_ratio': 1.5}
         disks: list[dict[str, Any]] = [{}, {'DISK_GB': disk}, {'DISK_GB': {'total': 4}}]
-        more = self.rng.choice(disks)
-        inventories: dict[str, Any] = {'VCPU': vcpu, **more}
+        disk_inventory = self.rng.choice(disks)
+        inventories: dict[str, Any] = {'VCPU': vcpu, **disk_inventory}
         return {**self.known(provider), 'inventories': inventories}
 
     def named(self, provider: str, part: str, of: list[str]) -> dict[str, Any]:
-        return {**self.known(provider), part: [each for each in of if self.rng.random() < 0.4]}
+        return {**self.known(provider), part: [value for value in of if self.rng.random() < 0.4]}
 
     def known(self, provider: str) -> dict[str, int]:
-        """The provider's generation, or a wrong one."""
-        found = answer(lambda real: real.get(f'/resource_providers/{provider}'), self.real)
-        generation = found['generation'] if isinstance(found, dict) else 0
+        """Return the provider's generation, sometimes a wrong one."""
+        summary = answer(lambda real: real.get(f'/resource_providers/{provider}'), self.real)
+        generation = summary['generation'] if isinstance(summary, dict) else 0
         return {'resource_provider_generation': generation + (self.rng.random() < 0.1)}
 
     def generation(self, consumer: str) -> int | None:
@@ -139,27 +139,29 @@ class Pair:
 
     def read(self, path: str) -> None:
         self.calls.append(f'GET {path}')
-        real, model = (plain(answer(lambda each: each.get(path), of)) for of in (self.real, self.model))
+        real, model = (plain(answer(lambda each: each.get(path), client)) for client in (self.real, self.model))
         assert real == model, differ(self.calls, real, model)
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
         self.calls.append(f'{method} {path} {body}')
-        real, model = (answer(lambda each: each.write(method, path, body), of) for of in (self.real, self.model))
+        real, model = (
+            answer(lambda each: each.write(method, path, body), client) for client in (self.real, self.model)
+        )
         assert real == model, differ(self.calls, real, model)
         self.calls[-1] += f': {real or "done"}'
 
 
+# Fields that the product never reads.
 DROPPED = {'links', 'mappings', 'consumer_type'}
-"""What the product never looks at."""
 
 
 def plain(found: object) -> object:
-    """An answer as far as the product looks at it, in an order of its own."""
+    """Return the part of an answer that the product reads, in a canonical order."""
     if isinstance(found, dict):
-        kept = {name: plain(each) for name, each in found.items() if name not in DROPPED}
-        if 'capacity' not in kept and {'resources', 'traits'} <= kept.keys():
-            return {'resources': kept['resources']}  # of a summary
-        return kept
+        fields = {name: plain(part) for name, part in found.items() if name not in DROPPED}
+        if 'capacity' not in fields and {'resources', 'traits'} <= fields.keys():
+            return {'resources': fields['resources']}  # a provider summary
+        return fields
     if isinstance(found, list):
         return sorted(map(plain, found), key=repr)
     return found

@@ -1,8 +1,8 @@
-"""placement in memory: a request in, a JSON object out, or a status and why.
+"""placement in memory: a request yields a JSON object, or a status with a reason. Providers have no trees.
 
-Providers without trees. Held against the real one by test_models_are_true.py. What is kept as it is there, however odd:
-a consumer is a row that is made in a transaction before its allocations are; its generation begins anew once its last
-allocation has gone; undoing takes the row by its id, whatever hangs on it by then.
+test_models_are_true.py compares it with the real one. Its oddities are kept: a consumer is a row that is created in a
+transaction before that of its allocations; its generation starts again after its last allocation is deleted; an undo
+deletes the row by its id, whatever allocations it has acquired since.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import os_traits
 from tests.model.world import World
 
 Json = dict[str, Any]
+# The allocations of a consumer: {provider: {class: amount}}.
 Held = dict[str, dict[str, int]]
-"""What a consumer holds: {provider: {class: amount}}."""
 CONCURRENT, IN_USE, DUPLICATE = (
     *('placement.concurrent_update', 'placement.resource_provider.inuse', 'placement.duplicate_name'),
 )
@@ -51,7 +51,7 @@ class Provider:
 
 @dataclass
 class Begun:
-    """A write of allocations whose consumers are there: which of them it made, and what it read of all of them."""
+    """A write of allocations after its first transactions: which consumers it created, and what it read of all."""
 
     bodies: Mapping[str, Json]
     rows: dict[str, tuple[int, int]]
@@ -70,24 +70,28 @@ class PlacementModel:
         world.prints.append(self.shape)
 
     def used(self, provider: str, name: str) -> int:
-        """How much of a class is used of a provider, also by allocations whose consumer has gone."""
+        """Return the usage of a class on a provider, including allocations whose consumer was deleted."""
         return sum(held.get(provider, {}).get(name, 0) for held in self.held.values())
 
     def capacity(self, provider: str, name: str) -> int:
-        each = self.providers[provider].inventories.get(name)
-        return 0 if each is None else int((each['total'] - each['reserved']) * each['allocation_ratio'])
+        inventory = self.providers[provider].inventories.get(name)
+        return (
+            0
+            if inventory is None
+            else int((inventory['total'] - inventory['reserved']) * inventory['allocation_ratio'])
+        )
 
     # Allocations
 
     def makes(self, bodies: Mapping[str, Json]) -> bool:
-        """Whether such a write would make a consumer."""
+        """Return True if this write would create a consumer."""
         return any(name not in self.rows and each['consumer_generation'] is None for name, each in bodies.items())
 
     def begin(self, bodies: Mapping[str, Json]) -> Begun:
-        """The first transactions of a write: each consumer is there."""
+        """Run the first transactions of a write, which create missing consumers."""
         begun = Begun(bodies, {}, [])
         for body in bodies.values():
-            if any(not 1 <= len(body[who]) <= 255 for who in ('user_id', 'project_id')):
+            if any(not 1 <= len(body[name_of_id]) <= 255 for name_of_id in ('user_id', 'project_id')):
                 raise Refused(400, 'JSON does not validate: a user or project id is of 1 to 255 characters')
         try:
             for name, body in bodies.items():
@@ -95,8 +99,8 @@ class PlacementModel:
                 generation = body['consumer_generation']
                 if (row.generation if row else None) != generation:
                     expected = row.generation if row else 'null'
-                    said = f'consumer generation conflict - expected {expected} but got {generation}'
-                    raise Refused(409, said, CONCURRENT)
+                    detail = f'consumer generation conflict - expected {expected} but got {generation}'
+                    raise Refused(409, detail, CONCURRENT)
                 if row is None:
                     row = self.rows[name] = Row(next(self._ids), body['user_id'], body['project_id'])
                     begun.made.append(name)
@@ -108,18 +112,18 @@ class PlacementModel:
         return begun
 
     def finish(self, begun: Begun) -> None:
-        """The last one: their allocations are as is asked for, or nothing is changed."""
+        """Run the last transaction, which writes all allocations or changes nothing."""
         for body in begun.bodies.values():
             for provider in body['allocations']:
                 if provider not in self.providers:
-                    # The consumers that were made stay: as it is there.
+                    # The consumers that were created stay, as in the real placement.
                     raise Refused(400, f"Allocation for resource provider '{provider}' that does not exist.")
         try:
-            wanted = {name: _held(body) for name, body in begun.bodies.items()}
-            self._check(wanted)
+            requested = {name: _held(body) for name, body in begun.bodies.items()}
+            self._check(requested)
             for name, (number, generation) in begun.rows.items():
                 row = self.rows.get(name)
-                if not wanted[name] and not self.held.get(name):
+                if not requested[name] and not self.held.get(name):
                     continue
                 if row is None or (row.id, row.generation) != (number, generation):
                     raise Refused(409, 'Inventory and/or allocations changed while attempting to allocate', CONCURRENT)
@@ -127,29 +131,29 @@ class PlacementModel:
             self._undo(begun)
             raise
         self.writes += 1
-        for provider in {each for name, held in wanted.items() for each in held or self.held.get(name, {})}:
+        for provider in {other for name, held in requested.items() for other in held or self.held.get(name, {})}:
             self.providers[provider].generation += 1
         for name, body in begun.bodies.items():
             before = self.held.pop(name, {})
-            if wanted[name]:
-                self.held[name] = wanted[name]
+            if requested[name]:
+                self.held[name] = requested[name]
                 row = self.rows[name]
                 row.generation, row.user, row.project = row.generation + 1, body['user_id'], body['project_id']
             elif before:
                 del self.rows[name]
 
     def _check(self, wanted: Mapping[str, Held]) -> None:
-        """Capacity, by what all of them would have."""
+        """Raise Refused if the allocations together would exceed a capacity or break a unit rule."""
         after = {**self.held, **wanted}
-        for name in {each for held in wanted.values() for each in held}:
+        for name in {provider for held in wanted.values() for provider in held}:
             for kind in {kind for held in wanted.values() for kind in held.get(name, {})}:
-                each = self.providers[name].inventories.get(kind)
-                now, there = self.used(name, kind), self.capacity(name, kind)
-                then = sum(held.get(name, {}).get(kind, 0) for held in after.values())
-                if each is None or (then > there and then > now):
+                inventory = self.providers[name].inventories.get(kind)
+                used, capacity = self.used(name, kind), self.capacity(name, kind)
+                used_then = sum(held.get(name, {}).get(kind, 0) for held in after.values())
+                if inventory is None or (used_then > capacity and used_then > used):
                     raise Refused(409, f'Unable to allocate inventory: no {kind} on {name} for so much')
                 amounts = [held.get(name, {}).get(kind, 0) for held in wanted.values()]
-                if not all(_is_given(each, amount) for amount in amounts if amount):
+                if not all(_is_given(inventory, amount) for amount in amounts if amount):
                     raise Refused(409, f'Unable to allocate inventory: so much {kind} is not given on {name}')
 
     def _undo(self, begun: Begun) -> None:
@@ -162,41 +166,41 @@ class PlacementModel:
     # Requests
 
     def ask(self, path: str) -> Json:
-        """GET. Refused."""
-        where, _, query = path.partition('?')
-        parts = where.strip('/').split('/')
-        asked = parse_qsl(query, keep_blank_values=True)
+        """Answer a GET request. Refused."""
+        resource, _, query = path.partition('?')
+        parts = resource.strip('/').split('/')
+        parameters = parse_qsl(query, keep_blank_values=True)
         if parts[0] == 'allocations':
             return self._consumer(parts[1])
         if parts[0] == 'allocation_candidates':
-            return self._candidates(asked)
+            return self._candidates(parameters)
         if parts[0] == 'usages':
-            return self._project(dict(asked)['project_id'])
+            return self._project(dict(parameters)['project_id'])
         if parts[0] == 'traits':
-            named = dict(asked)['name'].removeprefix('in:').split(',')
-            return {'traits': [each for each in named if self._is_known(each)]}
+            traits = dict(parameters)['name'].removeprefix('in:').split(',')
+            return {'traits': [trait for trait in traits if self._is_known(trait)]}
         if len(parts) == 1:
-            found = [name for name in self.providers if self._matches(name, asked)]
-            return {'resource_providers': [self._summary(name) for name in found]}
+            providers = [name for name in self.providers if self._matches(name, parameters)]
+            return {'resource_providers': [self._summary(name) for name in providers]}
         provider = self._provider(parts[1])
         generation = {'resource_provider_generation': provider.generation}
         if len(parts) == 2:
             return self._summary(parts[1])
         if parts[2] == 'inventories':
-            return {'inventories': {name: dict(each) for name, each in provider.inventories.items()}, **generation}
+            return {'inventories': {name: dict(fields) for name, fields in provider.inventories.items()}, **generation}
         if parts[2] == 'usages':
             return {'usages': {name: self.used(parts[1], name) for name in provider.inventories}, **generation}
         if parts[2] == 'allocations':
             held = {
-                name: {'resources': dict(each[parts[1]]), 'consumer_generation': self.rows[name].generation}
-                for name, each in self.held.items()
-                if parts[1] in each and name in self.rows
+                name: {'resources': dict(allocated[parts[1]]), 'consumer_generation': self.rows[name].generation}
+                for name, allocated in self.held.items()
+                if parts[1] in allocated and name in self.rows
             }
             return {'allocations': held, **generation}
         return {parts[2]: sorted(getattr(provider, parts[2])), **generation}
 
     def write(self, method: str, path: str, body: Json | None) -> None:
-        """POST, PUT or DELETE of what is no allocation. Refused."""
+        """Carry out a POST, PUT or DELETE of anything but allocations. Refused."""
         parts = path.strip('/').split('/')
         if parts[0] == 'traits':
             self.custom.add(parts[1])
@@ -204,14 +208,14 @@ class PlacementModel:
             return
         if method == 'POST':
             assert body is not None
-            if body['uuid'] in self.providers or body['name'] in {each.name for each in self.providers.values()}:
+            if body['uuid'] in self.providers or body['name'] in {other.name for other in self.providers.values()}:
                 raise Refused(409, f'Conflicting resource provider {body["name"]} already exists.', DUPLICATE)
             self.providers[body['uuid']] = Provider(body['name'])
             self.writes += 1
             return
         provider = self._provider(parts[1])
         if method == 'DELETE':
-            if any(parts[1] in each for each in self.held.values()):
+            if any(parts[1] in held for held in self.held.values()):
                 raise Refused(409, f'Unable to delete resource provider {parts[1]}: it has allocations', IN_USE)
             del self.providers[parts[1]]
         else:
@@ -226,14 +230,14 @@ class PlacementModel:
     def _set(self, name: str, part: str, value: Any) -> None:
         provider = self.providers[name]
         if part == 'inventories':
-            new = {kind: {**_PLAIN, **each} for kind, each in value.items()}
-            if any(each['reserved'] > each['total'] for each in new.values()):
+            new = {kind: {**_PLAIN, **fields} for kind, fields in value.items()}
+            if any(fields['reserved'] > fields['total'] for fields in new.values()):
                 raise Refused(400, 'Unable to update inventory: reserved is more than there is')
             if any(self.used(name, kind) for kind in provider.inventories.keys() - new.keys()):
                 raise Refused(409, 'update conflict: Inventory is in use', 'placement.inventory.inuse')
             provider.inventories = new
             return
-        unknown = [each for each in value if part == 'traits' and not self._is_known(each)]
+        unknown = [trait for trait in value if part == 'traits' and not self._is_known(trait)]
         if unknown:
             raise Refused(400, f'No such trait {", ".join(unknown)}')
         setattr(provider, part, frozenset(value))
@@ -248,18 +252,18 @@ class PlacementModel:
         if not held or row is None:
             return {'allocations': {}}
         allocations = {
-            provider: {'resources': dict(each), 'generation': self.providers[provider].generation}
-            for provider, each in held.items()
+            provider: {'resources': dict(resources), 'generation': self.providers[provider].generation}
+            for provider, resources in held.items()
         }
-        who = {'project_id': row.project, 'user_id': row.user, 'consumer_type': 'INSTANCE'}
-        return {'allocations': allocations, 'consumer_generation': row.generation, **who}
+        owner = {'project_id': row.project, 'user_id': row.user, 'consumer_type': 'INSTANCE'}
+        return {'allocations': allocations, 'consumer_generation': row.generation, **owner}
 
     def _candidates(self, asked: list[tuple[str, str]]) -> Json:
-        found = [name for name in self.providers if self._matches(name, asked)]
+        providers = [name for name in self.providers if self._matches(name, asked)]
         limit = int(dict(asked).get('limit', 0)) or None
         resources = _amounts(dict(asked)['resources'])
         requests = [
-            {'allocations': {name: {'resources': resources}}, 'mappings': {'': [name]}} for name in found[:limit]
+            {'allocations': {name: {'resources': resources}}, 'mappings': {'': [name]}} for name in providers[:limit]
         ]
         return {
             'allocation_requests': requests,
@@ -271,7 +275,7 @@ class PlacementModel:
                     },
                     'traits': sorted(self.providers[name].traits),
                 }
-                for name in found[:limit]
+                for name in providers[:limit]
             },
         }
 
@@ -287,42 +291,42 @@ class PlacementModel:
 
     def _summary(self, name: str) -> Json:
         provider = self.providers[name]
-        alone = {'root_provider_uuid': name, 'parent_provider_uuid': None}
-        return {'uuid': name, 'name': provider.name, 'generation': provider.generation, **alone}
+        tree = {'root_provider_uuid': name, 'parent_provider_uuid': None}
+        return {'uuid': name, 'name': provider.name, 'generation': provider.generation, **tree}
 
     def _matches(self, name: str, asked: list[tuple[str, str]]) -> bool:
-        answers = [self._is_so(name, key, value) for key, value in asked]  # what one refuses is refused
-        return all(answers)
+        results = [self._is_so(name, key, value) for key, value in asked]  # no short cut: each parameter may be refused
+        return all(results)
 
     def _is_so(self, name: str, key: str, value: str) -> bool:
         provider = self.providers[name]
         if key == 'resources':
             return all(self._gives(name, kind, amount) for kind, amount in _amounts(value).items())
         if key in ('required', 'root_required'):
-            each = value.removeprefix('in:').split(',')
-            unknown = [trait for trait in each if not self._is_known(trait.lstrip('!'))]
+            traits = value.removeprefix('in:').split(',')
+            unknown = [trait for trait in traits if not self._is_known(trait.lstrip('!'))]
             if unknown:
                 raise Refused(400, f'No such trait(s): {", ".join(unknown)}.')
             if value.startswith('in:'):
-                return not provider.traits.isdisjoint(each)
-            return all((trait.lstrip('!') in provider.traits) == (trait[0] != '!') for trait in each)
+                return not provider.traits.isdisjoint(traits)
+            return all((trait.lstrip('!') in provider.traits) == (trait[0] != '!') for trait in traits)
         if key == 'member_of':
-            near = set(value.lstrip('!').removeprefix('in:').split(','))
-            return provider.aggregates.isdisjoint(near) == value.startswith('!')
+            aggregates = set(value.lstrip('!').removeprefix('in:').split(','))
+            return provider.aggregates.isdisjoint(aggregates) == value.startswith('!')
         return {'in_tree': name, 'uuid': name, 'name': provider.name}.get(key, value) == value
 
     def _gives(self, name: str, kind: str, amount: int) -> bool:
-        each = self.providers[name].inventories.get(kind)
-        if each is None or self.used(name, kind) + amount > self.capacity(name, kind):
+        inventory = self.providers[name].inventories.get(kind)
+        if inventory is None or self.used(name, kind) + amount > self.capacity(name, kind):
             return False
-        return _is_given(each, amount)
+        return _is_given(inventory, amount)
 
     def _is_known(self, trait: str) -> bool:
         return trait in self.custom or trait in _KNOWN
 
     def shape(self) -> int:
         if self._print[0] != self.writes:
-            rows = sorted((name, each.generation, each.user, each.project) for name, each in self.rows.items())
+            rows = sorted((name, row.generation, row.user, row.project) for name, row in self.rows.items())
             self._print = self.writes, hash(repr((rows, sorted(self.held.items()), sorted(self.providers.items()))))
         return self._print[1]
 
@@ -336,8 +340,8 @@ def _is_given(inventory: Json, amount: int) -> bool:
 
 
 def _held(body: Json) -> Held:
-    return {provider: dict(each['resources']) for provider, each in body['allocations'].items()}
+    return {provider: dict(allocation['resources']) for provider, allocation in body['allocations'].items()}
 
 
 def _amounts(value: str) -> dict[str, int]:
-    return {name: int(amount) for name, _, amount in (each.partition(':') for each in value.split(','))}
+    return {name: int(amount) for name, _, amount in (pair.partition(':') for pair in value.split(','))}

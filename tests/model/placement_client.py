@@ -1,4 +1,4 @@
-"""The product's client of placement, over the one in memory: a request is one step, a claim may be two."""
+"""The product's placement client over the model: a request is one step, a write of allocations may be two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.model.world import World
 
 
 class ModelPlacement(Placement):
-    """The product's client, but for all that it sends."""
+    """The product's client with its requests replaced."""
 
     def __init__(self, model: PlacementModel, world: World) -> None:
         self.endpoint, self.name = 'memory', 'placement in memory'
@@ -24,24 +24,26 @@ class ModelPlacement(Placement):
         return self._world.call(Call('placement', ('GET', path)), lambda: self._answered(lambda: self._model.ask(path)))
 
     def write(self, method: str, path: str, body: Json | None) -> None:
-        what = (method, path, json.dumps(body))
+        operation = (method, path, json.dumps(body))
         model = self._model
         if not path.startswith('/allocations'):
-            call = Call('placement', what, writes=True)
+            call = Call('placement', operation, writes=True)
             self._world.call(call, lambda: self._answered(lambda: model.write(method, path, body)))
             return
         assert body is not None, 'a claim is released as it was read, never by DELETE'
         bodies = body if method == 'POST' else {path.rsplit('/', 1)[-1]: body}
         call = Call(
-            *('placement', what, True), lambda: self._answered(lambda: model.begin(bodies)), lambda: model.makes(bodies)
+            *('placement', operation, True),
+            lambda: self._answered(lambda: model.begin(bodies)),
+            lambda: model.makes(bodies),
         )
         begun = self._world.call(call, lambda: self._answered(lambda: model.finish(model.begin(bodies))))
         if begun is not None:
-            second = Call('placement', ('goes on', *what), writes=True, is_second=True)
+            second = Call('placement', ('goes on', *operation), writes=True, is_second=True)
             self._world.call(second, lambda: self._answered(lambda: model.finish(begun)))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no connection."""
 
     def _answered(self, do: Callable[[], Any]) -> Any:
         try:
