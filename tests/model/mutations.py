@@ -1,8 +1,8 @@
-"""Bugs that are planted in the product, one at a time: each has to be found, or nobody checks something that matters.
+"""Bugs that are planted in the product one at a time; a bug that no scenario finds shows a gap in the checks.
 
-A row says what is wrong, where and how it is planted, and the scenarios that find it, the cheapest first.
-`python -m tests.model --planted` prints how many schedules each takes. More rows are in mutations_host.py and in
-mutations_told.py.
+A row has a description, the place and kind of the change, and the scenarios that find it, the cheapest first. `python
+-m tests.model --planted` prints how many schedules each bug takes. mutations_host.py and mutations_told.py have more
+rows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.model.planting import (
     without_argument,
 )
 
+# The number of schedules of one scenario within which a bug must be found.
 SCHEDULES = 3_000
-"""Schedules of a scenario in which a bug has to be found."""
 
 CLAIM = {
     'undo does not ask who holds the attempt': bug(
@@ -171,7 +171,7 @@ MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **TOLD, **PA
 
 
 class Detection(NamedTuple):
-    """The scenario that found a bug, after how many schedules, and what it found."""
+    """The scenario that found a bug, the number of schedules it took, and the violation."""
 
     scenario: str
     schedules: int
@@ -179,11 +179,11 @@ class Detection(NamedTuple):
 
 
 def detect(name: str, scenarios: Mapping[str, Scenario]) -> Detection | None:
-    """Plant a bug and look for it; None if no scenario finds it."""
+    """Plant a bug and search for it; return None if no scenario finds it."""
     bug = MUTATIONS[name]
     with planted(bug.plants):
-        for each in bug.scenarios:
-            found = look_for(scenarios[each], SCHEDULES)
-            for finding in found.findings:
-                return Detection(each, found.schedules, finding.wrong[0])
+        for scenario in bug.scenarios:
+            result = look_for(scenarios[scenario], SCHEDULES)
+            for finding in result.findings:
+                return Detection(scenario, result.schedules, finding.wrong[0])
     return None

@@ -1,6 +1,6 @@
-"""Bugs of which only a step, a sentence, time, a return or a restore tells: nothing found them before there were these.
+"""Bugs that show only in one step, in a message, or after time, a return or a restore of etcd.
 
-Pairs are at the end: two checks that cover each other, of which neither alone is missed.
+PAIRS has bugs in two checks that cover each other: a bug in only one of them has no effect.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.model.planting import (
 
 _ON_A_LEASE = '{keys.last(key) for key, each in presence.items() if each.lease}'
 TOLD = {
-    # Wrong for a step, and right at rest
+    # Wrong for one step, and right again at rest
     'a destroy releases the claim before the domain is undefined': bug(
         'ecomp.agent.instance.instances:Instances._remove', moves_first('_release'), 'built_and_destroyed'
     ),
-    # What a command tells
+    # What a command reports to its user
     'a delivery whose answer is lost is called undone': bug(
         'ecomp.scheduler.placing.claim:deliver', never('get', 'request'), 'lost_delivery', 'create_with_losses'
     ),
@@ -122,7 +122,7 @@ TOLD = {
     'a request is left alone for ever once another compute held a claim for it': bug(
         'ecomp.agent.queue:Puller._is_held_elsewhere', drops('discard'), 'forget_and_taker'
     ),
-    # Claims that are looked at a second time
+    # Claims that are checked a second time
     'the keeper does not look again before it releases': bug(
         'ecomp.agent.host.claims:ClaimKeeper._wanted', results('set()'), 'claim_keeper'
     ),

@@ -1,8 +1,8 @@
-"""Plant a bug in the product: the syntax tree of one function is changed, compiled, and put in place of its code.
+"""Plant a bug in the product: change the syntax tree of one function, compile it, and exchange the function's code.
 
 A plant names a function as `module:function` or `module:Class.method`, and one change. The change finds its place by
-the names that the place mentions; where no place does, or more than one, the plant is out of date, and says so. A
-constant of a module is patched instead.
+the names that the place mentions. If there is no such place, or more than one, the plant is outdated and Misplaced is
+raised. A module's constant is patched instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Found = TypeVar('Found')
 
 
 class Constant(NamedTuple):
-    """The value that a constant of a module has instead of its own."""
+    """The value that replaces that of a module's constant."""
 
     value: object
 
@@ -35,7 +35,7 @@ class Plant(NamedTuple):
 
 
 class Bug(NamedTuple):
-    """What is planted, and the scenarios that find it, the cheapest first."""
+    """The plants of a bug, and the scenarios that find it, the cheapest first."""
 
     plants: tuple[Plant, ...]
     scenarios: tuple[str, ...]
@@ -47,21 +47,21 @@ def bug(where: str, change: Change | Constant, *scenarios: str) -> Bug:
 
 
 def pair(some: Bug, other: Bug, *scenarios: str) -> Bug:
-    """Make a bug of two, which cover each other: neither is found alone."""
+    """Make one bug of two that cover each other: neither is found alone."""
     return Bug((*some.plants, *other.plants), scenarios)
 
 
 class Misplaced(AssertionError):
-    """The function or the place in it is not there any more, or not the only one."""
+    """The function, or the place in it, does not exist or is not the only one."""
 
 
 @contextmanager
 def planted(plants: Sequence[Plant]) -> Iterator[None]:
-    """Have these bugs in the product inside, and none of them afterwards. Misplaced."""
-    assert len({each.where for each in plants}) == len(plants), 'one plant a function: both() joins changes'
+    """Have these bugs in the product within the context. Misplaced."""
+    assert len({plant.where for plant in plants}) == len(plants), 'one plant a function: both() joins changes'
     with ExitStack() as stack:
-        for each in plants:
-            stack.enter_context(_planted(each))
+        for plant in plants:
+            stack.enter_context(_planted(plant))
         yield
 
 
@@ -77,7 +77,7 @@ def _planted(plant: Plant) -> Iterator[None]:
         return
     function = _function(module, name)
     before = function.__code__
-    # The code is exchanged, not the name: whoever imported the function by name has the bug, too.
+    # Exchange the code, not the name: a module that imported the function by name gets the bug, too.
     function.__code__ = _changed(module, name, plant)
     try:
         yield
@@ -86,23 +86,23 @@ def _planted(plant: Plant) -> Iterator[None]:
 
 
 def _function(module: ModuleType, name: str) -> FunctionType:
-    found: object = module
+    value: object = module
     for part in name.split('.'):
-        found = inspect.getattr_static(found, part, None)
-    if isinstance(found, property):
-        found = found.fget
-    if isinstance(found, staticmethod | classmethod):
-        found = found.__func__
-    if not isinstance(found, FunctionType):
+        value = inspect.getattr_static(value, part, None)
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if not isinstance(value, FunctionType):
         raise Misplaced(f'{module.__name__}:{name}: there is no such function')
-    return inspect.unwrap(found)
+    return inspect.unwrap(value)
 
 
 def _changed(module: ModuleType, name: str, plant: Plant) -> CodeType:
     tree = ast.parse(inspect.getsource(module))
     node: ast.AST = tree
     for part in name.split('.'):
-        (node,) = (each for each in ast.iter_child_nodes(node) if getattr(each, 'name', None) == part)
+        (node,) = (child for child in ast.iter_child_nodes(node) if getattr(child, 'name', None) == part)
     assert isinstance(node, Function)
     assert not isinstance(plant.change, Constant)
     try:
@@ -110,62 +110,62 @@ def _changed(module: ModuleType, name: str, plant: Plant) -> CodeType:
     except Misplaced as error:
         raise Misplaced(f'{plant.where}: {error}') from None
     code = compile(ast.fix_missing_locations(tree), str(module.__file__), 'exec')
-    return next(each for each in _nested(code) if each.co_qualname == name)
+    return next(nested for nested in _nested(code) if nested.co_qualname == name)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield each
-            yield from _nested(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _nested(constant)
 
 
 def changing(edit: Callable[..., None]) -> Callable[..., Change]:
-    """Make changes of what edits a function: what is given to the edit behind the function is given here."""
+    """Turn an edit of a function into a factory of changes, which takes the edit's further arguments."""
     return lambda *given, **named: lambda function: edit(function, *given, **named)
 
 
 @changing
 def both(function: Function, *changes: Change) -> None:
-    """Several changes of one function."""
-    for each in changes:
-        each(function)
+    """Make several changes to one function."""
+    for change in changes:
+        change(function)
 
 
 @changing
 def returns(function: Function, value: object) -> None:
-    """Return a constant at once."""
+    """Return a constant immediately."""
     function.body = [ast.Return(_expression(repr(value)))]
 
 
 @changing
 def asks(function: Function, expression: str, *names: str) -> None:
-    """The one condition that mentions these names is another one."""
-    tests = [(each, 'test', each.test) for each in ast.walk(function) if isinstance(each, ast.If | ast.IfExp)]
-    owner, field, _ = _only(names, [each for each in tests if _mentions(each[2], names)])
+    """Replace the one condition that mentions these names."""
+    tests = [(node, 'test', node.test) for node in ast.walk(function) if isinstance(node, ast.If | ast.IfExp)]
+    owner, field, _ = _only(names, [test for test in tests if _mentions(test[2], names)])
     setattr(owner, field, _expression(expression))
 
 
 def never(*names: str) -> Change:
-    """The one condition that mentions these names is never true."""
+    """Make the one condition that mentions these names always false."""
     return asks('False', *names)
 
 
 def always(*names: str) -> Change:
-    """The one condition that mentions these names is always true."""
+    """Make the one condition that mentions these names always true."""
     return asks('True', *names)
 
 
 @changing
 def drops(function: Function, *names: str) -> None:
-    """The one simple statement that mentions these names is left out."""
+    """Delete the one simple statement that mentions these names."""
     block, statement = _statement(function, names)
     block[block.index(statement)] = ast.Pass()
 
 
 @changing
 def moves_last(function: Function, *names: str) -> None:
-    """The one simple statement that mentions these names comes last in its block."""
+    """Move the one simple statement that mentions these names to the end of its block."""
     block, statement = _statement(function, names)
     block.remove(statement)
     block.append(statement)
@@ -173,7 +173,7 @@ def moves_last(function: Function, *names: str) -> None:
 
 @changing
 def moves_first(function: Function, *names: str) -> None:
-    """The one simple statement that mentions these names comes first in its block."""
+    """Move the one simple statement that mentions these names to the beginning of its block."""
     block, statement = _statement(function, names)
     block.remove(statement)
     block.insert(0, statement)
@@ -181,80 +181,82 @@ def moves_first(function: Function, *names: str) -> None:
 
 @changing
 def without(function: Function, *names: str, place: int | None = None) -> None:
-    """The one operand or element that mentions these names is left out: of and, or, -, |, a list, a tuple or a set.
+    """Delete the one operand or element that mentions these names: of and, or, -, |, a list, a tuple or a set.
 
-    Args:
-        place: which one, in the order of the source, where there are several.
+    `place` is its index among several matches, in the order of the source.
     """
-    found = [(parent, each) for parent in ast.walk(function) for each in _operands(parent) if _mentions(each, names)]
-    # The innermost: what holds it mentions the names, too.
-    inner = [(parent, each) for parent, each in found if not any(_holds(each, other) for other, _ in found)]
+    matches = [
+        (parent, node) for parent in ast.walk(function) for node in _operands(parent) if _mentions(node, names)
+    ]
+    # Keep only the innermost matches: the nodes around a match mention its names, too.
+    inner = [(parent, node) for parent, node in matches if not any(_holds(node, other) for other, _ in matches)]
     inner.sort(key=lambda each: (each[1].lineno, each[1].col_offset))
     parent, operand = inner[place] if place is not None else _only(names, inner)
     if isinstance(parent, ast.BinOp):
         _exchange(function, parent, parent.right if operand is parent.left else parent.left)
         return
     assert isinstance(parent, ast.BoolOp | ast.List | ast.Tuple | ast.Set)
-    left: list[ast.expr] = parent.values if isinstance(parent, ast.BoolOp) else parent.elts
-    left.remove(operand)
-    if isinstance(parent, ast.BoolOp) and len(left) == 1:
-        _exchange(function, parent, left[0])
+    operands: list[ast.expr] = parent.values if isinstance(parent, ast.BoolOp) else parent.elts
+    operands.remove(operand)
+    if isinstance(parent, ast.BoolOp) and len(operands) == 1:
+        _exchange(function, parent, operands[0])
 
 
 @changing
 def without_argument(function: Function, call: str, *names: str) -> None:
-    """The one argument, of calls of this function, that mentions these names is left out."""
-    found = [
+    """Delete the one argument that mentions these names from the calls of this function."""
+    matches = [
         (arguments, argument)
-        for each in _calls(function, call)
-        for arguments in (each.args, each.keywords)
+        for node in _calls(function, call)
+        for arguments in (node.args, node.keywords)
         for argument in arguments
         if _mentions(argument, names)
     ]
-    arguments, argument = _only((call, *names), found)
+    arguments, argument = _only((call, *names), matches)
     arguments.remove(argument)  # type: ignore[arg-type]
 
 
 @changing
 def passes(function: Function, call: str, position: int, expression: str) -> None:
-    """The one call of this function gets another argument at this position."""
+    """Replace the argument at this position in the one call of this function."""
     _only((call,), _calls(function, call)).args[position] = _expression(expression)
 
 
 @changing
 def becomes(function: Function, call: str, expression: str) -> None:
-    """The one call of this function becomes another expression."""
+    """Replace the one call of this function by another expression."""
     _exchange(function, _only((call,), _calls(function, call)), _expression(expression))
 
 
 @changing
 def assigns(function: Function, name: str, expression: str) -> None:
-    """The first assignment to this name assigns another expression."""
-    found = [
-        each
-        for each in ast.walk(function)
-        if isinstance(each, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in each.targets)
+    """Replace the value of the first assignment to this name."""
+    assignments = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
     ]
-    if not found:
+    if not assignments:
         raise Misplaced(f'nothing is assigned to {name}')
-    min(found, key=lambda each: each.lineno).value = _expression(expression)
+    min(assignments, key=lambda each: each.lineno).value = _expression(expression)
 
 
 @changing
 def results(function: Function, expression: str) -> None:
-    """The last return of the function returns another expression."""
-    found = [each for each in function.body if isinstance(each, ast.Return)]
-    if not found:
+    """Replace the value of the function's last return."""
+    statements = [statement for statement in function.body if isinstance(statement, ast.Return)]
+    if not statements:
         raise Misplaced('it does not end with a return')
-    found[-1].value = _expression(expression)
+    statements[-1].value = _expression(expression)
 
 
 @changing
 def catches(function: Function, before: str, after: str) -> None:
-    """The one handler of an exception handles another one."""
-    handlers = [each for each in ast.walk(function) if isinstance(each, ast.ExceptHandler) and each.type]
-    found = [each for each in handlers if ast.unparse(each.type or each) == before]
-    _only((before,), found).type = _expression(after)
+    """Replace the exception class of the one handler that catches `before`."""
+    handlers = [node for node in ast.walk(function) if isinstance(node, ast.ExceptHandler) and node.type]
+    matches = [node for node in handlers if ast.unparse(node.type or node) == before]
+    _only((before,), matches).type = _expression(after)
 
 
 def _only(names: Sequence[str], found: Sequence[Found]) -> Found:
@@ -264,10 +266,10 @@ def _only(names: Sequence[str], found: Sequence[Found]) -> Found:
 
 
 def _mentions(node: ast.AST, names: Sequence[str]) -> bool:
-    there = set()
-    for each in ast.walk(node):
-        there |= {getattr(each, field, None) for field in ('id', 'attr', 'arg', 'name')}
-    return there.issuperset(names)
+    mentioned = set()
+    for child in ast.walk(node):
+        mentioned |= {getattr(child, field, None) for field in ('id', 'attr', 'arg', 'name')}
+    return mentioned.issuperset(names)
 
 
 def _statement(function: Function, names: Sequence[str]) -> tuple[list[ast.stmt], ast.stmt]:
@@ -280,7 +282,12 @@ def _statement(function: Function, names: Sequence[str]) -> tuple[list[ast.stmt]
     ]
     return _only(
         names,
-        [(block, each) for block in blocks for each in block if isinstance(each, simple) and _mentions(each, names)],
+        [
+            (block, statement)
+            for block in blocks
+            for statement in block
+            if isinstance(statement, simple) and _mentions(statement, names)
+        ],
     )
 
 
@@ -294,12 +301,12 @@ def _operands(node: ast.AST) -> list[ast.expr]:
 
 
 def _holds(outer: ast.AST, inner: ast.AST) -> bool:
-    return any(each is inner for each in ast.walk(outer))
+    return any(node is inner for node in ast.walk(outer))
 
 
 def _calls(function: Function, name: str) -> list[ast.Call]:
-    calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
-    return [each for each in calls if getattr(each.func, 'id', getattr(each.func, 'attr', None)) == name]
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return [call for call in calls if getattr(call.func, 'id', getattr(call.func, 'attr', None)) == name]
 
 
 def _expression(text: str) -> ast.expr:
