@@ -1,7 +1,7 @@
 """`python -m tests.model [--hours N | --minutes N | --seconds N] [--seed N] [SCENARIO...]`: explore schedules.
 
 The scenarios share the time. Each is first explored exhaustively within its bounds, then at random beyond them. With
---seed all schedules are random, so that the parts of a long run, each with its own seed, do not repeat each other. A
+--seed all schedules are random, so that the pieces of a long run, each with its own seed, do not repeat each other. A
 finding is printed as a story with the string that `--replay` takes. At the end come a table of the scenarios and a line
 that `--sum` adds up over the output of several runs. Exit status 1 means that something was found.
 """
@@ -21,7 +21,7 @@ from tests.model.explorer import Explored, decode, explore, replay, wander
 from tests.model.mutations import MUTATIONS, detect
 from tests.model.scenarios import SCENARIOS
 
-# Number of seeds reserved for one part of a run: each random schedule has a seed.
+# Number of seeds reserved for one piece of a long run: each random schedule has a seed.
 SEEDS = 10_000_000
 # The line that `--sum` reads begins with this.
 TOTAL = 'total: '

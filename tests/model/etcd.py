@@ -1,7 +1,5 @@
 """etcd in memory, behind the product's own store; a call is one atomic step.
 
-It has keys, revisions, leases and transactions.
-
 test_models_are_true.py compares it with a real etcd.
 """
 

@@ -1,4 +1,7 @@
-"""What must hold of a cloud at rest. Read from the models themselves, not by the product; its audit is asked last."""
+"""Properties that must hold in a cloud at rest.
+
+They are read from the models; only the last one uses the product's audit.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,25 @@ Json = dict[str, Any]
 
 
 class Facts:
-    """What stands in both planes, and on the hosts."""
+    """The contents of etcd, of placement and of the hosts."""
 
     def __init__(self, cloud: Cloud) -> None:
         self.cloud = cloud
-        under: dict[str, dict[str, Json]] = {}
+        families: dict[str, dict[str, Json]] = {}
         for key, entry in cloud.etcd.entries.items():
             family, _, rest = key[1:].partition('/')
             value = json.loads(entry.value) if entry.value[:1] == b'{' else {'text': entry.value.decode()}
-            under.setdefault(family, {})[rest] = {**value, '': entry}
-        self.under = under
-        hosts = ((path.partition('/'), value) for path, value in under.get('hosts', {}).items())
+            families.setdefault(family, {})[rest] = {**value, '': entry}
+        self.under = families
+        hosts = ((path.partition('/'), value) for path, value in families.get('hosts', {}).items())
         self.asked: list[tuple[str, str, Json]] = [(compute, name, value) for (compute, _, name), value in hosts]
-        # What somebody else says of it comes before what its own compute does.
-        # One that somebody has spoilt says nothing.
-        readable = [each for each in under.get('instances', {}).items() if 'compute' in each[1]]
+        # A record by the instance's own compute overrides one that another process wrote. A record by a compute of this
+        # cloud overrides one by an unknown compute. Malformed records are ignored.
+        readable = [item for item in families.get('instances', {}).items() if 'compute' in item[1]]
         recorded = sorted(readable, key=lambda each: each[0].startswith(each[1]['compute']))
         recorded.sort(key=lambda each: each[1]['compute'] in cloud.computes)
         self.records = {path.rpartition('/')[2]: value for path, value in recorded}
-        queues = under.get('queues', {}).items()
+        queues = families.get('queues', {}).items()
         self.waiting = {path.rpartition('/')[2]: value for path, value in queues if not path.endswith('/taker')}
         self.held = cloud.model.held
         self.dead = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
@@ -48,15 +51,15 @@ class Facts:
 
 def violations(cloud: Cloud) -> list[str]:
     facts = Facts(cloud)
-    return [wrong for rule in RULES for wrong in rule(facts)]
+    return [violation for rule in RULES for violation in rule(facts)]
 
 
 def acknowledged(facts: Facts) -> Iterator[str]:
-    """Whoever was told NOTIFIED has an instance, on the compute that was named; or it has ended."""
-    there = {(instance, compute) for compute, instance, _ in facts.asked}
+    """An instance reported as NOTIFIED is requested of the reported compute, or has ended; none fails or is stuck."""
+    requested = {(instance, compute) for compute, instance, _ in facts.asked}
     for instance, compute in facts.cloud.told().items():
         record = facts.records.get(instance)
-        if (instance, compute) not in there and (record is None or record['state'] not in ('gone', 'error')):
+        if (instance, compute) not in requested and (record is None or record['state'] not in ('gone', 'error')):
             yield f'{facts.called(instance)} was NOTIFIED, and nobody is asked for it'
     for instance, record in facts.records.items():
         if record['state'] == 'error' and instance not in facts.cloud.may_fail:
@@ -66,7 +69,7 @@ def acknowledged(facts: Facts) -> Iterator[str]:
 
 
 def answered(facts: Facts) -> Iterator[str]:
-    """Nobody is told that there is no room where there is."""
+    """No command is refused although there is room."""
     for command in facts.cloud.commands:
         outcome = command.actor.outcome
         is_refused = isinstance(outcome, NoCapacity | UsageError)
@@ -75,13 +78,13 @@ def answered(facts: Facts) -> Iterator[str]:
 
 
 def _may_all_be_silent(cloud: Cloud) -> bool:
-    """Whether the leases of all computes have ended: a create that found none alive is refused for a reason."""
-    ended = {each.fate for each in cloud.world.steps if each.call is None and 'lease of compute' in each.fate}
-    return len(ended) >= len(cloud.computes)
+    """True if all computes' leases have expired: a create that finds none alive is refused correctly."""
+    expired = {step.fate for step in cloud.world.steps if step.call is None and 'lease of compute' in step.fate}
+    return len(expired) >= len(cloud.computes)
 
 
 def requests(facts: Facts) -> Iterator[str]:
-    """One request an instance, carried out; none that is a tombstone for ever; nobody at it any more."""
+    """An instance has at most one request, which is carried out; no tombstone, attempt or taker key stays for ever."""
     for instance, number in Counter(instance for _, instance, _ in facts.asked).items():
         if number > 1:
             yield f'{facts.called(instance)} is requested of {number} computes'
@@ -104,41 +107,43 @@ def requests(facts: Facts) -> Iterator[str]:
 
 
 def claims(facts: Facts) -> Iterator[str]:
-    """What is held is what is requested, where it is requested, and nobody else holds anything."""
-    wanted = {
-        instance: {provider: each['resources'] for provider, each in request['allocations'].items()}
+    """Claims and requests agree, nothing else holds a claim, and no provider is used above its capacity."""
+    requested = {
+        instance: {
+            provider: allocation['resources'] for provider, allocation in request['allocations'].items()
+        }
         for _, instance, request in facts.asked
     }
-    for instance, asked in wanted.items():
-        if asked and facts.held.get(instance, {}) != asked:
+    for instance, resources in requested.items():
+        if resources and facts.held.get(instance, {}) != resources:
             yield f'{facts.called(instance)} is requested, and holds {_named(facts, facts.held.get(instance))}'
     for consumer, held in facts.held.items():
-        if consumer not in wanted and not facts.dead.issuperset(held):
+        if consumer not in requested and not facts.dead.issuperset(held):
             yield f'the claim of {facts.called(consumer)} is leaked: {_named(facts, held)}'
-    for provider, each in facts.cloud.model.providers.items():
-        for kind in each.inventories:
+    for provider, model_provider in facts.cloud.model.providers.items():
+        for kind in model_provider.inventories:
             if facts.cloud.model.used(provider, kind) > facts.cloud.model.capacity(provider, kind):
                 yield f'more {kind} of {facts.called(provider)} is held than there is'
 
 
 def guests(facts: Facts) -> Iterator[str]:
-    """A living instance is one guest, on its compute; there are no others, and nothing is reserved for others."""
+    """A living instance has one guest, on its compute; there are no other guests, reservations or /booted keys."""
     for uuid, compute in facts.cloud.computes.items():
-        here = {name for name, record in facts.living.items() if record['compute'] == uuid}
+        living_here = {name for name, record in facts.living.items() if record['compute'] == uuid}
         if compute.is_dead:
             continue
-        there = compute.hypervisor.guests()
+        guests_here = compute.hypervisor.guests()
         for name in compute.hypervisor.remade:
             yield f'{facts.called(name)} ran on {facts.called(uuid)}, and its disk was made anew'
-        for name in there.keys() - here:
+        for name in guests_here.keys() - living_here:
             yield f'{facts.called(name)} is a guest on {facts.called(uuid)} that nobody asks for'
-        for name in here:
-            guest = there.get(name)
+        for name in living_here:
+            guest = guests_here.get(name)
             if guest is None or not guest.disk or guest.running != (facts.living[name]['state'] == 'active'):
                 yield f'{facts.called(name)} is {facts.living[name]["state"]}, and its guest is not'
-        for each in compute.hypervisor.reservations().values():
-            if each.instance not in here:
-                yield f'{facts.called(each.instance)} has an address reserved, and does not live there'
+        for reservation in compute.hypervisor.reservations().values():
+            if reservation.instance not in living_here:
+                yield f'{facts.called(reservation.instance)} has an address reserved, and does not live there'
     for name, record in facts.living.items():
         booted = facts.under.get('booted', {}).get(name, {}).get('text')
         if record['compute'] not in facts.dead and booted != (record['addresses'] or [{'address': None}])[0]['address']:
@@ -148,48 +153,50 @@ def guests(facts: Facts) -> Iterator[str]:
 
 
 def shared(facts: Facts) -> Iterator[str]:
-    """Names, groups and quotas say what lives and waits, neither more nor less."""
-    asked = {instance: (compute, request) for compute, instance, request in facts.asked}
-    asked |= {instance: ('', request) for instance, request in facts.waiting.items()}
-    called = {request['name']: instance for instance, (_, request) in asked.items() if request.get('name')}
+    """Names, groups and quotas match the instances that are requested or queued."""
+    owners = {instance: (compute, request) for compute, instance, request in facts.asked}
+    owners |= {instance: ('', request) for instance, request in facts.waiting.items()}
+    requested_names = {request['name']: instance for instance, (_, request) in owners.items() if request.get('name')}
     names = {
         name: value['instance'] for name, value in facts.under.get('names', {}).items() if not value[''].lease
     }
-    if names != called:
-        yield f'the names are {_named(facts, names)}, and called so are {_named(facts, called)}'
+    if names != requested_names:
+        yield f'the names are {_named(facts, names)}, and called so are {_named(facts, requested_names)}'
     members: dict[str, dict[str, str]] = {}
-    for instance, (compute, request) in asked.items():
+    for instance, (compute, request) in owners.items():
         if request.get('group'):
             members.setdefault(request['group']['name'], {})[instance] = compute
     groups = facts.under.get('groups', {})
     if {name: group['members'] for name, group in groups.items()} != members:
         yield f'the groups have {_named(facts, groups)}, and members are {_named(facts, members)}'
     for name, group in groups.items():
-        on = [compute for compute in group['members'].values() if compute]
-        if group['strict'] and len(set(on)) != (min(len(on), 1) if group['policy'] == 'affinity' else len(on)):
-            yield f'group {name} is strict {group["policy"]}, and is on {_named(facts, on)}'
+        computes = [compute for compute in group['members'].values() if compute]
+        if group['strict'] and len(set(computes)) != (
+            min(len(computes), 1) if group['policy'] == 'affinity' else len(computes)
+        ):
+            yield f'group {name} is strict {group["policy"]}, and is on {_named(facts, computes)}'
     for project, quota in facts.under.get('quotas', {}).items():
         used: Counter[str] = Counter()
-        for _, request in asked.values():
+        for _, request in owners.values():
             if request['project_id'] == project:
                 used.update({'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1, 'instances': 1})
         if Counter(quota['used']) != used:
             yield f'the quota counts {quota["used"]}, and there are {used["instances"]} instances'
-        over = [name for name, most in quota['limits'].items() if quota['used'].get(name, 0) > most]
-        if over and facts.cloud.is_limited:
+        exceeded = [name for name, limit in quota['limits'].items() if quota['used'].get(name, 0) > limit]
+        if exceeded and facts.cloud.is_limited:
             yield f'the quota is exceeded: {quota}'
 
 
 def waits(facts: Facts) -> Iterator[str]:
-    """What fits somewhere does not wait."""
+    """An instance that fits somewhere does not stay in its queue."""
     model = facts.cloud.model
     for instance, request in facts.waiting.items():
         for uuid, compute in facts.cloud.computes.items():
-            full = uuid in model.providers and model.used(uuid, 'VCPU') >= model.capacity(uuid, 'VCPU')
-            is_shut = uuid not in model.providers or status.DISABLED in model.providers[uuid].traits
-            # What another compute holds a claim for waits until that one is back, or is forgotten (rule 13).
+            is_full = uuid in model.providers and model.used(uuid, 'VCPU') >= model.capacity(uuid, 'VCPU')
+            is_disabled = uuid not in model.providers or status.DISABLED in model.providers[uuid].traits
+            # While another compute holds a claim, the instance waits until that compute is back or forgotten (rule 13).
             is_claimed = not facts.held.get(instance, {}).keys() <= {uuid}
-            if not (compute.is_dead or is_shut or full or is_claimed or _is_kept_off(facts, request, uuid)):
+            if not (compute.is_dead or is_disabled or is_full or is_claimed or _is_kept_off(facts, request, uuid)):
                 yield f'{facts.called(instance)} waits for ever, and {facts.called(uuid)} has room'
 
 
@@ -201,7 +208,7 @@ def audited(facts: Facts) -> Iterator[str]:
         return
     for finding in report.findings:
         if finding.code == 'compute-silent':
-            continue  # its compute ended here for good, and is not forgotten
+            continue  # this compute is dead for good in the scenario, and is not forgotten
         yield f'the audit finds {finding.code} of {facts.called(finding.subject)}: {finding.sentence}'
 
 
@@ -209,8 +216,8 @@ def _is_kept_off(facts: Facts, request: Json, compute: str) -> bool:
     group = facts.under.get('groups', {}).get((request.get('group') or {}).get('name', ''))
     if group is None or not group['strict']:
         return False
-    on = {each for each in group['members'].values() if each}
-    return bool(on) and (compute in on) != (group['policy'] == 'affinity')
+    computes = {member_compute for member_compute in group['members'].values() if member_compute}
+    return bool(computes) and (compute in computes) != (group['policy'] == 'affinity')
 
 
 def _named(facts: Facts, what: object) -> str:

@@ -1,4 +1,4 @@
-"""What becomes of a cloud that is left alone: the leases of the dead end, computes go on until nothing is done."""
+"""Leave a cloud alone: the leases of killed processes expire, and the computes work until nothing changes any more."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.model.cloud import Cloud
 from tests.model.compute import Compute
 from tests.model.properties import violations
 
+# Rounds of a minute each. A cloud that is not at rest after these never comes to rest.
 ROUNDS = 20
-"""A minute each. What has not come to rest by then never does."""
+# Seconds. Leases up to this belong to attempts in flight; longer ones belong to records that are kept.
 SHORT = 180
-"""Seconds: leases of what is under way. Longer ones are of what is kept."""
 
 
 def left_alone(cloud: Cloud) -> list[str]:
-    """Leave it alone, ask once more for what nobody knows the end of, and in the end destroy all: what is wrong."""
-    return next((wrong for wrong in _stages(cloud) if wrong), [])
+    """Let the cloud rest, repeat commands with an unknown outcome, then destroy everything; return the violations."""
+    return next((problems for problems in _stages(cloud) if problems), [])
 
 
 def _stages(cloud: Cloud) -> Iterator[list[str]]:
-    yield [f'unexpected error: {each}' for each in cloud.world.surprises]
+    yield [f'unexpected error: {error}' for error in cloud.world.surprises]
     yield settle(cloud)
     if not to_be_repeated(cloud):
         yield violations(cloud)
@@ -41,98 +41,111 @@ def _stages(cloud: Cloud) -> Iterator[list[str]]:
     yield violations(cloud)
     yield nothing_left(cloud)
     yield nothing_remembered(cloud)
-    yield [f'unexpected error: {each}' for each in cloud.world.surprises]
+    yield [f'unexpected error: {error}' for error in cloud.world.surprises]
 
 
 def fingerprint(cloud: Cloud) -> int:
-    """What decides how it goes on when it is left alone: who wrote what, and in which order, does not.
+    """Return a hash of everything that decides what happens when the cloud is left alone.
 
-    Of whoever is a part of a compute its whole history does, for that goes on.
+    Who wrote a value, and in which order, does not count. An actor that is part of a compute continues to run, so its
+    whole history counts.
     """
-    commands = {each.actor for each in cloud.commands}
+    commands = {command.actor for command in cloud.commands}
     actors = [
-        (each.dead, each.done, repr(each.outcome) if each in commands else each.history) for each in cloud.world.actors
+        (actor.dead, actor.done, repr(actor.outcome) if actor in commands else actor.history)
+        for actor in cloud.world.actors
     ]
-    etcd = [(each.key, each.value, each.lease) for _, each in sorted(cloud.etcd.entries.items())]
+    etcd = [(entry.key, entry.value, entry.lease) for _, entry in sorted(cloud.etcd.entries.items())]
     hosts = [
-        (*each.hypervisor.guests().items(), *each.hypervisor.reservations().items(), *each.disk.files.items())
-        for each in cloud.computes.values()
+        (
+            *compute.hypervisor.guests().items(),
+            *compute.hypervisor.reservations().items(),
+            *compute.disk.files.items(),
+        )
+        for compute in cloud.computes.values()
     ]
     leases = tuple(sorted(cloud.etcd.leases))
     return hash((repr(actors), repr(etcd), leases, repr(hosts), cloud.model.shape(), cloud.world.clock))
 
 
 def settle(cloud: Cloud) -> list[str]:
-    """Until nobody writes anything for two minutes; what is still done after ROUNDS of them."""
+    """Run minutes until two in a row without a write; report failures that last, or writes that never end."""
     killed = {actor.process for actor in cloud.world.actors if actor.dead}
     for actor in cloud.world.actors:
         actor.dead = not actor.done
     for compute in cloud.computes.values():
         if killed & {compute.process, compute.uuid} and not compute.is_dead:
             compute.restart()
-    kept = {each.presence.lease for each in cloud.computes.values() if not each.is_dead}
+    renewed = {host.presence.lease for host in cloud.computes.values() if not host.is_dead}
     owners = {actor.name for actor in cloud.world.actors}
-    for lease, each in list(cloud.etcd.leases.items()):
-        if each.owner in owners and each.seconds <= SHORT and lease not in kept:
+    for lease, grant in list(cloud.etcd.leases.items()):
+        if grant.owner in owners and grant.seconds <= SHORT and lease not in renewed:
             cloud.etcd.end(lease)
-    quiet = 0
+    quiet_minutes = 0
     for _ in range(ROUNDS):
         before = cloud.etcd.revision, cloud.model.writes
-        failed = [error for each in cloud.computes.values() if not each.is_dead for error in _minute(each)]
+        errors = [
+            error for host in cloud.computes.values() if not host.is_dead for error in _minute(host)
+        ]
         cloud.world.clock += 61.0
-        quiet = quiet + 1 if before == (cloud.etcd.revision, cloud.model.writes) else 0
-        if quiet == 2:
-            return [f'at rest, and something fails for ever: {error}' for error in failed]
+        quiet_minutes = quiet_minutes + 1 if before == (cloud.etcd.revision, cloud.model.writes) else 0
+        if quiet_minutes == 2:
+            return [f'at rest, and something fails for ever: {error}' for error in errors]
     return [f'does not come to rest: after {ROUNDS} minutes something is still written every minute']
 
 
 def ask_again(cloud: Cloud) -> list[str]:
-    """The same commands with --uuid, where the user was told to, or could not be told anything."""
-    wrong = []
+    """Repeat the commands with --uuid whose user was told to do so, or could not be told anything."""
+    problems = []
     for command in cloud.unknown():
         name = cloud.world.names.get(command.wanted.instance, command.wanted.instance)
         try:
             cloud.create(command.wanted, resume=True)
         except Conflict as error:
             if not has_past(cloud, command.wanted):
-                wrong.append(f'{name}: asked for again with --uuid, and refused for no reason that lasts: {error}')
+                problems.append(f'{name}: asked for again with --uuid, and refused for no reason that lasts: {error}')
         except NoCapacity as error:
             if cloud.is_ample:
-                wrong.append(f'{name}: asked for again with --uuid, there is "no capacity", with room for it: {error}')
+                problems.append(
+                    f'{name}: asked for again with --uuid, there is "no capacity", with room for it: {error}'
+                )
         except EcompError as error:
-            wrong.append(f'{name}: asked for again with --uuid: {error}')
-    for again in to_be_repeated(cloud):
-        with suppress(Conflict, NotFound):  # it says why not, or all of it was done
-            again()
-    return wrong
+            problems.append(f'{name}: asked for again with --uuid: {error}')
+    for retry in to_be_repeated(cloud):
+        with suppress(Conflict, NotFound):  # a refusal with its reason, or everything was done already
+            retry()
+    return problems
 
 
 def has_past(cloud: Cloud, wanted: SetOrder) -> bool:
-    """Whether who asks for it again is refused for a reason: it ended, ends or waits, or is called otherwise.
+    """True if there is a lasting reason to refuse the order when it is repeated with --uuid.
 
-    Its name may be another's, too.
+    The instance has ended, is being destroyed or is queued, it has another name, or its name belongs to another
+    instance.
     """
     entries = cloud.etcd.entries
     instance, name = wanted.instance, entries.get(keys.name(wanted.name or ''))
     if name is not None and instance.encode() not in name.value:
         return True
-    names = {keys.last(key): json.loads(each.value) for key, each in entries.items() if key.startswith(keys.NAMES)}
-    called = {name for name, held in names.items() if held.get('instance') == instance}
-    if called - {wanted.name}:
+    names = {
+        keys.last(key): json.loads(entry.value) for key, entry in entries.items() if key.startswith(keys.NAMES)
+    }
+    own_names = {name for name, held in names.items() if held.get('instance') == instance}
+    if own_names - {wanted.name}:
         return True
-    records = [each for key, each in entries.items() if key.startswith(keys.INSTANCES) and key.endswith(instance)]
+    records = [entry for key, entry in entries.items() if key.startswith(keys.INSTANCES) and key.endswith(instance)]
     record = records[0] if records else None
     if record is not None and json.loads(record.value)['state'] in (GONE, ERROR):
         return True
-    there = [each for key, each in entries.items() if key.endswith(f'/{instance}')]
-    waits = any(each.key.startswith(keys.QUEUES) for each in there)
-    return waits or any(
-        each.key.startswith(keys.HOSTS) and not json.loads(each.value)['allocations'] for each in there
+    instance_entries = [entry for key, entry in entries.items() if key.endswith(f'/{instance}')]
+    is_queued = any(entry.key.startswith(keys.QUEUES) for entry in instance_entries)
+    return is_queued or any(
+        entry.key.startswith(keys.HOSTS) and not json.loads(entry.value)['allocations'] for entry in instance_entries
     )
 
 
 def to_be_repeated(cloud: Cloud) -> list[Callable[[], object]]:
-    """What operators are told to do once more; or have to anyway, where something was astray."""
+    """Return the commands that operators repeat: after an interruption, or to repair an inconsistent scene."""
     return [
         actor.again
         for actor in cloud.world.actors
@@ -141,9 +154,9 @@ def to_be_repeated(cloud: Cloud) -> list[Callable[[], object]]:
 
 
 def destroy_all(cloud: Cloud) -> None:
-    asked = [keys.last(key) for key in cloud.etcd.entries if key.startswith(keys.HOSTS)]
-    waiting = [key for key in cloud.etcd.entries if key.startswith(keys.QUEUES) and not key.endswith(keys.TAKER)]
-    for instance in [*asked, *map(keys.last, waiting)]:
+    requested = [keys.last(key) for key in cloud.etcd.entries if key.startswith(keys.HOSTS)]
+    queued = [key for key in cloud.etcd.entries if key.startswith(keys.QUEUES) and not key.endswith(keys.TAKER)]
+    for instance in [*requested, *map(keys.last, queued)]:
         try:
             destroy(cloud.store, instance)
         except NotFound:
@@ -152,22 +165,26 @@ def destroy_all(cloud: Cloud) -> None:
 
 def nothing_left(cloud: Cloud) -> list[str]:
     dead = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
-    kept = (keys.COMPUTES, keys.INSTANCES, keys.FLAVORS, keys.QUOTAS)
-    # Of what was on a compute that is dead nobody has taken anything away yet.
-    out = {keys.last(key) for key in cloud.etcd.entries if key.startswith(tuple(map(keys.request_prefix, dead)) or '-')}
-    left = [
+    permanent = (keys.COMPUTES, keys.INSTANCES, keys.FLAVORS, keys.QUOTAS)
+    # Keys that belong to a dead compute, or to its instances, stay until the compute is forgotten.
+    unreachable = {
+        keys.last(key) for key in cloud.etcd.entries if key.startswith(tuple(map(keys.request_prefix, dead)) or '-')
+    }
+    leftovers = [
         f'all is destroyed, and {key} is left'
         for key, entry in cloud.etcd.entries.items()
-        if not key.startswith(kept) and not entry.lease
-        if not any(each in key or each.encode() in entry.value for each in (*dead, *out))
+        if not key.startswith(permanent) and not entry.lease
+        if not any(name in key or name.encode() in entry.value for name in (*dead, *unreachable))
     ]
     for consumer, held in cloud.model.held.items():
-        left += [f'all is destroyed, and {consumer} holds something of {each}' for each in held.keys() - dead]
+        leftovers += [
+            f'all is destroyed, and {consumer} holds something of {provider}' for provider in held.keys() - dead
+        ]
     for compute in cloud.computes.values():
         if not compute.is_dead:
-            left += [f'all is destroyed, and {each} is a guest' for each in compute.hypervisor.guests()]
-            left += [f'all is destroyed, and {each} is reserved' for each in compute.hypervisor.reservations()]
-    return left
+            leftovers += [f'all is destroyed, and {instance} is a guest' for instance in compute.hypervisor.guests()]
+            leftovers += [f'all is destroyed, and {mac} is reserved' for mac in compute.hypervisor.reservations()]
+    return leftovers
 
 
 def restart_all(cloud: Cloud) -> None:
@@ -177,11 +194,11 @@ def restart_all(cloud: Cloud) -> None:
 
 
 def nothing_remembered(cloud: Cloud) -> list[str]:
-    """What ended is not remembered by a state directory any more, at the latest once its compute was started again."""
+    """Check that no state directory remembers an ended instance after its compute was restarted."""
     return [
-        f'{cloud.world.names.get(each, each)} has ended, and is remembered on {cloud.world.names[uuid]}'
+        f'{cloud.world.names.get(instance, instance)} has ended, and is remembered on {cloud.world.names[uuid]}'
         for uuid, compute in cloud.computes.items()
-        for each in compute.remembered()
+        for instance in compute.remembered()
         if not compute.is_dead
     ]
 
@@ -190,11 +207,11 @@ def _minute(compute: Compute) -> list[EcompError]:
     if compute.is_dead:
         return []
     compute.planner.works_again()
-    failed = compute.do(
+    errors = compute.do(
         *(compute.look_after_presence, compute.plan, compute.keep_claims, compute.planner.recheck),
         *(compute.hear_hosts, compute.hear_queues, compute.pull),
     )
-    if compute.knows_of_waiting:  # what it was just at it looks at again a moment later
+    if compute.knows_of_waiting:  # a request that it has just tried is checked again a moment later
         compute.world.clock += 1.0
-        failed += compute.do(compute.hear_queues, compute.pull)
-    return failed
+        errors += compute.do(compute.hear_queues, compute.pull)
+    return errors
