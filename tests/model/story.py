@@ -1,4 +1,4 @@
-"""A schedule in words: who did what, in which order, and what became of it."""
+"""Format a schedule as a story: each step in order, with its actor, its call and its outcome."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def tell(world: World) -> str:
 def _line(step: Step) -> str:
     if step.call is None:
         return f'-- {step.fate} --'
-    said = f'{step.actor} {WORDS[step.call.where](step.call)}'
+    sentence = f'{step.actor} {WORDS[step.call.where](step.call)}'
     if step.fate in (KILL, REQUEST, LATE, INTERRUPT, READ):
-        return f'{said}, {"and placement is killed before that" if step.call.is_second else FATES[step.fate]}'
+        return f'{sentence}, {"and placement is killed before that" if step.call.is_second else FATES[step.fate]}'
     answer = _answer(step)
-    return f'{said}{f": {answer}" if answer else ""}{f", {FATES[step.fate]}" if step.fate else ""}'
+    return f'{sentence}{f": {answer}" if answer else ""}{f", {FATES[step.fate]}" if step.fate else ""}'
 
 
 def _etcd(call: Call) -> str:
     kind, *rest = call.what
     if kind == 'commit':
         conditions, operations = rest
-        writes = [f'{"puts" if isinstance(each, Put) else "deletes"} {each.key}' for each in operations]  # type: ignore[attr-defined]
+        writes = [f'{"puts" if isinstance(write, Put) else "deletes"} {write.key}' for write in operations]  # type: ignore[attr-defined]
         compared = ', '.join(dict.fromkeys(key for key, _ in conditions))  # type: ignore[attr-defined]
         return ' and '.join(writes or ['compares']) + (f' (if {compared} is as it was)' if compared else '')
     words = {
@@ -56,9 +56,9 @@ def _etcd(call: Call) -> str:
 
 
 def _placement(call: Call) -> str:
-    what = list(call.what)
-    begins = 'has placement go on with the second half: ' if call.is_second else ''
-    method, path, body = [*what[call.is_second :], None][:3]
+    operation = list(call.what)
+    prefix = 'has placement go on with the second half: ' if call.is_second else ''
+    method, path, body = [*operation[call.is_second :], None][:3]
     path = str(path)
     if method == 'GET':
         place = path.split('?')[0].strip('/').split('/')
@@ -72,14 +72,14 @@ def _placement(call: Call) -> str:
         data = {path.rsplit('/', 1)[-1]: data}
     elif path != '/allocations':
         return f'{method} {path}'
-    return begins + ' and '.join(_claim(name, each) for name, each in data.items())
+    return prefix + ' and '.join(_claim(name, claim) for name, claim in data.items())
 
 
 def _claim(name: str, body: dict[str, Any]) -> str:
-    on = ', '.join(body['allocations'])
+    providers = ', '.join(body['allocations'])
     generation = 'null' if body['consumer_generation'] is None else body['consumer_generation']
-    what = f'claims {on} for {name}' if on else f'releases the claim of {name}'
-    return f'{what}, with generation {generation}'
+    action = f'claims {providers} for {name}' if providers else f'releases the claim of {name}'
+    return f'{action}, with generation {generation}'
 
 
 WORDS: dict[str, Callable[[Call], str]] = {
@@ -114,8 +114,8 @@ def _said(answer: dict[str, Any]) -> str:
     if 'consumer_generation' in answer:
         return f'generation {answer["consumer_generation"]}, on {", ".join(answer["allocations"])}'
     if 'allocation_requests' in answer:
-        on = [provider for each in answer['allocation_requests'] for provider in each['allocations']]
-        return ', '.join(on) or 'nobody'
+        providers = [provider for request in answer['allocation_requests'] for provider in request['allocations']]
+        return ', '.join(providers) or 'nobody'
     if 'allocations' in answer:
         return ', '.join(answer['allocations']) or 'nothing is held'
     return str(answer)[:120]

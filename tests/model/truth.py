@@ -1,7 +1,7 @@
-"""What a command told its user, compared with what is true at the end of the schedule.
+"""Compare the messages of commands with the state at the end of the schedule.
 
-`ROWS` has a predicate for each sentence: for each result, and for each class of error and pattern of its message. The
-first row that matches decides. A sentence without a row is wrong, too: whoever adds one says here what it promises.
+`ROWS` has a predicate for each message: for each result, and for each class of error with a pattern of its message. The
+first matching row decides. A message without a row is a violation, so a new message needs a row with its promise.
 """
 
 from __future__ import annotations
@@ -30,81 +30,92 @@ from tests.model.end import PLACING, End, Told
 
 
 def untrue(cloud: Cloud, before: frozenset[str]) -> list[str]:
-    """Return what commands told their users and is not so. `before`: see prior()."""
+    """Return the messages of commands that are false. For `before` see list_prior_instances()."""
     end = End(cloud, before)
-    return [wrong for actor in end.commands if actor.done for told in _sentences(actor) for wrong in _judge(end, told)]
+    return [
+        violation
+        for actor in end.commands
+        if actor.done
+        for sentence in _sentences(actor)
+        for violation in _judge(end, sentence)
+    ]
 
 
 def _sentences(actor: Actor) -> Iterator[Told]:
     outcome = actor.outcome
     if isinstance(outcome, list):
-        yield from (Told(actor, each, each) for each in outcome)
+        yield from (Told(actor, line, line) for line in outcome)
     else:
         yield Told(actor, outcome, outcome.said if isinstance(outcome, Acceptance) else str(outcome))
 
 
 def _judge(end: End, told: Told) -> Iterator[str]:
     row = find_row(told)
-    sentence = f'{told.actor.name} told its user "{end.called(told.text) or type(told.outcome).__name__}"'
+    quoted = f'{told.actor.name} told its user "{end.called(told.text) or type(told.outcome).__name__}"'
     if row is None:
-        yield f'{sentence}, a {type(told.outcome).__name__}: truth.py has no row for that'
+        yield f'{quoted}, a {type(told.outcome).__name__}: truth.py has no row for that'
     elif not row.holds(end, told):
-        yield f'{sentence}, and that is not so: {" ".join((row.holds.__doc__ or "").split())}'
+        yield f'{quoted}, and that is not so: {" ".join((row.holds.__doc__ or "").split())}'
 
 
-# Predicates. The docstring says what has to be true.
+# Predicates. The docstring is printed as the condition that does not hold.
 
 
 def promises_nothing(_end: End, _told: Told) -> bool:
-    """It says that the outcome is not known, or nothing about the end."""
+    """The message promises nothing, or says that the outcome is unknown."""
     return True
 
 
 def is_delivered(end: End, told: Told) -> bool:
-    """Each instance is requested of the compute that was named, or has ended."""
+    """Each instance is requested of the reported compute, or has ended."""
     assert isinstance(told.outcome, dict)
     return all(
-        keys.request(each.compute, instance) in end.entries or end.has_ended(instance)
-        for instance, each in told.outcome.items()
+        keys.request(delivery.compute, instance) in end.entries or end.has_ended(instance)
+        for instance, delivery in told.outcome.items()
     )
 
 
 def is_queued(end: End, told: Told) -> bool:
-    """It waits, a compute took it, or it has ended."""
-    return all(end.has_entry(each) or end.has_ended(each) for each in told.actor.about)
+    """The instance is queued, a compute has taken it, or it has ended."""
+    return all(end.has_entry(instance) or end.has_ended(instance) for instance in told.actor.about)
 
 
 def exists(end: End, told: Told) -> bool:
-    """The instance that it names exists, or has ended, and this command placed nothing."""
+    """The named instance exists or has ended, and this command placed nothing."""
     instance = told.text.partition(':')[0]
     return (end.has_entry(instance) or end.has_ended(instance)) and is_not_placed(end, told)
 
 
 def is_not_placed(end: End, told: Told) -> bool:
-    """None of its instances is requested or waits, unless another command placed it."""
+    """No instance of the command is requested or queued, unless another command placed it."""
     return all(
-        not (end.is_requested(each) or end.waits(each)) or end.may_be_another_s(told.actor, each)
-        for each in told.actor.about
+        not (end.is_requested(instance) or end.waits(instance)) or end.may_be_another_s(told.actor, instance)
+        for instance in told.actor.about
     )
 
 
 def leaves_nothing(end: End, told: Told) -> bool:
-    """None of its instances is requested, waits or holds a claim, unless another command is the reason."""
+    """No instance is requested, queued or holds a claim, unless another command or a lost message is the reason."""
     return has_released(end, told) or (is_not_placed(end, told) and end.was_harmed(told.actor))
 
 
 def has_released(end: End, told: Told) -> bool:
-    """None of its instances is requested, waits or holds a claim, unless another command is about it, too."""
+    """No instance is requested, queued or holds a claim, unless another command is about the same one."""
     others = end.others(told.actor, *PLACING)
-    held = [each for each in told.actor.about if each in end.cloud.model.held and each not in end.before]
+    held = [
+        instance
+        for instance in told.actor.about
+        if instance in end.cloud.model.held and instance not in end.before
+    ]
     return is_not_placed(end, told) and (not held or bool(others))
 
 
 def is_destroyed(end: End, told: Told) -> bool:
-    """It does not wait, and no compute is asked to have it."""
+    """The instance is not queued, and no compute is requested to run it."""
     return all(
-        not (end.is_requested(each) or end.waits(each)) or (end.were_given('clear') and _is_asked_again(end, told))
-        for each in told.actor.about
+        not (end.is_requested(instance) or end.waits(instance))
+        or (end.were_given('clear') and _is_asked_again(end, told))
+        for instance in told.actor.about
     )
 
 
@@ -113,70 +124,75 @@ def _is_asked_again(end: End, told: Told) -> bool:
 
 
 def was_never_begun(end: End, told: Told) -> bool:
-    """It does not wait, no compute is asked to have it, and no host has a domain of it."""
+    """The instance is not queued, no compute is requested to run it, and no host has its domain."""
     return is_destroyed(end, told) and not any(map(end.is_domain, told.actor.about))
 
 
 def is_unknown(end: End, told: Told) -> bool:
-    """It has ended, or nothing of it is there, unless it was created since, or its compute published it since."""
-    is_published = any(each.republishes for each in end.cloud.machines)
+    """The instance is not requested or queued, unless it was created again or its compute published it later."""
+    is_published = any(machine.republishes for machine in end.cloud.machines)
     return is_published or is_destroyed(end, told) or _is_asked_again(end, told)
 
 
 def is_not_destroyed(end: End, told: Told) -> bool:
-    """It still waits or is requested, unless another destroy was given, or it ended by itself."""
+    """The instance is still queued or requested, unless another destroy was given or it has ended."""
     return all(
-        end.is_requested(each) or end.waits(each) or bool(end.others(told.actor, 'destroy')) or end.has_ended(each)
-        for each in told.actor.about
+        end.is_requested(instance)
+        or end.waits(instance)
+        or bool(end.others(told.actor, 'destroy'))
+        or end.has_ended(instance)
+        for instance in told.actor.about
     )
 
 
 def is_switched(end: End, told: Told) -> bool:
-    """Its request says so, unless another command changed it since."""
+    """The request has this power action, unless another command changed it later."""
     assert isinstance(told.outcome, Acceptance)
-    asked = (end.request(told.subject) or {}).get('power') or {}
-    wanted = told.outcome.power
-    return (wanted is not None and asked.get('id') == wanted.id) or bool(end.others(told.actor, 'power', 'destroy'))
+    requested = (end.request(told.subject) or {}).get('power') or {}
+    accepted = told.outcome.power
+    return (accepted is not None and requested.get('id') == accepted.id) or bool(
+        end.others(told.actor, 'power', 'destroy')
+    )
 
 
 def is_not_switched(end: End, told: Told) -> bool:
-    """Its request does not say so, unless its keys were changed manually while the answer to a write was lost."""
+    """The request does not have this power action, unless the instance's keys were changed manually."""
     (instance,) = told.actor.about
     return instance in end.touched or ((end.request(instance) or {}).get('power') or {}).get('id') != told.actor.power
 
 
 def is_forgotten(end: End, told: Told) -> bool:
-    """Neither plane knows the compute, and nothing is claimed there, unless it has come back."""
-    asked = any(key.startswith(keys.request_prefix(told.subject)) for key in end.entries)
-    held = any(told.subject in each for each in end.cloud.model.held.values())
+    """The compute is in neither plane and nothing is claimed there, unless it has come back."""
+    has_requests = any(key.startswith(keys.request_prefix(told.subject)) for key in end.entries)
+    has_claims = any(told.subject in allocations for allocations in end.cloud.model.held.values())
     is_back = told.subject in end.touched or keys.compute(told.subject) in end.entries
-    return is_back or not (asked or held or told.subject in end.cloud.model.providers)
+    return is_back or not (has_requests or has_claims or told.subject in end.cloud.model.providers)
 
 
 def is_not_forgotten(end: End, told: Told) -> bool:
-    """Placement knows the compute, unless it was forgotten by another command."""
+    """The compute is in placement, unless another command has forgotten it."""
     return told.subject in end.cloud.model.providers or bool(end.others(told.actor, 'forget'))
 
 
 def is_drained(end: End, told: Told) -> bool:
-    """Nothing is requested of the compute, nothing is claimed there, and it is disabled."""
-    asked = any(key.startswith(keys.request_prefix(told.subject)) for key in end.entries)
-    held = any(told.subject in each for each in end.cloud.model.held.values())
-    return not asked and not held and is_disabled(end, told)
+    """The compute has no requests and no claims, and it is disabled."""
+    has_requests = any(key.startswith(keys.request_prefix(told.subject)) for key in end.entries)
+    has_claims = any(told.subject in allocations for allocations in end.cloud.model.held.values())
+    return not has_requests and not has_claims and is_disabled(end, told)
 
 
 def is_disabled(end: End, told: Told) -> bool:
-    """The compute is disabled, unless it was enabled since."""
+    """The compute is disabled, unless it was enabled later."""
     return end.has_trait(told.subject, status.DISABLED) or bool(end.others(told.actor, 'enable'))
 
 
 def is_enabled(end: End, told: Told) -> bool:
-    """No operator's trait keeps instances off the compute, unless it was disabled since."""
+    """No operator's trait keeps instances off the compute, unless it was disabled later."""
     return not end.has_trait(told.subject, status.BY_OPERATOR) or bool(end.others(told.actor, 'disable', 'drain'))
 
 
 def is_no_compute(end: End, told: Told) -> bool:
-    """Placement does not know the compute, unless it has come back."""
+    """The compute is not in placement, unless it has come back or was forgotten only later."""
     return told.subject not in end.cloud.model.providers or told.subject in end.touched or end.were_given('forget')
 
 
@@ -191,26 +207,26 @@ def has_no_limits(end: End, told: Told) -> bool:
 
 
 def is_cleared(end: End, told: Told) -> bool:
-    """No record of what was removed is there, unless the uuid was used again."""
+    """A removed record does not exist, unless its uuid was used again."""
     assert isinstance(told.outcome, Cleared)
-    again = {each for actor in end.commands if actor.command in PLACING for each in actor.about}
-    return all(each in again or not end.has_entry(each) for each in told.outcome.removed)
+    reused = {instance for actor in end.commands if actor.command in PLACING for instance in actor.about}
+    return all(instance in reused or not end.has_entry(instance) for instance in told.outcome.removed)
 
 
 def is_released(end: End, told: Told) -> bool:
-    """It holds nothing where it was released, unless somebody else claimed for it."""
+    """The subject holds no claim, unless another actor claimed for it."""
     subject = _subject(told)
     return subject not in end.cloud.model.held or end.is_claimed_by_another(told.actor, subject)
 
 
 def is_deleted(end: End, told: Told) -> bool:
-    """The key is not there, unless a command wrote it since."""
+    """The key does not exist, unless another command may have written it later."""
     (key,) = re.findall(r': (\S+) is deleted$', told.text)
     return key not in end.entries or end.were_given(*PLACING, 'destroy')
 
 
 def is_claimed_again(end: End, told: Told) -> bool:
-    """The instance holds a claim, unless it was destroyed since."""
+    """The instance holds a claim, unless it was destroyed later."""
     return _subject(told) in end.cloud.model.held or end.were_given('destroy')
 
 
@@ -219,7 +235,7 @@ def _subject(told: Told) -> str:
 
 
 class Row(NamedTuple):
-    """The sentences of these commands with this outcome and pattern, and what has to be true then."""
+    """The messages of these commands with this outcome and pattern, and the condition that must hold."""
 
     commands: tuple[str, ...]
     outcome: type
@@ -233,7 +249,7 @@ CREATE, QUEUE, DESTROY, POWER, FORGET, DRAIN, DISABLE, ENABLE, QUOTA, CLEAR, FIX
 )
 ANY = (*PLACING, *DESTROY, *POWER, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
 ROWS = [
-    # The outcome is not known, or the command was interrupted.
+    # The outcome is unknown, or the command was interrupted.
     Row(ANY, UnknownOutcome, '', promises_nothing),
     Row(ANY, KeyboardInterrupt, '', promises_nothing),
     # eschedule QUERY
@@ -300,7 +316,7 @@ ROWS = [
     # eschedule clear
     Row(CLEAR, Cleared, '', is_cleared),
     Row(CLEAR, Unreachable, '', promises_nothing),
-    # eschedule audit --fix, a line for each repair
+    # eschedule audit --fix, one line for each repair
     Row(FIX, str, ': (released on|is released already)', is_released),
     Row(FIX, str, ' found; looking again in ', promises_nothing),
     Row(FIX, str, '(left alone|not known to be mended)', promises_nothing),
@@ -312,9 +328,9 @@ ROWS = [
 
 
 def find_row(told: Told) -> Row | None:
-    """Return the first row that matches; None for a sentence without one."""
+    """Return the first row that matches, or None."""
     for row in ROWS:
-        is_one = told.actor.command in row.commands and isinstance(told.outcome, row.outcome)
-        if is_one and re.search(row.pattern, told.text):
+        is_match = told.actor.command in row.commands and isinstance(told.outcome, row.outcome)
+        if is_match and re.search(row.pattern, told.text):
             return row
     return None
