@@ -1,6 +1,6 @@
-"""Calls of etcd by chance, made of a real one and of the model.
+"""Random calls, made both to a real etcd and to the model.
 
-A number is told in both by what it was the answer to: revisions and leases of two etcds differ, and mean the same.
+The two have different revisions and leases. Numbers are equal if both were returned by the same call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.model.etcd import ModelStore
 
 @dataclass
 class Twins:
-    """A real store and the model's, and what numbers of the one are in the other: a call is made of (real, model)."""
+    """A real store and the model, which get the same calls, and the pairs (real, model) of their numbers."""
 
     real: Store
     model: ModelStore
@@ -34,25 +34,25 @@ class Twins:
         ask()
 
     def same(self, what: str, real: Ask, model: Ask) -> tuple[object, object]:
-        """Ask both; AssertionError where the answers do not mean the same."""
+        """Make a call to both; AssertionError if the answers have different meanings."""
         self.calls.append(what)
-        both = answer(real, self.real), answer(model, self.model)
-        if isinstance(both[0], int) and isinstance(both[1], int) and what.startswith('commit'):
-            self.revisions.append((both[0], both[1]))
-        meant = self.meaning(both[0], 0), self.meaning(both[1], 1)
-        assert meant[0] == meant[1], differ(self.calls, *meant)
-        return both
+        answers = answer(real, self.real), answer(model, self.model)
+        if isinstance(answers[0], int) and isinstance(answers[1], int) and what.startswith('commit'):
+            self.revisions.append((answers[0], answers[1]))
+        meanings = self.meaning(answers[0], 0), self.meaning(answers[1], 1)
+        assert meanings[0] == meanings[1], differ(self.calls, *meanings)
+        return answers
 
     def meaning(self, found: object, which: int) -> object:
-        """The answer, with numbers that are the same in both."""
+        """Return the answer with its numbers replaced by ones that are equal in both."""
         if isinstance(found, Entry):
-            revision = [each[which] for each in self.revisions].index(found.revision)
-            lease = [each[which] for each in self.leases].index(found.lease)
+            revision = [pair[which] for pair in self.revisions].index(found.revision)
+            lease = [pair[which] for pair in self.leases].index(found.lease)
             return found.key, found.value, revision, lease
         if isinstance(found, list):
-            return [self.meaning(each, which) for each in found]
+            return [self.meaning(item, which) for item in found]
         if isinstance(found, Snapshot):
-            return [self.meaning(each, which) for each in found.entries.values()]
+            return [self.meaning(entry, which) for entry in found.entries.values()]
         return 'a number' if isinstance(found, int) else found
 
     def read(self) -> None:
@@ -82,26 +82,26 @@ class Twins:
         assert real == model, differ(self.calls, real, model)
 
     def commit(self) -> None:
-        """A transaction, of which a condition may not hold, a lease be gone, or a key be there twice."""
+        """Commit a random transaction: a condition may fail, a lease be missing, or a key occur twice."""
         pairs = [self.condition() for _ in range(self.rng.randint(0, 2))]
         operations = [self.operation() for _ in range(self.rng.randint(1, 3))]
-        what = f'commit if {pairs}: {operations}'
+        description = f'commit if {pairs}: {operations}'
         asks = [
             lambda store, which=which: store.commit(
-                [each[which] for each in pairs], [each[which] for each in operations]
+                [pair[which] for pair in pairs], [pair[which] for pair in operations]
             )
             for which in (0, 1)
         ]
-        self.same(what, *asks)
+        self.same(description, *asks)
 
     def condition(self) -> tuple[Unchanged | Exists, Unchanged | Exists]:
-        """Mostly one that holds."""
+        """Return a pair of conditions that mostly holds."""
         key = self.key()
         if self.rng.random() < 0.2:
             return Exists(key), Exists(key)
         entry = self.model.get(key)
-        now = [each[1] for each in self.revisions].index(entry.revision if entry else 0)
-        real, model = self.revisions[now] if self.rng.random() < 0.8 else self.rng.choice(self.revisions)
+        index = [pair[1] for pair in self.revisions].index(entry.revision if entry else 0)
+        real, model = self.revisions[index] if self.rng.random() < 0.8 else self.rng.choice(self.revisions)
         return Unchanged(key, real), Unchanged(key, model)
 
     def operation(self) -> tuple[Put | Delete, Put | Delete]:
@@ -117,11 +117,11 @@ class Twins:
         self.calls.append(f'grant: {self.leases[-1]}')
 
     def end(self) -> None:
-        """One of the leases ends; one that has ended is fine, and is not kept."""
-        both = self.rng.choice(self.leases[1:] or [(0, 0)])
-        if not both[0]:
+        """Revoke a lease, which may have expired already, and check that it cannot be renewed."""
+        leases = self.rng.choice(self.leases[1:] or [(0, 0)])
+        if not leases[0]:
             return
-        asks = [lambda store, lease=each: store.revoke(lease) for each in both]
-        self.same(f'revoke {both}', *asks)
+        asks = [lambda store, lease=number: store.revoke(lease) for number in leases]
+        self.same(f'revoke {leases}', *asks)
         self.calls.append('keep alive')
-        assert self.real.keep_alive(both[0]) == self.model.keep_alive(both[1]) == 0
+        assert self.real.keep_alive(leases[0]) == self.model.keep_alive(leases[1]) == 0

@@ -1,4 +1,4 @@
-"""Time, chance and threads inside a world: what waits lets others go on, and nothing is by chance."""
+"""Virtual time, randomness and threads inside a world: a wait lets other actors run, and nothing is random."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOW = '2030-01-01T00:00:00Z'
 
 
 class Inside:
-    """The world this thread is in, None while it is in none. Other threads never are in one."""
+    """The world that the current thread is in, None outside of one. Other threads are never in a world."""
 
     world: World | None = None
     thread = 0
@@ -33,7 +33,7 @@ class Inside:
 
 
 class Moment(datetime):
-    """The time of day, which stands still."""
+    """A datetime whose current time is fixed."""
 
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> Moment:
@@ -94,13 +94,13 @@ def _is_heard(logger: logging.Logger, level: int) -> bool:
 
 
 def _no_threads(_: int) -> AbstractContextManager[SimpleNamespace]:
-    """A pool of threads in which whoever hands something in does it at once."""
+    """Return a thread pool that runs each job immediately in its caller."""
     return nullcontext(SimpleNamespace(map=map))
 
 
 @contextmanager
 def virtual() -> Iterator[None]:
-    """Inside, whoever is in a world has its time, and no threads."""
+    """Patch time, randomness and threads for code that runs inside a world."""
     import ecomp.agent.host.metadata
     import ecomp.agent.host.provider
     import ecomp.agent.host.state
@@ -122,14 +122,14 @@ def virtual() -> Iterator[None]:
         mock.patch.object(logging.Logger, 'isEnabledFor', _is_heard),
     ]
     with ExitStack() as patched:
-        for each in patches:
-            patched.enter_context(each)
+        for patch in patches:
+            patched.enter_context(patch)
         yield
 
 
 @contextmanager
 def inside(world: World) -> Iterator[None]:
-    """This thread is in the world. In virtual() only."""
+    """Put the current thread into the world. Use it inside virtual() only."""
     Inside.world, Inside.thread = world, threading.get_ident()
     try:
         yield

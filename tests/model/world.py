@@ -1,7 +1,7 @@
-"""One execution: actors that stop at every call to etcd or placement, and what becomes of each of them there.
+"""One execution: actors that stop before every call to a server, libvirt or the disk, and the faults of the calls.
 
-The actors are functions of the product, each in a greenlet. A call is atomic: before it the actor stops, and somebody
-else decides who goes on, and how: as if nothing were, or with the request lost, or its answer, or killed for good.
+The actors run functions of the product, each in a greenlet. A call is atomic. Before it the actor stops, and the
+chooser decides which actor continues and how: normally, with a lost request or answer, or killed.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from tests.model.acting import (
 
 Value = TypeVar('Value')
 
+# The maximum number of seconds between the two halves of a write to placement, unless placement crashes.
 LIVE = 2.0
-"""Seconds that placement takes for a write at most, if it does not end meanwhile."""
+# Steps of one execution; a longer one does not come to rest.
 TOO_LONG = 600
-"""Steps of one execution: what takes more does not come to rest."""
 
 
 class Killed(BaseException):
-    """Nothing of the product catches this for good."""
+    """Ends a killed actor. The product never swallows it."""
 
 
 class Pruned(Exception):
-    """Whatever could follow has been seen."""
+    """Every continuation of this state has been explored."""
 
 
 class Restless(Exception):
-    """It goes on and on."""
+    """The execution does not come to rest."""
 
 
 @dataclass(eq=False)
 class World:
-    """Runs `actors` by what `chooser` says. `prints` say what else there is to tell two moments apart.
+    """Runs `actors` as `chooser` decides.
 
-    `events` say what may happen by itself.
+    `state_parts` return further parts of the state, `events` the events that may happen.
     """
 
     bounds: Bounds
@@ -66,17 +66,17 @@ class World:
     actors: list[Actor] = field(default_factory=list)
     prints: list[Callable[[], Hashable]] = field(default_factory=list)
     events: list[Callable[[], list[Event]]] = field(default_factory=list)
+    # The name of each uuid in the story.
     names: dict[str, str] = field(default_factory=dict)
-    """What each uuid is called in the story."""
     steps: list[Step] = field(default_factory=list)
     clock: float = 1000.0
     now: Actor | None = None
     last: Actor | None = None
     quiet: int = 0
+    # Unexpected errors that the product caught and logged.
     surprises: list[str] = field(default_factory=list)
-    """What the product caught and nobody thought of."""
+    # Checks that run after every step of the schedule and yield violations.
     invariants: list[Callable[[], Iterable[str]]] = field(default_factory=list)
-    """Checks that run after every step of the schedule, and yield what does not hold."""
     broken: list[str] = field(default_factory=list)
     over: bool = False
 
@@ -88,20 +88,20 @@ class World:
         self.hushed = hash('scene')
 
     def act(self, name: str, work: Callable[[], object], mortal: bool = True, **what: Any) -> Actor:
-        """One more who acts. The name is nobody else's: a choice says who goes on by it."""
-        assert all(each.name != name for each in self.actors), name
+        """Add an actor. Its name must be unique: a choice names the actor that continues."""
+        assert all(other.name != name for other in self.actors), name
         actor = Actor(name, work, mortal, history=hash(name), **what)
         self.actors.append(actor)
         if self._hub is not None:
             self._begin(actor)
         return actor
 
-    # What the models call
+    # Called by the models
 
     def call(self, call: Call, do: Callable[[], Value], shape: Callable[[Any], Hashable] = repr) -> Value:
-        """Do it when it is its turn; Unreachable or UnknownOutcome where the request or its answer was lost.
+        """Carry out a call when it is chosen. Unreachable or UnknownOutcome: its request or answer was lost.
 
-        `shape` makes of the answer what tells it from others.
+        `make_fingerprint` reduces the answer to what distinguishes it from others.
         """
         actor = self.now
         if actor is None or self.over:
@@ -109,7 +109,7 @@ class World:
                 raise Killed
             self.hushed = hash((self.hushed, call.what)) if call.writes else self.hushed
             result = do()
-            if call.writes and self._hub is not None:  # a scene may set up what no schedule leads to
+            if call.writes and self._hub is not None:  # a scene may set up a state that no schedule reaches
                 self.check_invariants()
             return result
         fate = self._pause(actor, call)
@@ -117,10 +117,10 @@ class World:
             self._tell(actor, call, fate, None)
             raise KeyboardInterrupt
         if fate == LATE:
-            before = sum(each.name.startswith(f'late request of {actor.name}') for each in self.actors)
+            before = sum(other.name.startswith(f'late request of {actor.name}') for other in self.actors)
             name = f'late request of {actor.name} ({before + 1})'
             self.act(name, lambda: self.call(call, do, shape), mortal=False)
-        if fate in (REQUEST, LATE, READ, KILL):  # of those that are killed only a second half is here
+        if fate in (REQUEST, LATE, READ, KILL):  # KILL comes here only for a second half
             self._tell(actor, call, fate, None)
             raise _lost(call)
         try:
@@ -164,13 +164,16 @@ class World:
         return self.clock
 
     def mark(self) -> int:
-        """A name for what is written now, that is the same in whatever order others write."""
+        """Return an identifier of a write that does not depend on the order of writes by other actors."""
         return hash((self.now.name, self.now.history)) if self.now is not None else self.hushed
 
-    # What runs it
+    # Running the world
 
     def run(self) -> None:
-        """Until nobody can go on. Errors: Pruned, Restless, and what an actor raises that is no error of ours."""
+        """Run until no actor can continue.
+
+        Errors: Pruned, NotAtRest, and an error of an actor that is not an EcompError.
+        """
         self._hub = greenlet.getcurrent()
         try:
             for actor in list(self.actors):
@@ -190,43 +193,46 @@ class World:
             self._abandon()
 
     def check_invariants(self) -> None:
-        """Keep what does not hold after this step, and mark the step in the story."""
+        """Record new violations after this step, and mark the step in the story."""
         for check in self.invariants:
-            for wrong in check():
-                if wrong not in self.broken:
-                    self.broken.append(wrong)
-                    self.steps.append(Step('', None, f'WRONG from here on: {wrong}', None))
+            for violation in check():
+                if violation not in self.broken:
+                    self.broken.append(violation)
+                    self.steps.append(Step('', None, f'WRONG from here on: {violation}', None))
 
     def state(self) -> Hashable:
-        """All that decides what can follow, but for what is left of the bounds."""
-        actors = tuple((each.history, each.call.what, each.done, each.dead, each.wakes) for each in self.actors)
+        """Return everything that decides what can follow, except the remaining bounds."""
+        actors = tuple(
+            (actor.history, actor.call.what, actor.done, actor.dead, actor.wakes) for actor in self.actors
+        )
         last = self.last.name if self.last is not None else ''
-        return actors, self.clock, last, tuple(each() for each in self.prints)
+        return actors, self.clock, last, tuple(part() for part in self.prints)
 
     def _options(self) -> list[Option]:
-        able = [each for each in self.actors if each.is_at_it and each.ready()]
-        if not able:
+        ready = [candidate for candidate in self.actors if candidate.is_at_it and candidate.ready()]
+        if not ready:
             return []
-        until = min(each.until for each in able)
-        able = [each for each in able if each.wakes is None or each.wakes <= until]
-        awake = [each for each in able if not each.sleeps]
-        first = min(able, key=lambda each: each.wakes or 0.0)
+        until = min(candidate.until for candidate in ready)
+        ready = [candidate for candidate in ready if candidate.wakes is None or candidate.wakes <= until]
+        awake = [candidate for candidate in ready if not candidate.sleeps]
+        first = min(ready, key=lambda each: each.wakes or 0.0)
         goes_on = self.last if self.last in awake else None
-        found: list[Option] = []
-        for actor in sorted(able, key=lambda each: (each is not goes_on, each.wakes or 0.0)):
-            # To leave one that could go on costs, unless it waits a moment anyway; so does to wake one before its time.
+        options: list[Option] = []
+        for actor in sorted(ready, key=lambda each: (each is not goes_on, each.wakes or 0.0)):
+            # Switching away from an actor that could continue costs a preemption, unless it pauses anyway. Waking an
+            # actor before its time costs one, too.
             early = actor.sleeps and (bool(awake) or actor is not first)
-            left = goes_on is not None and actor is not goes_on and goes_on.wakes is None
-            preempts = early or left
+            abandons = goes_on is not None and actor is not goes_on and goes_on.wakes is None
+            preempts = early or abandons
             if preempts and not self.left[PREEMPTIONS]:
                 continue
-            found.append(Option(actor.name, '', preempts))
+            options.append(Option(actor.name, '', preempts))
             if self._left_of:
-                found += [Option(actor.name, fate, preempts) for fate in self._fates(actor) if fate in self._left_of]
+                options += [Option(actor.name, fate, preempts) for fate in self._fates(actor) if fate in self._left_of]
         if self._left_of:
-            events = (each for event in self.events for each in event())
-            found += [Option(name, kind, is_event=True) for name, kind, _ in events if kind in self._left_of]
-        return found
+            events = (event for list_events in self.events for event in list_events())
+            options += [Option(name, kind, is_event=True) for name, kind, _ in events if kind in self._left_of]
+        return options
 
     def _fates(self, actor: Actor) -> list[str]:
         call = actor.call
@@ -250,21 +256,23 @@ class World:
             self._reckon()
         if option.is_event:
             self.steps.append(Step('', None, option.who, None))
-            next(do for each in self.events for name, _, do in each() if name == option.who)()
+            next(action for list_events in self.events for name, _, action in list_events() if name == option.who)()
             return
-        actor = next(each for each in self.actors if each.name == option.who)
+        actor = next(other for other in self.actors if other.name == option.who)
         if option.fate == KILL and not actor.call.is_second:
             self._tell(actor, actor.call, KILL, None)
-            for each in self.actors:
-                each.dead = each.dead or each is actor or (each.process is not None and each.process is actor.process)
+            for other in self.actors:
+                other.dead = (
+                    other.dead or other is actor or (other.process is not None and other.process is actor.process)
+                )
             self.last = None
             return
         self.last = actor
         self._switch(actor, option.fate)
 
     def _reckon(self) -> None:
-        some = self.left[FAULTS] > 0
-        self._left_of = frozenset(fate for fate, number in FIELD.items() if some and self.left[number] > 0)
+        is_any_left = self.left[FAULTS] > 0
+        self._left_of = frozenset(fate for fate, number in FIELD.items() if is_any_left and self.left[number] > 0)
 
     def _begin(self, actor: Actor) -> None:
         def body() -> None:
@@ -278,7 +286,7 @@ class World:
 
         actor.greenlet = greenlet.greenlet(body)
         before, self.now = self.now, actor
-        # One that another one begins stops at its first call, and that one goes on.
+        # An actor that another one starts runs to its first call, then the other one continues.
         actor.greenlet.parent = greenlet.getcurrent()
         actor.greenlet.switch()
         actor.greenlet.parent = self._hub
@@ -310,5 +318,5 @@ class World:
 
 
 def _lost(call: Call) -> Unreachable:
-    kind = UnknownOutcome if call.writes else Unreachable
-    return kind(f'{call.where} gives no answer', call.where)
+    error = UnknownOutcome if call.writes else Unreachable
+    return error(f'{call.where} gives no answer', call.where)
