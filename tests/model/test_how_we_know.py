@@ -1,4 +1,4 @@
-"""The page that says how we know names tests and scenarios that are there."""
+"""The tests, scenarios and paths that docs/explanation/how-we-know.md names exist."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TESTS = re.findall(r'`(\w+/test_\w+\.py)::(test_\w+)`', PAGE)
 def test_it_names_what_holds_each_defect() -> None:
     rows = PAGE[PAGE.index('| defect |') :].splitlines()[2:]
     assert len(rows) > 20
-    named = re.compile(r'\| (`\w+/test_\w+\.py::test_\w+`|the scenario `\w+`) \|$')
-    assert [row for row in rows if row and not named.search(row)] == []
+    proof = re.compile(r'\| (`\w+/test_\w+\.py::test_\w+`|the scenario `\w+`) \|$')
+    assert [row for row in rows if row and not proof.search(row)] == []
 
 
 @pytest.mark.parametrize(('path', 'name'), TESTS)
 def test_each_test_is_there(path: str, name: str) -> None:
     tree = ast.parse((TOP / 'tests' / path).read_text())
-    assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize('name', re.findall(r'the scenario `(\w+)`', PAGE))

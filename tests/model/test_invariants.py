@@ -1,4 +1,4 @@
-"""A state that is wrong for one step, and right again at rest, is found by the rule that it breaks."""
+"""A rule of invariants.py that is broken for one step is reported, although the state is right again at rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.fast
 
 
 class Breach(NamedTuple):
-    """A change that breaks a rule, the change that takes it back, and what the rule says."""
+    """A change that breaks a rule, the change that reverts it, and the message of the rule."""
 
     breaks: Callable[[Cloud], object]
     mends: Callable[[Cloud], object]
@@ -74,12 +74,12 @@ def _break_for_one_step(cloud: Cloud, breach: Breach) -> None:
     cloud.delivered(U, A, 'web')
     cloud.computes[A].plan(3)
 
-    def go() -> None:
+    def work() -> None:
         for number, change in enumerate((breach.breaks, breach.mends)):
             cloud.world.call(Call('libvirt', ('changes', str(number)), writes=True), lambda: None)
             change(cloud)
 
-    cloud.act('somebody', go, mortal=False)
+    cloud.act('somebody', work, mortal=False)
 
 
 @pytest.mark.parametrize('rule', RULES)
@@ -89,15 +89,15 @@ def test_a_breach_of_one_step_is_found(rule: str) -> None:
         _break_for_one_step(cloud, BREACHES[rule])
         return None
 
-    found = explore(Scenario(scene, Bounds(0, 0)))
-    assert [each.wrong for each in found.findings] == [(BREACHES[rule].message,)]
-    assert f'WRONG from here on: {BREACHES[rule].message}' in found.findings[0].story
+    result = explore(Scenario(scene, Bounds(0, 0)))
+    assert [finding.wrong for finding in result.findings] == [(BREACHES[rule].message,)]
+    assert f'WRONG from here on: {BREACHES[rule].message}' in result.findings[0].story
 
 
 @pytest.mark.parametrize('rule', RULES)
 def test_an_exempt_rule_is_not_checked(rule: str) -> None:
     def scene(cloud: Cloud) -> Check | None:
-        """The same in a scenario that says so."""
+        """The same rule is broken for one step, and the scenario exempts it."""
         cloud.exempt(rule, 'the scenario breaks it itself')
         _break_for_one_step(cloud, BREACHES[rule])
         return None

@@ -1,6 +1,6 @@
-"""The promises, under every interleaving: each scenario within a number of schedules, whatever machine this is.
+"""The guarantees under every interleaving: each scenario runs a fixed number of schedules, on any machine.
 
-What is found is told as a story, and replayed with `python -m tests.model --replay`.
+A finding is printed as a story that `python -m tests.model --replay` repeats.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.model.scenarios_pairs import active
 from tests.model.virtual import inside, virtual
 from tests.model.world import World
 
+# Schedules of each scenario in every run: about 20 seconds for all scenarios.
 SCHEDULES = 30
-"""Of each scenario, always: a third of a minute of them together."""
+# Schedules of each scenario with --all: about ten minutes for all scenarios.
 MANY = 2_000
-"""Of each with --all: ten minutes of them together."""
 
 
 @pytest.mark.parametrize('name', SCENARIOS)
@@ -45,16 +45,18 @@ def test_nor_in_many_more(name: str) -> None:
 
 
 def judge(name: str, found: Explored) -> None:
-    for each in found.findings:
-        wrong = '\n'.join(f'WRONG: {wrong}' for wrong in each.wrong)
-        pytest.fail(f'{SCENARIOS[name].title}\n{each.story}\n{wrong}\n{each.replay(SCENARIOS[name])}', pytrace=False)
+    for finding in found.findings:
+        violations = '\n'.join(f'WRONG: {violation}' for violation in finding.wrong)
+        pytest.fail(
+            f'{SCENARIOS[name].title}\n{finding.story}\n{violations}\n{finding.replay(SCENARIOS[name])}', pytrace=False
+        )
 
 
 def test_every_scenario_has_a_title() -> None:
-    assert all(each.title for each in SCENARIOS.values())
+    assert all(scenario.title for scenario in SCENARIOS.values())
 
 
-# A leak that is planted by hand is found, by the product's audit and by what is looked for here
+# A leak that is planted in the state is found by the product's audit, and by the properties at rest
 
 
 def _put(key: str, value: str) -> object:
@@ -109,14 +111,14 @@ def test_a_planted_leak_is_found(leak: str) -> None:
 
 def test_a_planted_leak_is_found_at_rest() -> None:
     def scene(cloud: Cloud) -> None:
-        """A claim whose consumer nobody ever heard of, on a compute that never looks at claims."""
+        """A claim of an unknown consumer, on a compute that never checks claims."""
         host = cloud.host(A)
         host.keep_claims = lambda: None  # type: ignore[method-assign]
         cloud.claimed(V, A)
         cloud.creates('eschedule', U)
 
-    found = explore(Scenario(scene, Bounds(0, 0)))
-    assert [each.wrong[0] for each in found.findings] == [
+    result = explore(Scenario(scene, Bounds(0, 0)))
+    assert [finding.wrong[0] for finding in result.findings] == [
         "the claim of V is leaked: {'A': {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}"
     ]
 
@@ -126,26 +128,26 @@ def test_a_planted_leak_is_found_at_rest() -> None:
 
 @pytest.mark.fast
 def test_every_end_that_can_be_is_met() -> None:
-    met: set[bytes] = set()
+    final_values: set[bytes] = set()
 
     def scene(cloud: Cloud) -> Check:
-        """Two who each read a key and write it with a letter of their own behind, without comparing."""
+        """Two actors each read a key and write it back with a letter appended, without comparing."""
 
-        def adds(letter: str) -> None:
+        def append_letter(letter: str) -> None:
             before = cloud.store.get('/x')
             cloud.store.commit([], [Put('/x', (before.value.decode() if before else '') + letter)])
 
         for letter in 'ab':
-            cloud.act(letter, partial(adds, letter), mortal=False)
+            cloud.act(letter, partial(append_letter, letter), mortal=False)
 
         def check() -> list[str]:
-            met.add(cloud.etcd.entries['/x'].value)
+            final_values.add(cloud.etcd.entries['/x'].value)
             return ['it is not left alone']
 
         return check
 
     assert explore(Scenario(scene, Bounds(9, 0)), first=False).exhausted
-    assert met == {b'a', b'b', b'ab', b'ba'}
+    assert final_values == {b'a', b'b', b'ab', b'ba'}
 
 
 @pytest.mark.fast

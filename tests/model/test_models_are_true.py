@@ -1,4 +1,4 @@
-"""etcd and placement in memory, held against the real ones: the same calls, by chance, and the same answers."""
+"""Compare etcd and placement in memory with the real ones: the same random calls get the same answers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from tests.model.placement_client import ModelPlacement
 from tests.model.twins import Twins
 from tests.model.world import World
 
-STEPS, MANY = 1_000, 25_000
-"""On each of the two, always and with --all."""
+# Calls of each server in every run.
+STEPS = 1_000
+# Calls of each server with --all.
+MANY = 25_000
+# Placement's slow run is split: each part starts with an empty placement, because calls of a full one take several
+# times as long.
 PARTS = 5
-"""Of placement's many: each begins with an empty placement, for with a full one a call takes several times as long."""
+# Calls in one sequence, which has its own names.
 LENGTH = 50
-"""Calls of one sequence, with names of its own."""
 
 
 @pytest.fixture
@@ -59,21 +62,23 @@ def test_etcd_answers_as_the_model_for_long(etcd: Etcd, world: World) -> None:
 
 def test_a_fence_holds_in_both(etcd: Etcd, world: World) -> None:
     real, model = Store(EtcdConfig((etcd.endpoint,))), ModelStore(EtcdModel(world))
-    told: list[str] = []
+    notices: list[str] = []
     prefix = f'/twins/{fresh()}/'
     try:
         answers: list[list[object]] = [[], []]
-        for store, said in zip((real, model), answers, strict=True):
+        for store, results in zip((real, model), answers, strict=True):
             written = store.commit([], [Put(f'{prefix}me', 'x')])
             assert written
-            store.fence = Fence(Unchanged(f'{prefix}me', written), lambda: told.append('broken'))
-            said.append(answer(lambda each: each.commit([], [Put(f'{prefix}a', '1')]) is not None, store))
-            said.append(answer(lambda each: each.commit([Unchanged(f'{prefix}b', 7)], [Put(f'{prefix}a', '2')]), store))
+            store.fence = Fence(Unchanged(f'{prefix}me', written), lambda: notices.append('broken'))
+            results.append(answer(lambda each: each.commit([], [Put(f'{prefix}a', '1')]) is not None, store))
+            results.append(
+                answer(lambda each: each.commit([Unchanged(f'{prefix}b', 7)], [Put(f'{prefix}a', '2')]), store)
+            )
             store.commit([], [Delete(f'{prefix}me')], fenced=False)
-            said.append(answer(lambda each: each.commit([], [Put(f'{prefix}a', '3')]), store))
-            said.append(store.get(f'{prefix}a').value)  # type: ignore[union-attr]
+            results.append(answer(lambda each: each.commit([], [Put(f'{prefix}a', '3')]), store))
+            results.append(store.get(f'{prefix}a').value)  # type: ignore[union-attr]
         assert answers[0] == answers[1] == [True, None, 'Unreachable', b'1']
-        assert set(told) == {'broken'}
+        assert set(notices) == {'broken'}
     finally:
         real.close()
 
@@ -90,7 +95,7 @@ def run_placement(client: Placement, world: World, steps: int, seed: int) -> Non
 
 @pytest.fixture
 def in_process() -> Iterator[Placement]:
-    """The real one, in this process: a server of its own would take ten times as long."""
+    """The real placement, inside this process: a separate server would take ten times as long."""
     pytest.importorskip('placement', reason="openstack-placement is not installed: pip install '.[lab]'")
     yield start()
     empty(start())

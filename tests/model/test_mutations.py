@@ -1,4 +1,4 @@
-"""Planted bugs are found: one that is not says that something which matters is checked by nobody."""
+"""Each planted bug is found; one that is not shows that an important behaviour is unchecked."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def test_a_planted_bug_is_found(name: str) -> None:
 @pytest.mark.parametrize('name', MUTATIONS)
 def test_each_has_its_place_and_its_scenarios(name: str) -> None:
     bug = MUTATIONS[name]
-    assert [each for each in bug.scenarios if each not in SCENARIOS] == []
-    codes = [_code(each) for each in bug.plants]
+    assert [scenario for scenario in bug.scenarios if scenario not in SCENARIOS] == []
+    codes = [_code(plant) for plant in bug.plants]
     with planted(bug.plants):
-        assert [_code(each) for each in bug.plants] != codes
-    assert [_code(each) for each in bug.plants] == codes
+        assert [_code(plant) for plant in bug.plants] != codes
+    assert [_code(plant) for plant in bug.plants] == codes
 
 
 def _code(plant: Plant) -> object:
     """Return what a plant exchanges: the code of a function, or the value of a constant."""
     module, _, name = plant.where.partition(':')
-    found: object = importlib.import_module(module)
+    value: object = importlib.import_module(module)
     for part in name.split('.'):
-        found = getattr(found, part)
-    return getattr(found, '__code__', found)
+        value = getattr(value, part)
+    return getattr(value, '__code__', value)
 
 
 @pytest.mark.fast

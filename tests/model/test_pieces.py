@@ -1,4 +1,4 @@
-"""A long run in pieces: each has seeds of its own, and what they wrote can be added up."""
+"""A long run in pieces: each piece has its own seeds, and `--sum` adds up their output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.model.__main__ import TOTAL, main
 
 @pytest.fixture
 def pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Two pieces of a moment, with the seeds 2 and 3."""
+    """The output files of two short pieces, with the seeds 2 and 3."""
     paths = []
     for seed in ('2', '3'):
         assert main(['--seconds', '0.1', '--seed', seed, 'apart']) == 0
@@ -22,7 +22,7 @@ def pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_pieces_add_up(pieces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [Path(each).read_text().splitlines()[-1] for each in pieces]
+    lines = [Path(path).read_text().splitlines()[-1] for path in pieces]
     schedules = [json.loads(line.removeprefix(TOTAL))['schedules'] for line in lines]
     assert min(schedules) > 0
     assert main(['--sum', *pieces]) == 0

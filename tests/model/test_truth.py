@@ -1,4 +1,4 @@
-"""A sentence that is not so is found, and so is one that truth.py does not know."""
+"""truth.py reports a false sentence of a command, and a sentence that it has no row for."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ TRUTHS = {
 
 
 def judge(command: str, about: str, outcome: object) -> list[str]:
-    """Return what is untrue of one sentence, where U lives on A, and W holds a claim."""
+    """Return what is false in one sentence, where U lives on A and W holds a claim."""
     with quiet_cloud() as cloud:
         cloud.limited(5)
         host = active(cloud)
         cloud.etcd.end(host.presence.lease)
         cloud.claimed(W, A)
-        told = Actor('the command', lambda: None, command=command, about=(about,), done=True, outcome=outcome)
-        cloud.world.actors.append(told)
+        command_actor = Actor('the command', lambda: None, command=command, about=(about,), done=True, outcome=outcome)
+        cloud.world.actors.append(command_actor)
         return untrue(cloud, frozenset())
 
 
 @pytest.mark.parametrize('lie', LIES)
 def test_what_is_not_so_is_found(lie: str) -> None:
-    (wrong,) = judge(*LIES[lie])
-    assert 'and that is not so' in wrong
+    (message,) = judge(*LIES[lie])
+    assert 'and that is not so' in message
 
 
 @pytest.mark.parametrize('truth', TRUTHS)
@@ -71,5 +71,5 @@ def test_what_is_so_is_not_found(truth: str) -> None:
 
 
 def test_a_sentence_without_a_row_is_found() -> None:
-    (wrong,) = judge('destroy', U, f'{U}: will be gone one day')
-    assert wrong == 'the command told its user "U: will be gone one day", a str: truth.py has no row for that'
+    (message,) = judge('destroy', U, f'{U}: will be gone one day')
+    assert message == 'the command told its user "U: will be gone one day", a str: truth.py has no row for that'
