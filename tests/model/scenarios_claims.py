@@ -1,4 +1,4 @@
-"""Claims: who holds what, and who may give it away. Two eschedules at one uuid, the claim keeper, sets."""
+"""Claims and who may release them: two eschedules at one uuid, the claim keeper, sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.model.explorer import Check, within
 
 
 def orphan_consumer(cloud: Cloud) -> Check:
-    """placement ends between its two transactions of a claim, and the same command is given again, with --uuid."""
+    """The placement server crashes between its two transactions of a claim, and the command is repeated with --uuid."""
     cloud.host(A)
     command = cloud.creates('eschedule 1', U, resume=True)
 
@@ -25,65 +25,65 @@ def orphan_consumer(cloud: Cloud) -> Check:
 
 
 def orphan_consumer_taken_over(cloud: Cloud) -> None:
-    """Two eschedules at one uuid, of which one's claim is in its first half when the other one comes."""
+    """Two eschedules create one uuid; one's claim is half done when the other begins."""
     cloud.host(A)
     cloud.creates_twice(U)
 
 
 def late_release(cloud: Cloud) -> None:
-    """An eschedule that could not deliver undoes its claim while the same --uuid is asked again; room for one alone."""
+    """An eschedule that could not deliver releases its claim while its --uuid is created again; room for one."""
     _late_releases(cloud, 1, room=1)
 
 
 def _late_releases(cloud: Cloud, number: int, room: int) -> None:
     cloud.host(A, room=room)
     cloud.claimed(U, A)
-    for each in range(1, number + 1):
-        cloud.abandons(f'eschedule {each}', U, U)
+    for index in range(1, number + 1):
+        cloud.abandons(f'eschedule {index}', U, U)
     cloud.creates(f'eschedule {number + 1}', U, resume=True)
 
 
 def late_release_ample(cloud: Cloud) -> None:
-    """The same with room for more, and a message that may be lost."""
+    """The same with room for more, and a message may be lost."""
     _late_releases(cloud, 1, room=4)
 
 
 def release_beside_resume(cloud: Cloud) -> None:
-    """The same, and nothing is lost."""
+    """The same, and no message is lost."""
     late_release_ample(cloud)
 
 
 def late_releases(cloud: Cloud) -> None:
-    """Two late releases of one claim, so that placement may count from 1 again between them; the same --uuid."""
+    """Two late releases of one claim while its --uuid is created again: generations may restart between them."""
     _late_releases(cloud, 2, room=4)
 
 
 def late_releases_of_the_last(cloud: Cloud) -> None:
-    """The same with room for one alone."""
+    """The same with room for only one instance."""
     _late_releases(cloud, 2, room=1)
 
 
 def lost_delivery(cloud: Cloud) -> None:
-    """An eschedule's delivery may have no answer, and it may be asked again beside it."""
+    """The delivery of an eschedule may get no answer, beside a second eschedule at the same uuid."""
     cloud.host(A)
     cloud.creates_twice(U)
 
 
 def late_delivery(cloud: Cloud) -> Check:
-    """Whatever an eschedule sends to etcd may arrive after it has given up: what it says then is so for good."""
+    """A request of an eschedule may reach etcd after it has given up: what it reported stays true."""
     cloud.host(A)
     command = cloud.creates('eschedule', U)
 
     def check() -> list[str]:
-        there = any(key.startswith(keys.HOSTS) for key in cloud.etcd.entries)
+        is_delivered = any(key.startswith(keys.HOSTS) for key in cloud.etcd.entries)
         refused = isinstance(command.outcome, Conflict)
-        return ['said that nothing was delivered, and it was'] if refused and there else []
+        return ['said that nothing was delivered, and it was'] if refused and is_delivered else []
 
     return check
 
 
 def unconfirmed(cloud: Cloud) -> Check:
-    """A request without a claim, as somebody may write one: it is not built."""
+    """A request that has no claim, as a manual write may leave it, is not built."""
     host = cloud.host(A)
     cloud.delivered(U, A)
     allocations.release_once(cloud.placement, U, allocations.consumer(cloud.placement, U))
@@ -97,7 +97,7 @@ def unconfirmed(cloud: Cloud) -> Check:
 
 
 def claim_keeper(cloud: Cloud) -> None:
-    """A claim that is left on A is due to be released when the same --uuid is asked again."""
+    """An orphaned claim on A is due for release when its --uuid is created again."""
     host = cloud.host(A)
     cloud.claimed(U, A)
     host.keep_claims()
@@ -107,28 +107,28 @@ def claim_keeper(cloud: Cloud) -> None:
 
 
 def one_uuid_twice(cloud: Cloud) -> None:
-    """Two eschedules at one uuid, with room for many; either may die, and a message may be lost."""
+    """Two eschedules create one uuid, with ample room; either may be killed, and a message may be lost."""
     cloud.hosts(A, B)
     cloud.creates_twice(U)
 
 
 def one_uuid_of_two_sizes(cloud: Cloud) -> None:
-    """Two eschedules at one uuid, of which the second asks for more; one compute."""
+    """Two eschedules create one uuid on one compute; the second requests more."""
     cloud.host(A)
     cloud.creates('eschedule 1', U, resume=True, seed=1)
     cloud.creates('eschedule 2', U, resume=True, seed=2, query=LARGER)
 
 
 def set_twice(cloud: Cloud) -> None:
-    """Two eschedules at the uuid of a set of two, with room for one on each of two computes."""
+    """Two eschedules create one set of two, with room for one instance on each of two computes."""
     cloud.hosts(A, B, room=1)
-    cloud.is_ample = False  # while the other one holds it
+    cloud.is_ample = False  # while the other eschedule holds the claims
     for number in (1, 2):
         cloud.creates(f'eschedule {number}', S, resume=True, seed=number, count=2, minimum=2)
 
 
 def set_against_single(cloud: Cloud) -> None:
-    """A set of two, of which one will do, against a single one that takes the room of one of them; a quota of two."""
+    """A set of two with a minimum of one competes with a single instance for room; the quota is two."""
     cloud.hosts(A, B, room=1)
     cloud.limited(2)
     cloud.is_ample = False
@@ -137,55 +137,55 @@ def set_against_single(cloud: Cloud) -> None:
 
 
 def last_place(cloud: Cloud) -> Check:
-    """Two requests for the last place: one of them has it."""
+    """Two eschedules compete for the last place; one gets it."""
     cloud.host(A, room=1)
     cloud.is_ample = False
-    both = cloud.creates('eschedule 1', U, seed=1), cloud.creates('eschedule 2', V, seed=2)
-    return lambda: has_last_place(cloud, *both)
+    commands = cloud.creates('eschedule 1', U, seed=1), cloud.creates('eschedule 2', V, seed=2)
+    return lambda: has_last_place(cloud, *commands)
 
 
 def has_last_place(cloud: Cloud, *commands: Actor) -> list[str]:
-    """Whether one of them has it, where nothing was lost."""
-    nobody = not any(isinstance(each.outcome, dict) for each in commands)
-    return ['neither has the last place, and nothing failed'] if cloud.is_unharmed and nobody else []
+    """Return a violation if no command got the last place although no message was lost."""
+    is_free = not any(isinstance(command.outcome, dict) for command in commands)
+    return ['neither has the last place, and nothing failed'] if cloud.is_unharmed and is_free else []
 
 
 def killed_and_again(cloud: Cloud) -> None:
-    """An eschedule may be killed; the same --uuid is asked again at any time, and once more, beside the keeper."""
+    """An eschedule may be killed; its --uuid is created again at any time, beside the claim keeper."""
     host = cloud.host(A, room=1)
-    cloud.is_ample = False  # while the other one holds it
+    cloud.is_ample = False  # while the other eschedule holds the claim
     cloud.creates_twice(U)
     cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims))
 
 
 def one_place_twice(cloud: Cloud) -> None:
-    """Two eschedules at one uuid, and room for it alone: neither is told that there is none."""
+    """Two eschedules create one uuid, with room for only that instance: neither reports that there is none."""
     cloud.host(A, room=1)
     cloud.creates_twice(U)
 
 
 def interrupted(cloud: Cloud) -> None:
-    """Ctrl-C at any moment of a create, beside another one at the same uuid."""
+    """Ctrl-C at any moment of a create, beside another create of the same uuid."""
     cloud.host(A, room=1)
     cloud.creates_twice(U)
 
 
 def foreign_claim(cloud: Cloud) -> Check:
-    """A consumer that is nobody's instance holds something, and is released by the keeper alone, after two looks."""
+    """A consumer that is not an instance holds a claim: only the keeper releases it, after two checks."""
     host = cloud.host(A)
     cloud.claimed(V, A)
     cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims))
     cloud.creates('eschedule', U)
 
     def check() -> list[str]:
-        minute = any(step.fate == 'a minute passes' for step in cloud.world.steps)
-        return ['released after one look'] if not minute and V not in cloud.model.held else []
+        has_waited = any(step.fate == 'a minute passes' for step in cloud.world.steps)
+        return ['released after one look'] if not has_waited and V not in cloud.model.held else []
 
     return check
 
 
 def claim_of_the_dead(cloud: Cloud) -> Check:
-    """Whoever is at a claim dies while the keeper looks: released after two looks that saw nobody, a minute apart."""
+    """An attempt's owner dies while the keeper checks: its claim is released after two more checks, a minute apart."""
     host = cloud.host(A)
     cloud.claimed(U, A)
     cloud.announced(U)
@@ -196,27 +196,27 @@ def claim_of_the_dead(cloud: Cloud) -> Check:
 
 
 def claim_of_a_removed_request(cloud: Cloud) -> Check:
-    """The same of a request that somebody removes by hand before it is built."""
+    """The same for a request that is deleted manually before it is built."""
     host = cloud.host(A)
     cloud.delivered(U, A)
     cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims, lambda: cloud.world.sleep(61.0)))
-    by_hand = ModelStore(cloud.etcd)
-    cloud.act('somebody', lambda: by_hand.commit([], [Delete(keys.request(A, U))]), mortal=False)
+    manual_store = ModelStore(cloud.etcd)
+    cloud.act('somebody', lambda: manual_store.commit([], [Delete(keys.request(A, U))]), mortal=False)
     return lambda: _released_early(cloud, 'somebody')
 
 
 def _released_early(cloud: Cloud, who: str) -> list[str]:
-    """Whether the keeper released a claim less than a minute after somebody stood behind it."""
-    told = [(step.actor, step.call.where if step.call else '') for step in cloud.world.steps]
-    end = next((number for number, (actor, _) in enumerate(told) if actor == who), len(told))
-    early = U not in cloud.model.held and 'clock' not in [where for _, where in told[end : _release(cloud)]]
-    return ['its claim is released, and within the last minute somebody stood behind it'] if early else []
+    """Return a violation if the keeper released a claim within a minute of its last justification."""
+    places = [(step.actor, step.call.where if step.call else '') for step in cloud.world.steps]
+    end = next((number for number, (actor, _) in enumerate(places) if actor == who), len(places))
+    is_early = U not in cloud.model.held and 'clock' not in [where for _, where in places[end : _release(cloud)]]
+    return ['its claim is released, and within the last minute somebody stood behind it'] if is_early else []
 
 
 def _release(cloud: Cloud) -> int:
-    """Which step it is that releases a claim."""
+    """Return the index of the step that releases a claim."""
     calls = (step.call for step in cloud.world.steps)
-    return next(number for number, each in enumerate(calls) if each and each.where == 'placement' and each.writes)
+    return next(number for number, call in enumerate(calls) if call and call.where == 'placement' and call.writes)
 
 
 LOST = Bounds(2, 1, requests=1, answers=1)

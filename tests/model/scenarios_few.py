@@ -1,4 +1,4 @@
-"""A create in a large cluster asks about a few computes first, by hints that are stale, rubbish or a dead one's."""
+"""Creates in a large cluster that query sampled computes first, by stale or malformed hints."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ FULL = {'VCPU': [4, 0], 'MEMORY_MB': [9, 0], 'DISK_GB': [9, 0]}
 
 
 def few_against_all(cloud: Cloud) -> Check:
-    """Two for the last place, of which one asks about a few computes and one about all: one of them has it."""
+    """Two creates compete for the last place; one queries sampled computes, the other all; one gets it."""
     cloud.host(A, room=1)
     cloud.hints(A, EMPTY)
     cloud.is_ample = False
-    both = cloud.creates('eschedule 1', U, seed=1, large=0), cloud.creates('eschedule 2', V, seed=2)
-    return lambda: has_last_place(cloud, *both)
+    commands = cloud.creates('eschedule 1', U, seed=1, large=0), cloud.creates('eschedule 2', V, seed=2)
+    return lambda: has_last_place(cloud, *commands)
 
 
 def few_by_stale_hints(cloud: Cloud) -> Check:
-    """The one that says it is empty is full, and the other way round: there is room, and it is found."""
+    """The compute with an empty hint is full, the one with a full hint has room: the room is found."""
     cloud.hosts(A, B, room=1)
     cloud.delivered(V, A)
     cloud.hints(A, EMPTY)
@@ -35,7 +35,7 @@ def few_by_stale_hints(cloud: Cloud) -> Check:
 
 
 def few_by_rubbish(cloud: Cloud) -> None:
-    """Of three computes one says what makes no sense, one says nothing, and one is half full."""
+    """One of three computes has a malformed hint, one has no hint, and one is half full."""
     cloud.hosts(A, B)
     cloud.host(C)
     cloud.hints(A, {'VCPU': 'much'})
@@ -44,17 +44,17 @@ def few_by_rubbish(cloud: Cloud) -> None:
 
 
 def few_and_the_dead(cloud: Cloud) -> None:
-    """The compute that is asked about may die at any moment; the same --uuid is asked again."""
+    """The queried compute may die at any moment; the same --uuid is created again."""
     cloud.computes_freeze = True
-    for each in (A, B):
-        host = cloud.host(each)
-        cloud.hints(each, EMPTY)
-        cloud.works(each, '', host.rounds(2, host.plan))
+    for compute in (A, B):
+        host = cloud.host(compute)
+        cloud.hints(compute, EMPTY)
+        cloud.works(compute, '', host.rounds(2, host.plan))
     cloud.creates('eschedule', U, large=0)
 
 
 def few_and_disable(cloud: Cloud) -> Check:
-    """The best by its hint is disabled: what is asked about it after that is not placed there."""
+    """The compute with the best hint is disabled: a later query about it places nothing there."""
     cloud.hosts(A, B)
     cloud.hints(A, EMPTY)
     cloud.hints(B, HALF)
@@ -65,10 +65,10 @@ def few_and_disable(cloud: Cloud) -> Check:
 
 
 def few_beside_a_set(cloud: Cloud) -> None:
-    """A single one that asks about a few, and a set of which one will do, for two places; a quota of two."""
-    for each in (A, B):
-        cloud.host(each, room=1)
-        cloud.hints(each, EMPTY)
+    """A create that queries sampled computes beside a set with a minimum of one, for two places; the quota is two."""
+    for compute in (A, B):
+        cloud.host(compute, room=1)
+        cloud.hints(compute, EMPTY)
     cloud.limited(2)
     cloud.is_ample = False
     cloud.creates('the set', S, seed=1, count=2, minimum=1)
@@ -76,28 +76,28 @@ def few_beside_a_set(cloud: Cloud) -> None:
 
 
 def few_while_hints_are_put(cloud: Cloud) -> Check:
-    """A compute says what it has left while it builds, and while etcd may give no answer: it stays this compute."""
+    """A compute publishes hints while it builds and while etcd's answers may be lost: its fence stays valid."""
     host = cloud.host(A)
-    wrong: set[str] = set()
+    problems: set[str] = set()
 
-    def look() -> None:
+    def check_fence() -> None:
         entry = cloud.etcd.entries.get(keys.compute(A))
-        held = host.store.fence.condition.revision if host.store.fence else 0
-        if cloud.is_unharmed and (entry is None or entry.revision != held):
-            wrong.add('its fence is not as it put it')
+        fence_revision = host.store.fence.condition.revision if host.store.fence else 0
+        if cloud.is_unharmed and (entry is None or entry.revision != fence_revision):
+            problems.add('its fence is not as it put it')
 
-    def say(room: object) -> None:
+    def publish(room: object) -> None:
         cloud.hints(A, room)
-        look()  # at once: what it says next may mend it
+        check_fence()  # immediately, because the next publication may repair it
 
-    say(EMPTY)
+    publish(EMPTY)
     cloud.creates('eschedule', U, large=0)
     cloud.works(A, '', host.rounds(2, host.plan))
-    cloud.works(A, 'saying what is left', lambda: say(HALF))
+    cloud.works(A, 'saying what is left', lambda: publish(HALF))
 
     def check() -> list[str]:
-        look()
-        return sorted(wrong)
+        check_fence()
+        return sorted(problems)
 
     return check
 
@@ -105,8 +105,8 @@ def few_while_hints_are_put(cloud: Cloud) -> Check:
 def _is_placed_on(cloud: Cloud, outcome: object, compute: str) -> list[str]:
     if not cloud.is_unharmed:
         return []
-    placed = isinstance(outcome, dict) and outcome[U].compute == compute
-    return [] if placed else [f'it is not placed where there is room: {outcome}']
+    is_placed = isinstance(outcome, dict) and outcome[U].compute == compute
+    return [] if is_placed else [f'it is not placed where there is room: {outcome}']
 
 
 SCENARIOS = [
