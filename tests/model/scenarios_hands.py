@@ -1,4 +1,4 @@
-"""What somebody does by hand, at any moment: a record is removed or spoilt, a guest is gone."""
+"""Manual changes at any moment: a record is deleted or overwritten, a guest is deleted."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.model.scenarios_pairs import active
 
 
 def _removes(cloud: Cloud, *keys_of_it: str) -> None:
-    by_hand = ModelStore(cloud.etcd)
-    cloud.act('somebody', lambda: by_hand.commit([], list(map(Delete, keys_of_it))), mortal=False)
+    manual_store = ModelStore(cloud.etcd)
+    cloud.act('somebody', lambda: manual_store.commit([], list(map(Delete, keys_of_it))), mortal=False)
 
 
 def _removes_guest(cloud: Cloud, host: Compute, who: str) -> None:
-    def removes() -> None:
+    def remove() -> None:
         host.hypervisor.destroy(U, A)
         host.hypervisor.delete_disk(U)
 
-    cloud.act(who, removes, mortal=False)
+    cloud.act(who, remove, mortal=False)
 
 
 def record_removed(cloud: Cloud) -> None:
-    """The record of one that is built and destroyed is removed at any time; its address goes with it all the same."""
+    """The record of an instance is deleted while it is built and destroyed; its address is deleted, too."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     cloud.works(A, '', host.rounds(4, host.plan, host.planner.recheck))
@@ -35,7 +35,7 @@ def record_removed(cloud: Cloud) -> None:
 
 
 def record_removed_of_half_a_guest(cloud: Cloud) -> None:
-    """The record is removed while ecompute builds, and is killed in it: what is there of the guest is no guest yet."""
+    """The record is deleted while ecompute builds and may be killed: a half-built guest is not taken for complete."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     cloud.works(A, '', host.rounds(2, host.plan))
@@ -43,7 +43,7 @@ def record_removed_of_half_a_guest(cloud: Cloud) -> None:
 
 
 def record_removed_of_active(cloud: Cloud) -> None:
-    """The same of one that has an address, which ecompute writes down anew if nobody is faster."""
+    """The record of an active instance with an address is deleted, written again, and the instance destroyed."""
     host = active(cloud)
     _removes(cloud, keys.record(A, U))
     cloud.works(A, '', host.rounds(3, host.planner.recheck, host.plan))
@@ -51,7 +51,7 @@ def record_removed_of_active(cloud: Cloud) -> None:
 
 
 def record_and_guest_removed(cloud: Cloud) -> None:
-    """The record, the domain and the disk of an active one are removed: it is built again, or destroyed."""
+    """The record, domain and disk of an active instance are deleted: it is built again, or destroyed."""
     host = active(cloud)
     _removes(cloud, keys.record(A, U))
     _removes_guest(cloud, host, 'somebody else')
@@ -60,22 +60,22 @@ def record_and_guest_removed(cloud: Cloud) -> None:
 
 
 def record_spoilt(cloud: Cloud) -> None:
-    """An active one's record becomes something that nobody can read, and is removed; it is stopped and destroyed."""
+    """The record of an active instance becomes malformed and is deleted; the instance is stopped and destroyed."""
     host = active(cloud)
-    by_hand, record = ModelStore(cloud.etcd), keys.record(A, U)
+    manual_store, record = ModelStore(cloud.etcd), keys.record(A, U)
 
-    def spoils() -> None:
-        if by_hand.commit([Exists(keys.request(A, U))], [Put(record, 'no record')]):
-            by_hand.commit([], [Delete(record)])
+    def spoil() -> None:
+        if manual_store.commit([Exists(keys.request(A, U))], [Put(record, 'no record')]):
+            manual_store.commit([], [Delete(record)])
 
-    cloud.act('somebody', spoils, mortal=False, about=(U,))
+    cloud.act('somebody', spoil, mortal=False, about=(U,))
     cloud.works(A, '', host.rounds(3, host.planner.recheck, host.plan))
     cloud.powers('stop', U, 'stop')
     cloud.destroys('destroy', U)
 
 
 def guest_removed(cloud: Cloud) -> None:
-    """Domain and disk of an active one are removed, which ends it after a minute; it is destroyed, another is made."""
+    """An active instance's domain and disk are deleted, so it ends; it is destroyed and another created."""
     host = active(cloud)
     _removes_guest(cloud, host, 'somebody')
     cloud.works(A, '', host.rounds(3, host.plan))

@@ -1,4 +1,4 @@
-"""What befalls a host: a copy of it, no thread, a libvirt that says nothing, a full etcd, power that fails."""
+"""Failures of a host: a copy of it, no thread, a libvirt without answers, a full etcd, a power failure."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from tests.model.cloud import APART, A, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.explorer import Check, within
 
-NEXT_DAY, LATER = '2030-01-02T01:00:00Z', '2030-01-01T00:00:01Z'
+NEXT_DAY = '2030-01-02T01:00:00Z'
+LATER = '2030-01-01T00:00:01Z'
 
 
 def used_again_and_rebooted(cloud: Cloud) -> Check:
-    """A uuid is used again; a day later another instance ends, and the host goes down: what ran is started again."""
+    """A uuid is used again; a day later another instance ends and the host's power fails: U is started again."""
     host = cloud.host(A)
     cloud.delivered(U, A)
     host.plan(4)
     destroy(cloud.store, U)
     host.plan(4)
-    cloud.store.commit([], [Delete(keys.record(A, U))])  # its record's day is over
-    for each in (U, V):
-        cloud.delivered(each, A)
+    cloud.store.commit([], [Delete(keys.record(A, U))])  # as after a day, when the record expires
+    for instance in (U, V):
+        cloud.delivered(instance, A)
     host.plan(4)
     host.now = NEXT_DAY
     cloud.destroys('destroy', V)
     before = cloud.works(A, '', host.rounds(2, host.plan))
 
-    def comes_back() -> None:
+    def come_back() -> None:
         cloud.world.wait('the power to fail', lambda: not before.is_at_it)
         host.hypervisor.lose_power(A)
         host.disk.files['boot_id'] = 'second'
         host.restart()
         host.plan(4)
 
-    cloud.act('the host', comes_back, mortal=False)
+    cloud.act('the host', come_back, mortal=False)
     return lambda: [] if host.hypervisor.guests()[U].running else ['U ran when the power failed, and is off']
 
 
 def refused(cloud: Cloud) -> None:
-    """A request of a newer version is refused, and destroyed: what it shared is free again."""
+    """A request of a newer version is refused and destroyed: its name, group and quota are released."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A, 'web', APART)
@@ -55,7 +56,7 @@ def refused(cloud: Cloud) -> None:
 
 
 def no_thread(cloud: Cloud) -> None:
-    """No thread can be started for the first task: it is done by another one, later."""
+    """No thread can be started for the first task: a later step runs it."""
     host = cloud.host(A)
     host.threads_lacking = 1
     cloud.delivered(U, A)
@@ -64,38 +65,38 @@ def no_thread(cloud: Cloud) -> None:
 
 
 def unheard(cloud: Cloud) -> None:
-    """Of one guest libvirt says no addresses: the others are built and destroyed all the same."""
+    """One guest has no addresses in libvirt: the other guests are built and destroyed nevertheless."""
     host = cloud.host(A)
     host.hypervisor.unheard.add(U)
-    for each in (U, V):
-        cloud.delivered(each, A)
+    for instance in (U, V):
+        cloud.delivered(instance, A)
     cloud.works(A, '', host.rounds(3, host.plan))
     cloud.destroys('destroy', V)
 
 
 def cloned(cloud: Cloud) -> Check:
-    """A host was copied with its state directory, and both run: one of them goes on, and builds what is asked for."""
-    both = cloud.host(A), Compute(A, cloud.world, cloud.etcd, cloud.placement, since=LATER)
-    cloud.machines.append(both[1])
+    """A host was copied with its state directory and both run: exactly one of them stays active and builds."""
+    computes = cloud.host(A), Compute(A, cloud.world, cloud.etcd, cloud.placement, since=LATER)
+    cloud.machines.append(computes[1])
     cloud.delivered(U, A)
-    for name, each in zip(('A', 'the copy of A'), both, strict=True):
-        work = each.rounds(2, each.look_after_presence, each.plan)
-        cloud.act(name, work, process=each.process)
+    for name, compute in zip(('A', 'the copy of A'), computes, strict=True):
+        work = compute.rounds(2, compute.look_after_presence, compute.plan)
+        cloud.act(name, work, process=compute.process)
 
     def check() -> list[str]:
-        for each in both * 2:
-            each.do(each.look_after_presence)
-        left = [each for each in both if not each.is_read_only]
-        if len(left) != 1:
-            return [f'{len(left)} of two computes with one uuid go on']
-        cloud.computes[A] = left[0]
+        for compute in computes * 2:
+            compute.do(compute.look_after_presence)
+        active = [compute for compute in computes if not compute.is_read_only]
+        if len(active) != 1:
+            return [f'{len(active)} of two computes with one uuid go on']
+        cloud.computes[A] = active[0]
         return []
 
     return check
 
 
 def full(cloud: Cloud) -> Check:
-    """etcd is full, and the compute's lease has ended: a destroy that was accepted is carried out, which makes room."""
+    """A full etcd, and a compute whose lease has expired: an accepted destroy is carried out, which frees space."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     host.plan(4)

@@ -1,4 +1,4 @@
-"""An instance's life on its compute: built, switched, destroyed, while ecompute dies and is started again."""
+"""An instance is built, switched and destroyed on its compute while ecompute is killed and restarted."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _active(cloud: Cloud) -> Compute:
 
 
 def built_and_destroyed(cloud: Cloud) -> None:
-    """A destroy while it is built; ecompute may be killed anywhere, and a message may be lost."""
+    """A destroy during a build; ecompute may be killed anywhere, and a message may be lost."""
     host = _delivered(cloud)
     cloud.works(A, '', host.rounds(3, host.plan))
     cloud.destroys('destroy', U)
 
 
 def destroyed_twice(cloud: Cloud) -> None:
-    """Two destroys of an active one, while its compute is at it."""
+    """Two destroys of an active instance while its compute works."""
     host = _active(cloud)
     cloud.works(A, '', host.rounds(2, host.plan))
     cloud.destroys('destroy 1', U)
@@ -40,7 +40,7 @@ def destroyed_twice(cloud: Cloud) -> None:
 
 
 def stopped_and_destroyed(cloud: Cloud) -> None:
-    """A stop and a destroy of an active one."""
+    """A stop and a destroy of an active instance."""
     host = _active(cloud)
     cloud.works(A, '', host.rounds(3, host.plan))
     cloud.destroys('destroy', U)
@@ -48,50 +48,50 @@ def stopped_and_destroyed(cloud: Cloud) -> None:
 
 
 def rebooted(cloud: Cloud) -> None:
-    """A reboot of an active one; ecompute may be killed anywhere."""
+    """A reboot of an active instance; ecompute may be killed anywhere."""
     host = _active(cloud)
     cloud.works(A, '', host.rounds(4, host.plan))
     cloud.powers('reboot', U, 'reboot')
 
 
 def foreign_records(cloud: Cloud) -> None:
-    """Somebody writes at any time that it is another compute's, and gone; it is built, and destroyed, all the same."""
+    """Forged records say that U is gone on another compute; U is built and destroyed nevertheless."""
     host = _delivered(cloud)
     forged = to_json(Record(U, B, GONE))
 
-    def forges() -> None:
+    def forge() -> None:
         lease = cloud.store.grant(KEPT[GONE])
         for key in (keys.old_record(U), keys.record(B, U)):
             cloud.store.commit([], [Put(key, forged, lease)])
 
     cloud.works(A, '', host.rounds(3, host.plan))
-    cloud.act('somebody', forges)
+    cloud.act('somebody', forge)
     cloud.destroys('destroy', U)
 
 
 def killed_twice(cloud: Cloud) -> None:
-    """ecompute is killed in a build, started again beside a destroy, and killed once more."""
+    """An ecompute is killed in a build, restarted beside a destroy, and killed again."""
     host = _delivered(cloud)
     first = cloud.works(A, '', host.rounds(2, host.plan))
 
-    def again() -> None:
+    def restart() -> None:
         cloud.world.wait('the first to be killed', lambda: first.dead)
         host.restart()
         host.rounds(3, host.plan)()
 
-    cloud.act('A again', again, process=A)
+    cloud.act('A again', restart, process=A)
     cloud.destroys('destroy', U)
 
 
 def resumed_and_built(cloud: Cloud) -> None:
-    """The same --uuid again, while what the first one delivered is built and the keeper looks."""
+    """A create with the same --uuid while the first one's delivery is built and the keeper checks."""
     host = cloud.host(A)
     cloud.creates_twice(U)
     cloud.works(A, '', host.rounds(2, host.plan, host.keep_claims))
 
 
 def destroyed_and_asked_again(cloud: Cloud) -> None:
-    """A destroyed one's uuid is asked for again, while its compute is at the destroy: refused, or nothing is lost."""
+    """The uuid of an instance is created again during its destroy: it is refused, or nothing is lost."""
     host = _active(cloud)
     cloud.destroys('destroy', U)
     cloud.works(A, '', host.rounds(2, host.plan))
@@ -99,7 +99,7 @@ def destroyed_and_asked_again(cloud: Cloud) -> None:
 
 
 def published_again(cloud: Cloud) -> None:
-    """etcd was exchanged for an empty one; the compute publishes what it runs, beside a create of the same uuid."""
+    """An empty etcd replaces the old one; the compute publishes its guests beside a create of the same name."""
     host = _active(cloud)
     cloud.store.commit([], [Delete(key) for key in cloud.etcd.entries])
     cloud.is_ample = False
