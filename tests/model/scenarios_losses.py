@@ -1,4 +1,4 @@
-"""What is lost: power at an odd moment, a record with it, a state directory's last word, an etcd's last hour."""
+"""Losses: a power failure, a record, the last write to a state directory, the last hour of an etcd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _takes(host: Compute) -> None:
 
 
 def fails(host: Compute, boot: str = 'second') -> None:
-    """All power fails, and comes back."""
+    """Fail all power of a host, and start it again."""
     host.hypervisor.lose_power(host.uuid)
     host.disk.files['boot_id'] = boot
     host.restart()
@@ -46,48 +46,48 @@ def _is_on(host: Compute) -> Check:
 
 
 def restore(cloud: Cloud, saved: dict[str, Entry]) -> None:
-    """etcd is restored to what it was then; who is alive is alive."""
-    there = [key for key in cloud.etcd.entries if key not in saved and not key.startswith(keys.COMPUTES)]
-    old = [
-        Put(key, each.value.decode(), each.lease if each.lease in cloud.etcd.leases else 0)
-        for key, each in saved.items()
+    """Restore the saved entries of etcd, except presence keys, which stay as they are."""
+    added = [key for key in cloud.etcd.entries if key not in saved and not key.startswith(keys.COMPUTES)]
+    restored = [
+        Put(key, entry.value.decode(), entry.lease if entry.lease in cloud.etcd.leases else 0)
+        for key, entry in saved.items()
         if not key.startswith(keys.COMPUTES)
     ]
-    cloud.store.commit([], [*map(Delete, there), *old])
+    cloud.store.commit([], [*map(Delete, added), *restored])
 
 
 def off_before_it_was_active(cloud: Cloud) -> None:
-    """A guest does its work and turns itself off before its record says active: its disk is its own all the same."""
+    """A guest turns itself off before its record is active: its disk is recognised as its own."""
     host = cloud.host(A)
     cloud.delivered(U, A)
     cloud.works(A, '', host.rounds(1, host.plan))
 
-    def turns_off() -> None:
+    def turn_off() -> None:
         cloud.world.wait('U to run', lambda: host.hypervisor.runs(U))
         host.hypervisor._before('turns itself off:', U)
         if host.hypervisor.runs(U):
             host.hypervisor.switch_off(U, A)
 
-    cloud.act('the guest', turns_off, mortal=False)
+    cloud.act('the guest', turn_off, mortal=False)
 
 
 def power_fails_in_a_build(cloud: Cloud) -> Check:
-    """ecompute is killed in a build, and then all power fails: what there is of the guest becomes one that runs."""
+    """An ecompute is killed in a build, then all power fails: the half-built guest is completed and runs."""
     host = cloud.host(A)
     cloud.delivered(U, A)
-    built = cloud.works(A, '', host.rounds(1, host.plan))
+    first = cloud.works(A, '', host.rounds(1, host.plan))
 
-    def comes_back() -> None:
-        cloud.world.wait('the power to fail', lambda: not built.is_at_it)
+    def come_back() -> None:
+        cloud.world.wait('the power to fail', lambda: not first.is_at_it)
         fails(host)
         _plans(host)
 
-    cloud.act('the host', comes_back, mortal=False)
+    cloud.act('the host', come_back, mortal=False)
     return _is_on(host)
 
 
 def power_fails_without_a_record(cloud: Cloud) -> Check:
-    """The record of one that ran is removed just before all power fails: it is started again, as the others are."""
+    """The record of a running instance is deleted just before all power fails: the instance is started again."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     _plans(host)
@@ -98,7 +98,7 @@ def power_fails_without_a_record(cloud: Cloud) -> Check:
 
 
 def older_state_directory(cloud: Cloud) -> Check:
-    """The state directory is one of before U was made; a minute later all power fails: U is started again."""
+    """The state directory is older than U; a minute later all power fails: U is started again."""
     host = cloud.host(A)
     saved = dict(host.disk.files)
     cloud.delivered(U, A, 'web')
@@ -114,9 +114,9 @@ def older_state_directory(cloud: Cloud) -> Check:
 
 
 def state_directory_behind(cloud: Cloud) -> Check:
-    """ecompute is killed as U becomes active, and etcd copied; that copy is what is there when power comes back."""
+    """An ecompute is killed as U becomes active; all power fails and etcd is restored to that moment: U runs again."""
     host = cloud.host(A)
-    host.hypervisor.unheard.add(U)  # or its address is written down, and with it that it is active
+    host.hypervisor.unheard.add(U)  # a reported address would also record that U is active
     cloud.delivered(U, A)
     first = cloud.works(A, '', host.rounds(1, host.plan))
 
@@ -136,7 +136,7 @@ def state_directory_behind(cloud: Cloud) -> Check:
 
 
 def destroyed_and_waiting_again(cloud: Cloud) -> Check:
-    """U was taken, built and destroyed; etcd is restored to when it waited: it is not taken once more."""
+    """U was taken, built and destroyed; etcd is restored to when it was queued: it is not taken again."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.waiting(U, 'web')
@@ -147,56 +147,56 @@ def destroyed_and_waiting_again(cloud: Cloud) -> Check:
     restore(cloud, saved)
     host.republishes = True
 
-    def comes_back() -> None:
-        for _ in range(4):  # where it is told nothing, somebody starts it once more
+    def come_back() -> None:
+        for _ in range(4):  # a start that gets no answer is repeated
             with suppress(EcompError):
                 host.restart()
                 break
         _takes(host)
 
-    cloud.act('A', comes_back, mortal=False)
+    cloud.act('A', come_back, mortal=False)
     return lambda: ['U was destroyed here, and lives again'] if U in host.hypervisor.guests() else []
 
 
 def runs_and_waits_again(cloud: Cloud) -> Check:
-    """U runs on A; etcd is restored to when it waited, and B hears of it first: A keeps it, and its claim."""
+    """U runs on A; etcd is restored to when U was queued, and B reads it first: A keeps U and its claim."""
     return _runs_and_waits(cloud, marked=False)
 
 
 def runs_and_waits_marked(cloud: Cloud) -> Check:
-    """The same, and B had a mark at it at that time, which it gave back later."""
+    """The same, and at that time B had a taker key at U, which it released later."""
     return _runs_and_waits(cloud, marked=True)
 
 
 def _runs_and_waits(cloud: Cloud, marked: bool) -> Check:
     host, other = cloud.host(A), cloud.host(B)
     cloud.limited(5)
-    mark = keys.taker(cloud.waiting(U, 'web').waiting.key)
+    taker_key = keys.taker(cloud.waiting(U, 'web').waiting.key)
     if marked:
-        cloud.store.commit([], [Put(mark, mark_to_json(B), other.presence.lease)])
+        cloud.store.commit([], [Put(taker_key, mark_to_json(B), other.presence.lease)])
     saved = dict(cloud.etcd.entries)
-    cloud.store.commit([], [Delete(mark)])
+    cloud.store.commit([], [Delete(taker_key)])
     _takes(host)
     assert U in host.hypervisor.guests()
     restore(cloud, saved)
     cloud.is_ample = False
     host.republishes = other.republishes = True
     other.start(republishes=True)
-    other.republishes = False  # it is started without the option from then on
+    other.republishes = False  # later starts are without the option
 
-    def comes_back() -> None:
+    def come_back() -> None:
         host.start(republishes=True)
         host.rounds(2, host.plan)()
 
-    cloud.act('A', comes_back, process=A)
-    looks = other.hear_computes, other.hear_hosts, other.hear_queues, other.pull, other.plan
+    cloud.act('A', come_back, process=A)
+    steps = other.hear_computes, other.hear_hosts, other.hear_queues, other.pull, other.plan
 
-    def looks_and_is_started_again() -> None:
-        other.rounds(1, *looks)()
+    def read_and_restart() -> None:
+        other.rounds(1, *steps)()
         other.restart()
-        other.rounds(2, *looks)()
+        other.rounds(2, *steps)()
 
-    cloud.act('B', looks_and_is_started_again, process=B)
+    cloud.act('B', read_and_restart, process=B)
     return lambda: ['U runs on two computes'] if other.hypervisor.guests() else []
 
 

@@ -1,4 +1,4 @@
-"""Lost reads, lost answers and leases that end, under each command: what it tells its user then is so (truth.py)."""
+"""Lost messages and expired leases under each command: its message to the user stays true (truth.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.model.scenarios_pairs import active
 
 
 def create_with_losses(cloud: Cloud) -> None:
-    """An instance with a name, a group and a quota is created, built, and its claim is checked."""
+    """An instance with a name, a group and a quota is created and built, and its claim is checked."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.creates('eschedule', U, name='web', group=APART)
@@ -18,7 +18,7 @@ def create_with_losses(cloud: Cloud) -> None:
 
 
 def resume_with_losses(cloud: Cloud) -> None:
-    """The same uuid is asked for twice, with --uuid."""
+    """The same uuid is created twice, with --uuid."""
     cloud.host(A)
     cloud.limited(5)
     for number in (1, 2):
@@ -33,7 +33,7 @@ def set_with_losses(cloud: Cloud) -> None:
 
 
 def queue_with_losses(cloud: Cloud) -> None:
-    """An instance is put into a queue, taken and built."""
+    """An instance is queued, taken and built."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.enqueues('eschedule --queue', U)
@@ -49,7 +49,7 @@ def destroy_with_losses(cloud: Cloud) -> None:
 
 
 def destroy_of_waiting_with_losses(cloud: Cloud) -> None:
-    """A waiting instance is destroyed while it is taken."""
+    """A queued instance is destroyed while it is taken."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
@@ -70,7 +70,7 @@ def forget_with_losses(cloud: Cloud) -> None:
 
 
 def fix_with_losses(cloud: Cloud) -> None:
-    """`audit --fix` releases an orphaned claim while its uuid is asked for again."""
+    """`audit --fix` releases an orphaned claim while its uuid is created again."""
     fix_and_create(cloud)
 
 
@@ -90,7 +90,7 @@ def quota_with_losses(cloud: Cloud) -> None:
 
 
 def keeper_with_losses(cloud: Cloud) -> None:
-    """The claim keeper looks twice, a minute apart, at a claim whose uuid is asked for again."""
+    """The claim keeper checks a claim twice, a minute apart, while its uuid is created again."""
     host = cloud.host(A)
     cloud.claimed(V, A)
     cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims, lambda: cloud.world.sleep(61.0)))
