@@ -1,4 +1,4 @@
-"""Operators beside users: drain, forget, audit --fix, quota set; and what they say is so."""
+"""Operators' commands beside those of users: drain, forget, audit --fix, quota set."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.model.virtual import NOW
 
 
 def forgetting(cloud: Cloud, compute: str, fenced: bool = True) -> Callable[[], None]:
-    """`host forget`, to be given at any time."""
+    """Return the work of a `host forget`."""
     return lambda: forget(
         ModelStore(cloud.etcd), cloud.placement, compute, compute, lambda: NOW, lambda _: None, fenced
     )
 
 
 def forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
-    """`host forget`, given once its compute is silent."""
+    """Add a `host forget` that begins when its compute is silent."""
     go = forgetting(cloud, compute)
 
     def work() -> None:
@@ -40,7 +40,7 @@ def forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
 
 
 def ends(cloud: Cloud, compute: str) -> Actor:
-    """A compute ends in good order, or for good: its lease ends."""
+    """Add the orderly and final end of a compute: its lease is revoked."""
 
     def work() -> None:
         ModelStore(cloud.etcd).revoke(cloud.computes[compute].presence.lease)
@@ -50,21 +50,21 @@ def ends(cloud: Cloud, compute: str) -> Actor:
 
 
 def fixes(cloud: Cloud) -> Actor:
-    """`audit --fix`, from when it has looked twice."""
+    """Add an `audit --fix` whose two checks are done before the schedule begins."""
     first, second = (audit(cloud.store, cloud.placement) for _ in range(2))
-    assert [each for each in second.findings if each.fix]
+    assert [finding for finding in second.findings if finding.fix]
 
     def go() -> list[str]:
         return mend(ModelStore(cloud.etcd), cloud.placement, first, second)
 
-    def again() -> None:
+    def repeat() -> None:
         fix(cloud.store, cloud.placement, lambda _: None)
 
-    return cloud.act('audit --fix', go, again=again, command='fix')
+    return cloud.act('audit --fix', go, again=repeat, command='fix')
 
 
 def sets(cloud: Cloud, name: str, *words: str) -> Actor:
-    """`quota set`."""
+    """Add a `quota set`."""
 
     def go() -> str:
         return limit(ModelStore(cloud.etcd), 'p', words)
@@ -73,7 +73,7 @@ def sets(cloud: Cloud, name: str, *words: str) -> Actor:
 
 
 def drains(cloud: Cloud, compute: str) -> Actor:
-    """`host drain --wait`."""
+    """Add a `host drain --wait`."""
 
     def work() -> None:
         store = ModelStore(cloud.etcd)
@@ -84,7 +84,7 @@ def drains(cloud: Cloud, compute: str) -> Actor:
 
 
 def drain_and_create(cloud: Cloud) -> None:
-    """`host drain --wait` of an empty compute, while a create is on its way that asked placement before."""
+    """`host drain --wait` of an empty compute, during a create that queried placement earlier."""
     cloud.host(A)
     cloud.is_ample = False
     cloud.creates('eschedule', U, asks_first=True)
@@ -92,7 +92,7 @@ def drain_and_create(cloud: Cloud) -> None:
 
 
 def forget_and_create(cloud: Cloud) -> None:
-    """A compute ends and is forgotten while a request for it is on its way."""
+    """A compute ends and is forgotten during a create that may use it."""
     cloud.host(A)
     cloud.is_ample = False
     cloud.creates('eschedule', U)
@@ -100,14 +100,14 @@ def forget_and_create(cloud: Cloud) -> None:
 
 
 def forget_with_another(cloud: Cloud) -> None:
-    """The same where another compute has room: the request goes there, or was delivered before."""
+    """The same where another compute has room: the request goes there, or was delivered earlier."""
     cloud.hosts(A, B)
     cloud.creates('eschedule', U, weigh='first')
     forgets(cloud, A, ends(cloud, A))
 
 
 def forget_what_is_destroyed(cloud: Cloud) -> None:
-    """A compute is dead, and its last instance is destroyed while it is forgotten."""
+    """A compute is dead, and its last instance is destroyed while the compute is forgotten."""
     cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A, name='web')
@@ -117,7 +117,7 @@ def forget_what_is_destroyed(cloud: Cloud) -> None:
 
 
 def fix_and_create(cloud: Cloud) -> None:
-    """`audit --fix` releases an orphan while the same --uuid is asked again."""
+    """`audit --fix` releases an orphaned claim while its --uuid is created again."""
     cloud.host(A)
     cloud.claimed(U, A)
     fixes(cloud)
@@ -125,22 +125,22 @@ def fix_and_create(cloud: Cloud) -> None:
 
 
 def fix_drift(cloud: Cloud) -> None:
-    """`audit --fix` mends a quota, a name and a group that say too much, beside a create and a destroy."""
+    """`audit --fix` repairs a wrong quota, name and group beside a create and a destroy."""
     host = cloud.host(A)
     cloud.is_astray = True
     cloud.limited(5)
-    together = Membership('g', 'affinity', True)
-    cloud.delivered(U, A, 'web', together)
+    membership = Membership('g', 'affinity', True)
+    cloud.delivered(U, A, 'web', membership)
     host.plan(2)
-    astray = Group('g', 'affinity', True, {U: A, W: A})
-    cloud.store.commit([], [Put(keys.name('old'), name_to_json(W)), Put(keys.group('g'), group_json(astray))])
+    wrong_group = Group('g', 'affinity', True, {U: A, W: A})
+    cloud.store.commit([], [Put(keys.name('old'), name_to_json(W)), Put(keys.group('g'), group_json(wrong_group))])
     fixes(cloud)
     cloud.creates('eschedule', V, name='db')
     cloud.destroys('destroy', U)
 
 
 def first_quota_twice(cloud: Cloud) -> None:
-    """A project's first quota is set twice at once, beside a delivery."""
+    """A project's first quota is set twice concurrently, beside a delivery."""
     cloud.host(A)
     cloud.creates('eschedule', U)
     for number in (1, 2):
@@ -155,7 +155,7 @@ def first_quota(cloud: Cloud) -> None:
 
 
 def quota_and_destroy(cloud: Cloud) -> None:
-    """A project's first quota is set while its instance is destroyed, and its compute carries that out."""
+    """A project's first quota is set while its instance is destroyed."""
     host = cloud.host(A)
     cloud.delivered(U, A)
     host.plan(2)
@@ -165,17 +165,23 @@ def quota_and_destroy(cloud: Cloud) -> None:
 
 
 def disable_and_enable(cloud: Cloud) -> Check:
-    """disable and enable at once, beside a claim: each is done, and the provider's traits are somebody's."""
+    """Run `host disable` and `host enable` concurrently, beside a claim: both succeed."""
     cloud.host(A)
     cloud.is_ample = False
-    one = cloud.act('host disable', lambda: disable(cloud.placement, A, A), command='disable', about=(A,))
+    disable_command = cloud.act('host disable', lambda: disable(cloud.placement, A, A), command='disable', about=(A,))
     store = ModelStore(cloud.etcd)
-    two = cloud.act('host enable', lambda: enable(store, cloud.placement, A, A), command='enable', about=(A,))
+    enable_command = cloud.act(
+        'host enable', lambda: enable(store, cloud.placement, A, A), command='enable', about=(A,)
+    )
     cloud.creates('eschedule', U)
 
     def check() -> list[str]:
-        failed = [each.outcome for each in (one, two) if isinstance(each.outcome, EcompError)]
-        return [f'disable or enable fails: {each}' for each in failed if cloud.is_unharmed]
+        errors = [
+            command.outcome
+            for command in (disable_command, enable_command)
+            if isinstance(command.outcome, EcompError)
+        ]
+        return [f'disable or enable fails: {error}' for error in errors if cloud.is_unharmed]
 
     return check
 

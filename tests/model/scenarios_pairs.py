@@ -1,4 +1,4 @@
-"""Pairs that seldom meet: `clear`, all of `audit --fix`, flavors, quotas that go, what hands do in placement."""
+"""Rare combinations: `clear`, a complete `audit --fix`, flavors, removed quotas, manual changes in placement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.model.scenarios_operators import ends, forgets, forgetting, sets
 
 
 def active(cloud: Cloud, instance: str = U, name: str | None = 'web', group: Membership | None = None) -> Compute:
-    """One that lives on A."""
+    """Deliver an instance to A and build it."""
     host = cloud.computes.get(A) or cloud.host(A)
     cloud.delivered(instance, A, name, group)
     host.plan(3)
@@ -34,7 +34,7 @@ def clears(cloud: Cloud) -> Actor:
 
 
 def fixes_all(cloud: Cloud, times: int = 1) -> Actor:
-    """`audit --fix`, from its first look on."""
+    """Add an `audit --fix` with its checks."""
 
     def go() -> list[str]:
         lines: list[str] = []
@@ -46,7 +46,7 @@ def fixes_all(cloud: Cloud, times: int = 1) -> Actor:
 
 
 def cleared_and_used_again(cloud: Cloud) -> None:
-    """One is destroyed, its record cleared, and its uuid asked for again, at any moment."""
+    """An instance is destroyed, its record cleared, and its uuid created again, at any moment."""
     host = active(cloud)
     cloud.host(B)
     cloud.destroys('destroy', U)
@@ -56,7 +56,7 @@ def cleared_and_used_again(cloud: Cloud) -> None:
 
 
 def frozen_forget_and_used_again(cloud: Cloud) -> None:
-    """Two forget a dead compute whose last instance was destroyed; it is cleared, and its uuid asked for again."""
+    """Two commands forget a dead compute whose last instance was destroyed; its uuid is cleared and created again."""
     host = active(cloud)
     cloud.host(B)
     cloud.etcd.end(host.presence.lease)
@@ -67,17 +67,17 @@ def frozen_forget_and_used_again(cloud: Cloud) -> None:
     cloud.act('host forget 1', go, command='forget', about=(A,))
     second = cloud.act('host forget 2', go, command='forget', about=(A,))
 
-    def again() -> Cleared:
+    def clear_later() -> Cleared:
         cloud.world.wait('the second to end', lambda: not second.is_at_it)
         return clear(ModelStore(cloud.etcd))
 
-    cleared = cloud.act('clear', again, mortal=False, command='clear')
+    cleared = cloud.act('clear', clear_later, mortal=False, command='clear')
     command = cloud.creates('eschedule', U, resume=True)
     command.ready = lambda: not cleared.is_at_it
 
 
 def cleared_beside_queue(cloud: Cloud) -> None:
-    """One that waits is destroyed and cleared, and asked for in the queue again, while it is taken."""
+    """A queued instance is destroyed, cleared and queued again, while it is taken."""
     cloud.host(A)
     place = cloud.waiting(U, 'web')
     cloud.takes(A, place)
@@ -87,7 +87,7 @@ def cleared_beside_queue(cloud: Cloud) -> None:
 
 
 def cleared_and_asked_for_more(cloud: Cloud) -> None:
-    """One that waits is destroyed and cleared while it is taken, and asked for again, directly, with another size."""
+    """A queued instance is destroyed and cleared while it is taken, and created again directly with another size."""
     cloud.host(A)
     cloud.takes(A, cloud.waiting(U))
     destroyed = cloud.destroys('destroy', U)
@@ -98,7 +98,7 @@ def cleared_and_asked_for_more(cloud: Cloud) -> None:
 
 
 def fix_beside_a_life(cloud: Cloud) -> None:
-    """`audit --fix` from its first look on, beside a create, and a destroy of another."""
+    """`audit --fix` with its checks, beside a create and the destroy of another instance."""
     cloud.limited(5)
     host = active(cloud, group=TOGETHER)
     fixes_all(cloud)
@@ -108,7 +108,7 @@ def fix_beside_a_life(cloud: Cloud) -> None:
 
 
 def fix_beside_a_queue(cloud: Cloud) -> None:
-    """The same beside what waits, is taken, and destroyed."""
+    """The same while an instance is queued, taken and destroyed."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
@@ -118,7 +118,7 @@ def fix_beside_a_queue(cloud: Cloud) -> None:
 
 
 def claim_removed_by_hand(cloud: Cloud) -> None:
-    """Somebody deletes an active one's claim; it is claimed again, or destroyed, while another is created."""
+    """The claim of an active instance is deleted manually; it is claimed again, or the instance is destroyed."""
     host = active(cloud)
     cloud.exempt(CLAIM, 'somebody deletes the claim of what lives')
     cloud.is_ample = False
@@ -131,31 +131,31 @@ def claim_removed_by_hand(cloud: Cloud) -> None:
 
 
 def claim_removed_in_a_build(cloud: Cloud) -> None:
-    """Somebody deletes the claim of one that is being built, at any moment; and of one that waits for it."""
+    """The claim of an instance is deleted manually at any moment of its build, beside another create."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     cloud.exempt(CLAIM, 'somebody deletes the claim after placement has confirmed it')
     cloud.may_fail |= {U}
     cloud.is_astray = True
 
-    def removes() -> None:
+    def remove() -> None:
         cloud.model.held.pop(U, None)
         cloud.model.rows.pop(U, None)
         cloud.model.writes += 1
 
     call = Call('libvirt', ('somebody deletes the claim', U), writes=True)
-    cloud.act('somebody', lambda: cloud.world.call(call, removes), mortal=False)
+    cloud.act('somebody', lambda: cloud.world.call(call, remove), mortal=False)
     cloud.works(A, '', host.rounds(2, host.plan))
     cloud.creates('eschedule', V)
 
-    def again() -> None:
+    def fix_again() -> None:
         fix(cloud.store, cloud.placement, lambda _: None)
 
-    cloud.act('audit --fix later', lambda: None, again=again)
+    cloud.act('audit --fix later', lambda: None, again=fix_again)
 
 
 def names_removed_by_hand(cloud: Cloud) -> None:
-    """The name, the group and the quota of an active one are deleted; they are mended while it is destroyed."""
+    """The name and the group of an active instance are deleted; they are repaired while it is destroyed."""
     host = active(cloud, group=TOGETHER)
     cloud.exempt(NAME, 'somebody deletes the name of what lives')
     cloud.store.commit([], [Delete(keys.name('web')), Delete(keys.group('g'))])
@@ -168,7 +168,7 @@ def names_removed_by_hand(cloud: Cloud) -> None:
 
 
 def request_removed_by_hand(cloud: Cloud) -> Check:
-    """The request of an active one is deleted by hand; it is destroyed, and stopped, at once."""
+    """The request of an active instance is deleted manually while the instance is destroyed."""
     host = active(cloud, group=TOGETHER)
     store = ModelStore(cloud.etcd)
     cloud.act('somebody', lambda: store.commit([], [Delete(keys.request(A, U))]), mortal=False)
@@ -185,7 +185,7 @@ def request_removed_by_hand(cloud: Cloud) -> Check:
 
 
 def quota_goes_and_comes(cloud: Cloud) -> None:
-    """A quota is removed and set anew, beside a set, and a destroy."""
+    """A quota is removed and set again, beside a set and a destroy."""
     cloud.limited(5)
     host = active(cloud)
     cloud.host(B)
@@ -197,7 +197,7 @@ def quota_goes_and_comes(cloud: Cloud) -> None:
 
 
 def quota_lowered_beside_a_set(cloud: Cloud) -> None:
-    """A quota is lowered while a set is delivered, and one that waits is taken."""
+    """A quota is lowered while a set is delivered and a queued instance is taken."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.is_ample = cloud.is_limited = False
@@ -208,7 +208,7 @@ def quota_lowered_beside_a_set(cloud: Cloud) -> None:
 
 
 def flavor_commands(cloud: Cloud) -> None:
-    """A flavor is removed and set again by commands, while one is put into its queue, one is taken, and destroyed."""
+    """A flavor is deleted and set again while one instance is queued and another is taken and destroyed."""
     host = cloud.host(A)
     cloud.waiting(V)
     store = ModelStore(cloud.etcd)
@@ -224,7 +224,7 @@ def flavor_commands(cloud: Cloud) -> None:
 
 
 def queue_forget_and_destroy(cloud: Cloud) -> None:
-    """What waits is destroyed while the compute that claimed for it ends, and is forgotten."""
+    """A queued instance is destroyed while the compute that claimed for it ends and is forgotten."""
     cloud.hosts(A, B)
     cloud.limited(5)
     place = cloud.waiting(U, 'web', TOGETHER)
@@ -235,7 +235,7 @@ def queue_forget_and_destroy(cloud: Cloud) -> None:
 
 
 def queue_and_direct_name(cloud: Cloud) -> None:
-    """One name, wanted in a queue and directly, and the waiting one is destroyed."""
+    """One name is requested in a queue and directly, and the queued instance is destroyed."""
     host = cloud.host(A)
     cloud.waiting(U, 'web')
     cloud.is_ample = False
@@ -245,27 +245,27 @@ def queue_and_direct_name(cloud: Cloud) -> None:
 
 
 def queues_off(cloud: Cloud) -> Check:
-    """A compute dies as it takes what waits, and is started again without queues: its place is not lost for ever."""
+    """A compute dies as it takes an instance, and restarts without queues: the claim is released."""
     host = cloud.host(A, room=1)
     cloud.is_ample = False
     cloud.waiting(U)
     taker = cloud.works(A, 'taking', host.rounds(1, host.hear_queues, host.pull))
 
-    def comes_back() -> None:
+    def come_back() -> None:
         cloud.world.wait('the taker to end', lambda: not taker.is_at_it)
         host.takes = False
         host.restart()
         host.pull = host.hear_queues = lambda: False  # type: ignore[method-assign, assignment]
         host.rounds(3, host.plan, host.keep_claims, lambda: cloud.world.sleep(61.0))()
 
-    cloud.act('A without queues', comes_back, mortal=False)
+    cloud.act('A without queues', come_back, mortal=False)
 
     def check() -> list[str]:
-        waits = any(key.startswith(keys.QUEUES) for key in cloud.etcd.entries)
-        wrong = ['A holds for ever what it does not take'] if waits and U in cloud.model.held else []
-        if waits and not wrong:
+        is_queued = any(key.startswith(keys.QUEUES) for key in cloud.etcd.entries)
+        problems = ['A holds for ever what it does not take'] if is_queued and U in cloud.model.held else []
+        if is_queued and not problems:
             destroy(cloud.store, U)
-        return wrong
+        return problems
 
     return check
 
@@ -274,7 +274,7 @@ FIRST_OF_S = str(uuid.uuid5(uuid.UUID(S), '1'))
 
 
 def set_and_its_member(cloud: Cloud) -> None:
-    """A set, and one of its instances asked for by itself with its uuid: it is one instance, on one compute."""
+    """A set, and one of its instances created by itself with its uuid: that is one instance on one compute."""
     cloud.hosts(A, B)
     cloud.limited(5)
     cloud.creates('the set', S, resume=True, seed=1, count=2, minimum=2)
@@ -282,23 +282,23 @@ def set_and_its_member(cloud: Cloud) -> None:
 
 
 def set_and_its_member_built(cloud: Cloud) -> Check:
-    """The same while both computes build what they are asked for: there are never two guests of it."""
+    """The same while both computes build: the instance never has two guests."""
     set_and_its_member(cloud)
-    hosts = [cloud.computes[each] for each in (A, B)]
-    for each in hosts:
-        cloud.works(each.uuid, '', each.rounds(2, each.plan, lambda: cloud.world.sleep(1.0)))
+    hosts = [cloud.computes[compute] for compute in (A, B)]
+    for host in hosts:
+        cloud.works(host.uuid, '', host.rounds(2, host.plan, lambda: cloud.world.sleep(1.0)))
 
     def check() -> list[str]:
-        for each in hosts * 3:
-            each.do(each.plan)
-        on = [each.uuid for each in hosts if FIRST_OF_S in each.hypervisor.guests()]
-        return [f'one instance is a guest on {len(on)} computes'] if len(on) > 1 else []
+        for host in hosts * 3:
+            host.do(host.plan)
+        computes = [host.uuid for host in hosts if FIRST_OF_S in host.hypervisor.guests()]
+        return [f'one instance is a guest on {len(computes)} computes'] if len(computes) > 1 else []
 
     return check
 
 
 def set_and_its_member_in_a_queue(cloud: Cloud) -> None:
-    """The same where that one is put into a queue, and taken."""
+    """The same where that instance is queued and taken."""
     cloud.hosts(A, B)
     cloud.limited(5)
     host = cloud.computes[B]
