@@ -1,4 +1,4 @@
-"""Requests that wait in a queue: who takes them, who destroys them, and what is left of those that died."""
+"""Queued requests: computes take them, users destroy them, and computes die with them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.model.explorer import Check, within
 
 
 def two_takers(cloud: Cloud) -> None:
-    """Two computes at one waiting request; a mark's lease may end, either may die, a message may be lost."""
+    """Two computes take one queued request; a taker key's lease may expire, either may die, a message may be lost."""
     cloud.hosts(A, B)
     cloud.computes_freeze = True
     place = cloud.waiting(U)
-    for each in (A, B):
-        cloud.takes(each, place)
+    for compute in (A, B):
+        cloud.takes(compute, place)
 
 
 def taken_and_destroyed(cloud: Cloud) -> None:
-    """A waiting request is destroyed while it is taken."""
+    """A queued request is destroyed while it is taken."""
     cloud.host(A)
     place = cloud.waiting(U)
     cloud.takes(A, place)
@@ -32,7 +32,7 @@ def taken_and_destroyed(cloud: Cloud) -> None:
 
 
 def queued_and_direct(cloud: Cloud) -> None:
-    """One uuid, asked for through the queue and directly, and a taker; a quota counts it once."""
+    """One uuid is created through the queue and directly, beside a taker; a quota counts it once."""
     cloud.limited(2)
     host = cloud.host(A)
     cloud.enqueues('eschedule --queue', U, resume=True)
@@ -41,7 +41,7 @@ def queued_and_direct(cloud: Cloud) -> None:
 
 
 def overtaken_by_a_queue(cloud: Cloud) -> None:
-    """What waits is taken while an eschedule that was overtaken at its uuid undoes its claim."""
+    """A queued request is taken while an eschedule that lost its uuid to it releases its claim."""
     cloud.host(A)
     cloud.claimed(U, A)
     cloud.takes(A, cloud.waiting(U))
@@ -49,69 +49,69 @@ def overtaken_by_a_queue(cloud: Cloud) -> None:
 
 
 def queue_orphan_consumer(cloud: Cloud) -> None:
-    """placement ends between its two transactions while a waiting request is claimed."""
+    """The placement server crashes between its two transactions while a queued request is claimed."""
     cloud.host(A)
     cloud.takes(A, cloud.waiting(U))
 
 
 def restarted_taker(cloud: Cloud) -> None:
-    """A compute of one place dies with a claim for what waits; it has another instance, and is started again."""
+    """A compute with one place left dies with a claim for a queued request, and is restarted."""
     host = cloud.host(A, room=2)
     cloud.delivered(V, A)
     host.plan()
     cloud.waiting(U)
-    # Killed at `taken`, and its mark has ended with its lease.
+    # The compute was killed after its claim, and its taker key has expired with its lease.
     cloud.claimed(U, A)
     cloud.etcd.end(host.presence.lease)
     host.start()
-    told: list[str] = []
+    changes: list[str] = []
 
     def hear_hosts() -> None:
         if host.hear_hosts():
-            told.append('hosts')
+            changes.append('hosts')
 
     def hear_queues() -> None:
         if host.hear_queues():
-            told.append('queues')
+            changes.append('queues')
 
     cloud.act('A, following /hosts', hear_hosts, mortal=False)
     cloud.act('A, following /queues', hear_queues, mortal=False)
 
     def pull() -> None:
         for number in (1, 2):
-            cloud.world.wait('something to be worth a step', lambda number=number: len(told) >= number)  # type: ignore[misc]
+            cloud.world.wait('something to be worth a step', lambda number=number: len(changes) >= number)  # type: ignore[misc]
             host.do(host.pull)
 
     cloud.act('A, taking', pull, mortal=False)
 
 
 def apart_and_cancelled(cloud: Cloud) -> None:
-    """Strict anti-affinity: one waits and is taken by A or B, one is placed directly; the waiting one is destroyed."""
+    """Strict anti-affinity: one queued and one directly created instance; the queued one is taken and destroyed."""
     cloud.hosts(A, B)
     cloud.limited(3)
     cloud.is_ample = False
     place = cloud.waiting(U, 'web', APART)
-    for each in (A, B):
-        cloud.takes(each, place)
+    for compute in (A, B):
+        cloud.takes(compute, place)
     cloud.creates('eschedule', V, group=APART)
     cloud.destroys('destroy', U)
 
 
 def taker_killed(cloud: Cloud) -> None:
-    """A compute takes and builds what waits; it may die anywhere and is started again."""
+    """A compute takes and builds a queued request; it may die anywhere and is restarted."""
     host = cloud.host(A, room=1)
     cloud.waiting(U)
     cloud.works(A, '', host.rounds(2, host.hear_queues, host.pull, host.plan))
 
 
 def frozen_taker(cloud: Cloud) -> None:
-    """A taker is frozen for longer than its lease, the other one takes it meanwhile, and it is destroyed."""
+    """A taker is frozen for longer than its lease, another takes the request concurrently, and it is destroyed."""
     two_takers(cloud)
     cloud.destroys('destroy', U)
 
 
 def dead_taker(cloud: Cloud) -> Check:
-    """A taker dies for good, at any moment: another one takes what waits."""
+    """A taker dies for good at any moment: another one takes the request."""
     cloud.hosts(A, B)
     taker = cloud.takes(A, cloud.waiting(U))
 
@@ -126,15 +126,15 @@ def dead_taker(cloud: Cloud) -> Check:
 
 
 def late_move(cloud: Cloud) -> None:
-    """Whatever a taker sends to etcd may arrive after it has given up; another one takes, too."""
+    """A taker's write may reach etcd after the taker has given up; another one takes the request, too."""
     cloud.hosts(A, B)
     place = cloud.waiting(U)
-    for each in (A, B):
-        cloud.takes(each, place)
+    for compute in (A, B):
+        cloud.takes(compute, place)
 
 
 def refused_by_placement(cloud: Cloud) -> None:
-    """What waits first is nothing that placement takes a claim for: it ends with the reason, and the next is taken."""
+    """A queued request whose claim placement refuses ends with the reason, and the next one is taken."""
     host = cloud.host(A)
     cloud.waiting(U, project='p' * 256)
     cloud.waiting(V)
@@ -143,26 +143,26 @@ def refused_by_placement(cloud: Cloud) -> None:
 
 
 def late_let_go(cloud: Cloud) -> None:
-    """A compute releases what its dead attempt claimed, and so does, late, its process before; another one takes."""
+    """A compute and its previous process both release a dead attempt's claim, the latter late; another takes it."""
     cloud.hosts(A, B)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
-    let_go = cloud.computes[A].taker.let_go
-    cloud.act('A before', lambda: let_go(U), mortal=False)
-    cloud.works(A, 'clearing up', lambda: let_go(U))
+    release = cloud.computes[A].taker.let_go
+    cloud.act('A before', lambda: release(U), mortal=False)
+    cloud.works(A, 'clearing up', lambda: release(U))
     cloud.takes(B, place)
 
 
 def three_takers(cloud: Cloud) -> None:
-    """Three computes at one waiting request, of which two may lose what they send."""
+    """Three computes take one queued request; two of them may lose a message."""
     cloud.hosts(A, B, C)
     place = cloud.waiting(U)
-    for each in (A, B, C):
-        cloud.takes(each, place)
+    for compute in (A, B, C):
+        cloud.takes(compute, place)
 
 
 def flavor_removed(cloud: Cloud) -> None:
-    """A flavor goes while what waits for it is taken, and comes back."""
+    """A flavor is deleted and set again while its queued request is taken."""
     cloud.host(A)
     cloud.takes(A, cloud.waiting(U))
     store = ModelStore(cloud.etcd)
@@ -177,76 +177,78 @@ def flavor_removed(cloud: Cloud) -> None:
 def _stale(
     cloud: Cloud, instance: str, number: int, before: Sequence[str], after: Sequence[str] = ()
 ) -> Callable[[], None]:
-    """So many that are dead, and seen alive: in the order of this request before some computes, and `after` others.
+    """Add `number` dead computes that still have a presence key, and return what ends their common lease.
 
-    What ends the lease they are seen alive on.
+    In the request's order of computes they come before all of `before` and after all of `after`.
     """
-    found: list[str] = []
-    for each in map(name_uuid, range(1000, 9000)):
-        takers = Takers({name: point(name) for name in (each, *before, *after)})
-        place = order(instance, {}, takers)
-        if all(place[other] < place[each] for other in after) and all(place[each] < place[other] for other in before):
-            found.append(each)
-        if len(found) == number:
+    stale: list[str] = []
+    for compute in map(name_uuid, range(1000, 9000)):
+        takers = Takers({name: point(name) for name in (compute, *before, *after)})
+        position = order(instance, {}, takers)
+        if all(position[other] < position[compute] for other in after) and all(
+            position[compute] < position[other] for other in before
+        ):
+            stale.append(compute)
+        if len(stale) == number:
             break
-    assert len(found) == number
+    assert len(stale) == number
     lease = cloud.store.grant(60)
-    cloud.world.names |= {each: f'D{which}' for which, each in enumerate(found)}
-    cloud.store.commit([], [Put(keys.compute(each), '{"queues": true}', lease) for each in found])
-    for compute in cloud.computes.values():  # before anything waits: then they are asked in their order
-        compute.hear_computes()
-        compute.hear_queues()
+    cloud.world.names |= {compute: f'D{which}' for which, compute in enumerate(stale)}
+    cloud.store.commit([], [Put(keys.compute(compute), '{"queues": true}', lease) for compute in stale])
+    for host in cloud.computes.values():  # before anything is queued, so that computes are offered it in their order
+        host.hear_computes()
+        host.hear_queues()
     return lambda: cloud.etcd.end(lease)
 
 
 def _asked(host: Compute, times: int = 3) -> Callable[[], None]:
-    """It hears what waits, and takes what it may by now, from circle to circle."""
+    """Return the work of reading the queues and taking what is due, from circle to circle."""
     return host.rounds(times, host.hear_computes, host.hear_queues, host.pull, lambda: host.world.sleep(WIDER))
 
 
 def chosen_are_dead(cloud: Cloud) -> Check:
-    """Those that are to take it first are all dead: the next one takes it a moment later."""
+    """All computes of the first circle are dead: the next one takes the request a moment later."""
     host = cloud.host(A)
-    end = _stale(cloud, U, FIRST, [A])
+    end_lease = _stale(cloud, U, FIRST, [A])
     cloud.waiting(U)
     cloud.act('A, taking', _asked(host), mortal=False)
 
     def check() -> list[str]:
-        end()
-        wrong = keys.request(A, U) not in cloud.etcd.entries
-        return ['it was not taken although the second circle had come'] if wrong else []
+        end_lease()
+        is_untaken = keys.request(A, U) not in cloud.etcd.entries
+        return ['it was not taken although the second circle had come'] if is_untaken else []
 
     return check
 
 
 def two_circles(cloud: Cloud) -> Check:
-    """A may take it at once and B a moment later, of which either may die or sleep for longer than its lease."""
-    hosts = {each: cloud.host(each) for each in (A, B)}
+    """One compute is offered the request immediately, another a moment later; either may die or freeze."""
+    hosts = {compute: cloud.host(compute) for compute in (A, B)}
     first, second = sorted(hosts, key=lambda each: order(U, {}, Takers({name: point(name) for name in hosts}))[each])
-    end = _stale(cloud, U, FIRST - 1, [second], [first])
+    end_lease = _stale(cloud, U, FIRST - 1, [second], [first])
     cloud.computes_freeze = True
     cloud.waiting(U)
-    for each, host in hosts.items():
-        cloud.works(each, 'taking', _asked(host))
+    for compute, host in hosts.items():
+        cloud.works(compute, 'taking', _asked(host))
 
     def check() -> list[str]:
-        end()
+        end_lease()
         return []
 
     return check
 
 
 def chosen_gone_stale(cloud: Cloud) -> Check:
-    """One of the first dies for good in the middle of taking it; who sees it alive still takes it all the same."""
-    hosts = {each: cloud.host(each) for each in (A, B)}
+    """A compute of the first circle dies for good as it takes the request; the next one still takes it."""
+    hosts = {compute: cloud.host(compute) for compute in (A, B)}
     first, second = sorted(hosts, key=lambda each: order(U, {}, Takers({name: point(name) for name in hosts}))[each])
-    end = _stale(cloud, U, FIRST - 1, [second], [first])
+    end_lease = _stale(cloud, U, FIRST - 1, [second], [first])
     place = cloud.waiting(U)
     taker = cloud.takes(first, place)
     cloud.act('the other, taking', _asked(hosts[second], 2), mortal=False)
 
     def check() -> list[str]:
-        end()
+        end_lease()
         host = cloud.computes[first]
         host.is_dead = taker.dead
         if taker.dead:

@@ -1,4 +1,4 @@
-"""What a compute is in placement, while it starts, ends, is disabled, forgotten, or restored from a copy."""
+"""A compute's provider in placement, while the compute starts, ends, is disabled or forgotten."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.model.scenarios_operators import forgetting
 
 
 def inventory(room: int) -> Inventory:
-    """As compute.yaml has it."""
+    """Return the inventory that compute.yaml configures."""
     sizes = {'VCPU': room, 'MEMORY_MB': 9, 'DISK_GB': 9}
     return {name: {'total': total, 'reserved': 0, 'allocation_ratio': 1.0} for name, total in sizes.items()}
 
 
 def registration(cloud: Cloud, host: Compute, room: int = 4, traits: Iterable[str] = ()) -> Registration:
-    """What a process has of it."""
+    """Return the registration of one process."""
     return Registration(cloud.placement, host.uuid, inventory(room), (), [*traits], (), host.disk.at('state'))
 
 
 def _tries(times: int, work: Callable[[], object]) -> None:
-    """As whoever starts it does, or its next minute."""
+    """Repeat the work after an error, as a restart or the next minute does."""
     for _ in range(times):
         try:
             work()
@@ -40,30 +40,34 @@ def _tries(times: int, work: Callable[[], object]) -> None:
 def _is_closed(cloud: Cloud, compute: str) -> list[str]:
     provider = cloud.model.providers[compute]
     cpu = provider.inventories['VCPU']
-    wrong = [] if cpu['reserved'] == cpu['total'] else ['it ended in good order, and its VCPU are not reserved']
-    return wrong if status.DISABLED in provider.traits else [*wrong, 'it ended in good order, and has no trait for it']
+    problems = [] if cpu['reserved'] == cpu['total'] else ['it ended in good order, and its VCPU are not reserved']
+    return (
+        problems
+        if status.DISABLED in provider.traits
+        else [*problems, 'it ended in good order, and has no trait for it']
+    )
 
 
 def _is_as(cloud: Cloud, mine: Registration, disabled: bool | None) -> list[str]:
-    """Whether all is right after another minute; `disabled` None: whichever."""
+    """Return what is wrong with the provider after another minute; `disabled` None accepts either."""
     mine.keep(lambda: False)
     provider = cloud.model.providers.get(mine.compute)
     if provider is None:
         return ['it lives, and placement does not know it']
-    right = all(
+    is_right = all(
         provider.inventories.get(name, {}).get(part) == value
-        for name, each in mine.inventory.items()
-        for part, value in each.items()
+        for name, fields in mine.inventory.items()
+        for part, value in fields.items()
     )
-    wrong = [] if right else ['it lives, and its inventory is not as it is to be']
-    by_operator, shut = status.BY_OPERATOR in provider.traits, status.DISABLED in provider.traits
-    if by_operator != shut:
-        wrong.append(f'its traits are {sorted(provider.traits)}')
-    return wrong if disabled in (None, shut) else [*wrong, f'it is disabled: {shut}']
+    problems = [] if is_right else ['it lives, and its inventory is not as it is to be']
+    by_operator, is_disabled = status.BY_OPERATOR in provider.traits, status.DISABLED in provider.traits
+    if by_operator != is_disabled:
+        problems.append(f'its traits are {sorted(provider.traits)}')
+    return problems if disabled in (None, is_disabled) else [*problems, f'it is disabled: {is_disabled}']
 
 
 def closed_while_it_is_kept(cloud: Cloud) -> Check:
-    """SIGTERM while the minute's look puts right what somebody changed in placement: it is closed in the end."""
+    """SIGTERM arrives while the periodic check repairs the provider: the provider is closed in the end."""
     host = cloud.host(A)
     mine = registration(cloud, host)
     cloud.model.providers[A].inventories['VCPU']['total'] = 2
@@ -86,7 +90,7 @@ def started_and_disabled(cloud: Cloud) -> Check:
 
 
 def started_and_enabled(cloud: Cloud) -> Check:
-    """The same of one that was disabled, and is enabled."""
+    """The same for a disabled compute that is enabled."""
     return _started(cloud, 'enable')
 
 
@@ -98,57 +102,57 @@ def _started(cloud: Cloud, what: str) -> Check:
         disable(cloud.placement, A, A)
     after: list[Registration] = []
 
-    def restarts() -> None:
+    def restart() -> None:
         before.close()
         ModelStore(cloud.etcd).revoke(host.presence.lease)
 
-        def starts() -> None:
+        def start() -> None:
             mine = registration(cloud, host, 3, ['CUSTOM_NEW'])
             after[:] = [mine]
             mine.register()
 
-        _tries(3, starts)
+        _tries(3, start)
         host.restart()
 
-    cloud.act(A, restarts, mortal=False)
+    cloud.act(A, restart, mortal=False)
     store = ModelStore(cloud.etcd)
 
-    def changes() -> str:
+    def change_trait() -> str:
         return disable(cloud.placement, A, A) if what == 'disable' else enable(store, cloud.placement, A, A)
 
-    done = cloud.act(f'host {what}', changes, mortal=False, command=what, about=(A,))
+    command = cloud.act(f'host {what}', change_trait, mortal=False, command=what, about=(A,))
 
     def check() -> list[str]:
-        if isinstance(done.outcome, BaseException):
-            return [f'host {what} fails: {done.outcome}']
-        wrong = _is_as(cloud, after[0], what == 'disable')
-        return [*wrong, *(['its old trait stays'] if 'CUSTOM_OLD' in cloud.model.providers[A].traits else [])]
+        if isinstance(command.outcome, BaseException):
+            return [f'host {what} fails: {command.outcome}']
+        problems = _is_as(cloud, after[0], what == 'disable')
+        return [*problems, *(['its old trait stays'] if 'CUSTOM_OLD' in cloud.model.providers[A].traits else [])]
 
     return check
 
 
 def started_beside_a_create(cloud: Cloud) -> Check:
-    """A compute with an instance ends, and starts with just room for another, while two are created."""
+    """A compute with an instance ends, and starts with room for one more, during a create."""
     host = cloud.host(A)
     cloud.is_ample = False
     cloud.delivered(U, A)
     host.plan(3)
     before = registration(cloud, host)
 
-    def restarts() -> None:
+    def restart() -> None:
         before.close()
         mine = registration(cloud, host, 2)
         mine.register()
         host.rounds(2, host.plan)()
 
-    cloud.works(A, '', restarts)
+    cloud.works(A, '', restart)
     cloud.creates('eschedule', V)
 
     return lambda: _is_as(cloud, registration(cloud, host, 2), disabled=False)
 
 
 def forgotten_as_it_starts(cloud: Cloud) -> Check:
-    """A silent compute with a destroy to carry out is started again while it is forgotten: it is there, or is not."""
+    """A silent compute with a pending destroy is started while it is forgotten: it is registered in the end."""
     host = cloud.host(A)
     cloud.host(B)
     cloud.limited(5)
@@ -156,14 +160,14 @@ def forgotten_as_it_starts(cloud: Cloud) -> Check:
     cloud.etcd.end(host.presence.lease)
     cloud.destroys('destroy', U)
 
-    def starts() -> None:
+    def start() -> None:
         mine = registration(cloud, host)
         _tries(3, mine.register)
         host.start()
         host.rounds(2, host.plan)()
 
     cloud.act('host forget', forgetting(cloud, A), mortal=False, command='forget', about=(A,))
-    cloud.act('A', starts, mortal=False)
+    cloud.act('A', start, mortal=False)
     cloud.creates('eschedule', V)
     return lambda: _is_as(cloud, registration(cloud, host), disabled=False)
 
