@@ -1,4 +1,4 @@
-"""A queue that is restored with etcd: what was taken from it since runs, and its compute is read-only or away."""
+"""A queue that is restored with etcd after an instance was taken from it, while its compute is read-only or away."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from tests.model.scenarios_operators import forgetting
 
 
 def _taken_since(cloud: Cloud, waited: bool = True, with_placement: bool = False) -> Compute:
-    """A took U from a queue; etcd is restored to when U waited, and A has not accepted that yet.
+    """Have A take U from a queue, then restore etcd to when U was queued; A has not accepted that yet.
 
-    Args:
-        waited: False to restore etcd to before U was asked for.
-        with_placement: restore placement to the same moment.
+    With `waited` False etcd is restored to before U was requested. `with_placement` restores placement to the same
+    moment.
     """
     host = cloud.host(A)
     cloud.flavor()
@@ -39,27 +38,27 @@ def _taken_since(cloud: Cloud, waited: bool = True, with_placement: bool = False
 
 
 def _take_on_b(cloud: Cloud, host: Compute) -> None:
-    """Have B, which never knew this etcd, take from the queue; A accepts the etcd once that has ended."""
+    """Have B, which is new to this etcd, take from the queue; A accepts the etcd when B has finished."""
     new = cloud.host(B)
     cloud.works(B, 'taking', new.rounds(3, new.take))
     _accept_after(cloud, host)
 
 
 def new_compute_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, which is silent since etcd was restored; B, which never knew this etcd, takes from the queue."""
+    """U runs on A, which is silent since etcd was restored; B, which is new to this etcd, takes from the queue."""
     host = _taken_since(cloud)
     cloud.etcd.end(host.presence.lease)
     _take_on_b(cloud, host)
 
 
 def new_compute_beside_a_living_one(cloud: Cloud) -> None:
-    """The same where the key of A is in the snapshot, and is back with its full lease."""
+    """The same where A's presence key is in the snapshot, and is back with its full lease."""
     host = _taken_since(cloud)
     _take_on_b(cloud, host)
 
 
 def new_compute_after_restoring_both(cloud: Cloud) -> None:
-    """The same as the first where placement is restored with etcd, so that no claim says that A runs U."""
+    """The same as the first where placement is restored with etcd, so that no claim shows that A runs U."""
     host = _taken_since(cloud, with_placement=True)
     cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
     cloud.etcd.end(host.presence.lease)
@@ -67,14 +66,14 @@ def new_compute_after_restoring_both(cloud: Cloud) -> None:
 
 
 def new_compute_beside_a_restored_key(cloud: Cloud) -> None:
-    """The same where also the key of A is in the snapshot, and is back with its full lease."""
+    """The same where A's presence key, too, is in the snapshot, and is back with its full lease."""
     host = _taken_since(cloud, with_placement=True)
     cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
     _take_on_b(cloud, host)
 
 
 def forgotten_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, which is silent since etcd was restored, and is forgotten; B takes from the queue."""
+    """U runs on A, which is silent since etcd was restored and is forgotten; B takes from the queue."""
     host = _taken_since(cloud)
     cloud.etcd.end(host.presence.lease)
     new = cloud.host(B)
@@ -85,7 +84,7 @@ def forgotten_after_a_restore(cloud: Cloud) -> None:
 
 
 def queued_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, which is silent since etcd was restored; it is put into a queue again, with its uuid; B takes."""
+    """U runs on A, which is silent since etcd was restored; U is queued again with its uuid, and B takes."""
     host = _taken_since(cloud, waited=False)
     cloud.etcd.end(host.presence.lease)
     new = cloud.host(B)
@@ -95,7 +94,7 @@ def queued_after_a_restore(cloud: Cloud) -> None:
 
 
 def refused_after_a_restore(cloud: Cloud) -> Check:
-    """The same where placement refuses what is asked for with that uuid: B does not end it in error, for A runs it."""
+    """The same where placement refuses the order with that uuid: B does not end U in error, because A runs it."""
     host = _taken_since(cloud, waited=False)
     cloud.etcd.end(host.presence.lease)
     new = cloud.host(B)
@@ -106,23 +105,24 @@ def refused_after_a_restore(cloud: Cloud) -> Check:
 
 
 def state_directory_lost_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, whose state directory is lost; etcd is restored to when U waited; A accepts it and takes."""
+    """U runs on A, whose state directory is lost; etcd is restored to when U was queued; A accepts it and takes."""
     host = _taken_since(cloud)
     host.disk.files = {'boot_id': 'first'}
     _accept_after(cloud, host)
 
 
 def resumed_as_it_is_published(cloud: Cloud) -> None:
-    """U runs on A; both are restored to before it was asked for; A claims for it again as it is asked for again."""
+    """U runs on A; both planes are restored to before its order; A publishes it while it is created again."""
     host = _taken_since(cloud, waited=False, with_placement=True)
     cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
     cloud.host(B)
     host.is_read_only = False
     host.republishes = True
     create = cloud.creates('eschedule', U, resume=True)
-    # No row of truth.py knows an instance that its compute publishes after an eschedule was told that it is not placed.
+    # truth.py has no row for an instance that its compute publishes after an eschedule reported that it is not placed.
     create.command = ''
-    # Where the create claims first U is doubled, as docs/howto/after-a-loss.md says: neither plane knows of it.
+    # If the create claims first, U is doubled, as docs/howto/after-a-loss.md says: neither plane knows of it. So the
+    # create waits for A's claim.
     create.ready = lambda: U in cloud.model.held or not (create.call.where == 'placement' and create.call.writes)
 
     def accept() -> None:
@@ -133,7 +133,7 @@ def resumed_as_it_is_published(cloud: Cloud) -> None:
 
 
 def resumed_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, which is silent since etcd was restored; the command with its uuid is given again."""
+    """U runs on A, which is silent since etcd was restored; the create with its uuid is repeated."""
     host = _taken_since(cloud, waited=False)
     cloud.etcd.end(host.presence.lease)
     cloud.host(B)
@@ -144,25 +144,25 @@ def resumed_after_a_restore(cloud: Cloud) -> None:
 
 
 def interrupted_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, whose key is back; the command with its uuid is interrupted, and leaves the claim to A."""
+    """U runs on A, whose presence key is back; a repeated create is interrupted, and leaves the claim to A."""
     host = _taken_since(cloud, waited=False)
     cloud.creates('eschedule', U, resume=True)
     _accept_after(cloud, host)
 
 
 def destroyed_in_a_restored_queue(cloud: Cloud) -> None:
-    """U runs on A; etcd is restored to when U waited, U is destroyed, and A accepts and publishes: U does not live."""
+    """U runs on A; etcd is restored to when U was queued; U is destroyed and A publishes: U does not live."""
     host = _taken_since(cloud)
     cloud.destroys('destroy', U)
     _accept_after(cloud, host)
 
 
 def _accept_after(cloud: Cloud, host: Compute) -> None:
-    """Have an operator accept the etcd on A once all others have ended."""
+    """Have an operator accept the etcd on A when all other actors have finished."""
     others = list(cloud.world.actors)
 
     def accept() -> None:
-        cloud.world.wait('the others to end', lambda: not any(each.is_at_it for each in others))
+        cloud.world.wait('the others to end', lambda: not any(actor.is_at_it for actor in others))
         host.is_read_only = False
         host.republishes = True
         host.restart()

@@ -1,4 +1,4 @@
-"""Minutes that pass, computes that come back or are new, and an etcd that is restored in the middle of a destroy."""
+"""Passing time, computes that come back or are new, and an etcd that is restored in the middle of a destroy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.model.scenarios_losses import restore
 from tests.model.scenarios_operators import drains, ends, forgets, forgetting
 from tests.model.scenarios_pairs import active
 
-# Minutes pass
+# Passing time
 
 
 def drain_and_slow_create(cloud: Cloud) -> None:
-    """A create is frozen between asking placement and announcing itself, until `host drain --wait` has ended."""
+    """A create is frozen between its query and its announcement until `host drain --wait` has finished."""
     cloud.host(A)
     cloud.is_ample = False
     create = cloud.creates('eschedule', U, asks_first=True)
@@ -30,7 +30,7 @@ def drain_and_slow_create(cloud: Cloud) -> None:
 
 
 def drain_beside_a_frozen_create(cloud: Cloud) -> None:
-    """A create has announced itself, and is frozen before it claims, until `host drain --wait` has ended."""
+    """A create is frozen between its announcement and its claim until `host drain --wait` has finished."""
     cloud.host(A)
     cloud.is_ample = False
     create = cloud.creates('eschedule', U)
@@ -38,7 +38,7 @@ def drain_beside_a_frozen_create(cloud: Cloud) -> None:
 
 
 def drain_beside_a_frozen_claim(cloud: Cloud) -> None:
-    """A compute has marked a waiting instance, and is frozen before it claims, until `host drain --wait` has ended."""
+    """A taker is frozen between its taker key and its claim until `host drain --wait` has finished."""
     cloud.host(A)
     cloud.is_ample = False
     taker = cloud.takes(A, cloud.waiting(U))
@@ -47,14 +47,14 @@ def drain_beside_a_frozen_claim(cloud: Cloud) -> None:
 
 def _freeze_before_claim(actor: Actor, drain: Actor) -> None:
     def is_free() -> bool:
-        claims = actor.call.where == 'placement' and actor.call.writes
-        return not (claims and drain.is_at_it)
+        is_claim = actor.call.where == 'placement' and actor.call.writes
+        return not (is_claim and drain.is_at_it)
 
     actor.ready = is_free
 
 
 def drain_beside_orphans(cloud: Cloud) -> None:
-    """`host drain --wait` beside a claim that no request stands behind, and the keeper that releases it."""
+    """`host drain --wait` beside an orphaned claim, and the keeper that releases it."""
     host = cloud.host(A)
     cloud.is_ample = False
     cloud.claimed(V, A)
@@ -72,7 +72,7 @@ def drain_beside_a_taker(cloud: Cloud) -> None:
 
 
 def drain_beside_a_frozen_taker(cloud: Cloud) -> None:
-    """The same where the compute is frozen between choosing what to take and marking it, until the drain has ended."""
+    """The same where the compute is frozen between its choice and its taker key until the drain has finished."""
     host = cloud.host(A)
     cloud.is_ample = False
     cloud.waiting(U)
@@ -89,7 +89,7 @@ def drain_beside_a_frozen_taker(cloud: Cloud) -> None:
 
 
 def forget_and_slow_create(cloud: Cloud) -> None:
-    """A compute ends and is forgotten beside a create for it that may be slow."""
+    """A compute ends and is forgotten beside a create that may be slow."""
     cloud.host(A)
     cloud.is_ample = False
     cloud.creates('eschedule', U)
@@ -97,7 +97,7 @@ def forget_and_slow_create(cloud: Cloud) -> None:
 
 
 def forget_and_slow_taker(cloud: Cloud) -> None:
-    """A taker ends with a claim for what waits and is forgotten; another compute, which may be slow, takes it."""
+    """A taker ends with a claim for a queued request and is forgotten; another compute, perhaps slow, takes it."""
     cloud.hosts(A, B)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
@@ -105,11 +105,11 @@ def forget_and_slow_taker(cloud: Cloud) -> None:
     cloud.takes(B, place)
 
 
-# Computes that come back, and new ones
+# Computes that come back, and new computes
 
 
 def forgotten_as_it_takes(cloud: Cloud) -> Check:
-    """A silent compute that claimed for a waiting instance comes back as it is forgotten as fenced, and takes it."""
+    """A silent compute with a claim for a queued request comes back while it is forgotten as fenced, and takes it."""
     host = cloud.host(A)
     cloud.waiting(U, 'web')
     cloud.claimed(U, A)
@@ -134,7 +134,7 @@ def forgotten_as_it_takes(cloud: Cloud) -> Check:
         return []
 
     forgotten = cloud.act('host forget', forgetting(cloud, A), command='forget', about=(A,))
-    # Forget has read that A is silent, and is frozen before it releases the claim until A is back.
+    # `host forget` has read that A is silent, and is frozen before it releases the claim until A is back.
     releases = 'GET', f'/allocations/{U}'
     forgotten.ready = lambda: forgotten.call.what != releases or keys.compute(A) in cloud.etcd.entries
     cloud.act('A again', come_back, mortal=False, about=(A,))
@@ -142,7 +142,7 @@ def forgotten_as_it_takes(cloud: Cloud) -> Check:
 
 
 def forgotten_and_back(cloud: Cloud) -> None:
-    """A silent compute is forgotten; it is started again, registers, and takes what waits beside another taker."""
+    """A forgotten compute is started, registers, and takes a queued request beside another taker."""
     host, other = cloud.host(A), cloud.host(B)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
@@ -163,7 +163,7 @@ def forgotten_and_back(cloud: Cloud) -> None:
 
 
 def new_compute_takes(cloud: Cloud) -> None:
-    """A compute that never knew this etcd starts beside one that takes the same waiting instance."""
+    """A compute that is new to this etcd starts beside one that takes the same queued request."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
@@ -180,7 +180,7 @@ def new_compute_takes(cloud: Cloud) -> None:
 
 
 def new_compute_behind_acceptance(cloud: Cloud) -> None:
-    """U runs on A; etcd is restored to when it waited; A has published it again before a new compute starts."""
+    """U runs on A; etcd is restored to when U was queued; A publishes U before a new compute starts."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
@@ -195,11 +195,11 @@ def new_compute_behind_acceptance(cloud: Cloud) -> None:
     cloud.destroys('destroy', U)
 
 
-# Room that comes back, and a quota
+# Room that is free again, and quotas
 
 
 def refused_and_room_again(cloud: Cloud) -> None:
-    """An instance takes the last place as a compute takes from its queue, and is destroyed: the room is as before."""
+    """An instance takes the last place from a queued one, and is destroyed: the queued one gets the room."""
     host = cloud.host(A, room=1)
     cloud.is_ample = False
     cloud.waiting(U)
@@ -209,7 +209,7 @@ def refused_and_room_again(cloud: Cloud) -> None:
 
 
 def queued_in_a_quota(cloud: Cloud) -> None:
-    """A quota of one: one instance is put into a queue and taken, another one is asked for directly."""
+    """A quota of one: one instance is queued and taken, another one is created directly."""
     host = cloud.host(A)
     cloud.limited(1)
     cloud.is_ample = False
@@ -219,7 +219,7 @@ def queued_in_a_quota(cloud: Cloud) -> None:
 
 
 def destroyed_twice_beside_another(cloud: Cloud) -> None:
-    """Two destroys of one instance, while V lives in the same quota: its share is given back once."""
+    """Two destroys of one instance while V lives in the same quota: the share is released once."""
     cloud.limited(5)
     host = active(cloud)
     active(cloud, V, 'db')
@@ -233,14 +233,14 @@ def destroyed_twice_beside_another(cloud: Cloud) -> None:
 
 
 def destroyed_half_and_restored(cloud: Cloud) -> Check:
-    """A destroy is accepted and ecompute is killed in it; etcd is restored to before it, and the compute publishes.
+    """An ecompute is killed in an accepted destroy, etcd is restored to before it, and the compute publishes.
 
     V shares U's group and quota, and lives: names, groups and quotas are compared at rest.
     """
     cloud.limited(5)
     host = active(cloud, group=TOGETHER)
     active(cloud, V, 'db', TOGETHER)
-    both = Group('g', 'affinity', True, {U: A, V: A})  # a second delivered() puts itself alone into the group
+    both = Group('g', 'affinity', True, {U: A, V: A})  # deliver() writes a group with one member
     cloud.store.commit([], [Put(keys.group('g'), group_json(both))])
     limit(cloud.store, 'p', ['instances=5'])
     saved = dict(cloud.etcd.entries)
@@ -250,7 +250,7 @@ def destroyed_half_and_restored(cloud: Cloud) -> Check:
 
 
 def destroyed_half_in_a_restored_queue(cloud: Cloud) -> Check:
-    """The same where etcd is restored to when U still waited in a queue."""
+    """The same where etcd is restored to when U was queued."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
@@ -276,8 +276,8 @@ def _publishes_after(cloud: Cloud, host: Compute, first: Actor, saved: dict[str,
 
     def check() -> list[str]:
         host.rounds(4, host.planner.works_again, host.plan)()
-        lives = is_begun == [True] and U in host.hypervisor.guests()
-        return ['its compute had begun to destroy U, and U lives'] if lives else []
+        is_living = is_begun == [True] and U in host.hypervisor.guests()
+        return ['its compute had begun to destroy U, and U lives'] if is_living else []
 
     return check
 
