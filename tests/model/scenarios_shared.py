@@ -1,4 +1,4 @@
-"""What instances share: groups, quotas, names; two who want the same at once."""
+"""Groups, quotas and names that two instances request concurrently."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from tests.model.explorer import Check, within
 
 
 def apart(cloud: Cloud) -> None:
-    """Two of one strict anti-affinity group; a message may be lost."""
+    """Two instances of one strict anti-affinity group; a message may be lost."""
     cloud.hosts(A, B)
     cloud.creates('eschedule 1', U, seed=1, group=APART)
     cloud.creates('eschedule 2', V, seed=1, group=APART)
 
 
 def together(cloud: Cloud) -> None:
-    """Two of one strict affinity group, on two computes with room for both."""
+    """Two instances of one strict affinity group, on two computes with room for both."""
     cloud.hosts(A, B)
     cloud.creates('eschedule 1', U, seed=1, group=TOGETHER)
     cloud.creates('eschedule 2', V, seed=2, group=TOGETHER)
 
 
 def quota_of_one(cloud: Cloud) -> None:
-    """A quota of one, and two who ask."""
+    """A quota of one, and two creates."""
     cloud.host(A)
     cloud.limited(1)
     cloud.is_ample = False
@@ -31,21 +31,22 @@ def quota_of_one(cloud: Cloud) -> None:
 
 
 def one_name(cloud: Cloud) -> Check:
-    """One name, and two who want it."""
+    """One name, and two creates that request it."""
     cloud.host(A)
-    one, two = (
-        cloud.creates(f'eschedule {number}', each, seed=number, name='web') for number, each in enumerate((U, V), 1)
+    first, second = (
+        cloud.creates(f'eschedule {number}', instance, seed=number, name='web')
+        for number, instance in enumerate((U, V), 1)
     )
 
     def check() -> list[str]:
-        both = isinstance(one.outcome, dict) and isinstance(two.outcome, dict)
-        return ['two instances have one name'] if both else []
+        is_doubled = isinstance(first.outcome, dict) and isinstance(second.outcome, dict)
+        return ['two instances have one name'] if is_doubled else []
 
     return check
 
 
 def set_in_group(cloud: Cloud) -> None:
-    """A set of two, of which one will do, and a single one in one strict anti-affinity group, with a quota of two."""
+    """A set of two with a minimum of one, and a single instance, share an anti-affinity group and a quota of two."""
     cloud.hosts(A, B)
     cloud.limited(2)
     cloud.is_ample = False
@@ -54,7 +55,7 @@ def set_in_group(cloud: Cloud) -> None:
 
 
 def name_of_destroyed(cloud: Cloud) -> None:
-    """An instance is destroyed, and its name taken by another one that is created meanwhile."""
+    """An instance is destroyed while another one is created with its name."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A, 'web')

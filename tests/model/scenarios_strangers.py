@@ -1,4 +1,4 @@
-"""Those who ask no leave: a client of 2019, etcdctl, power switched by several, an etcd that is exchanged."""
+"""Writers that bypass eschedule: a client of 2019, etcdctl, concurrent power actions, a replaced etcd."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from tests.model.scenarios_pairs import active, fixes_all
 
 
 def by_hand(cloud: Cloud, name: str, *operations: Put | Delete) -> Actor:
-    """Somebody with etcdctl, who compares nothing; each key is a call of its own."""
+    """Add manual writes with etcdctl, without conditions; each key is a call of its own."""
     store = ModelStore(cloud.etcd)
 
     def go() -> None:
-        for each in operations:
-            store.commit([], [each])
+        for operation in operations:
+            store.commit([], [operation])
 
-    touched = {keys.last(each.key.removesuffix(keys.TAKER)) for each in operations}
+    touched = {keys.last(operation.key.removesuffix(keys.TAKER)) for operation in operations}
     return cloud.act(name, go, mortal=False, about=tuple(touched))
 
 
 def switched_by_many(cloud: Cloud) -> None:
-    """A stop, a start and a reboot at once, and ecompute may be killed."""
+    """A stop, a start and a reboot run concurrently, and ecompute may be killed."""
     host = active(cloud)
     cloud.works(A, '', host.rounds(5, host.plan))
-    for each in ('stop', 'start', 'reboot'):
-        cloud.powers(each, U, each)
+    for action in ('stop', 'start', 'reboot'):
+        cloud.powers(action, U, action)
 
 
 def _power_fails(cloud: Cloud, host: Compute, first: Actor) -> None:
-    """All power fails when `first` has ended, and the host comes back."""
+    """Add a power failure of the host, which begins when `first` has finished."""
 
-    def comes_back() -> None:
+    def come_back() -> None:
         cloud.world.wait('the power to fail', lambda: not first.is_at_it)
         fails(host)
         host.rounds(4, host.plan)()
 
-    cloud.act('the host', comes_back, mortal=False)
+    cloud.act('the host', come_back, mortal=False)
 
 
 def stopped_and_power_fails(cloud: Cloud) -> Check:
-    """A stop and a start while ecompute is at it, and then all power fails: it is as was asked last."""
+    """A stop and a start while ecompute works, then all power fails: the last action decides."""
     host = active(cloud)
     first = cloud.works(A, '', host.rounds(2, host.plan))
     cloud.powers('stop', U, 'stop')
@@ -64,16 +64,16 @@ def stopped_and_power_fails(cloud: Cloud) -> Check:
     def check() -> list[str]:
         for _ in range(4):
             host.do(host.planner.works_again, host.plan)
-        asked = json.loads(cloud.etcd.entries[keys.request(A, U)].value).get('power')
-        wanted = asked is None or asked['action'] != 'stop'
-        runs = host.hypervisor.guests()[U].running
-        return [] if runs == wanted else [f'asked last: {asked}, and it runs: {runs}']
+        requested = json.loads(cloud.etcd.entries[keys.request(A, U)].value).get('power')
+        should_run = requested is None or requested['action'] != 'stop'
+        is_running = host.hypervisor.guests()[U].running
+        return [] if is_running == should_run else [f'asked last: {requested}, and it runs: {is_running}']
 
     return check
 
 
 def destroyed_and_power_fails(cloud: Cloud) -> None:
-    """A destroy, and all power fails in it; another one that ran is started again."""
+    """All power fails during a destroy; another instance that ran is started again."""
     host = active(cloud)
     active(cloud, V, 'db')
     first = cloud.works(A, '', host.rounds(2, host.plan))
@@ -95,27 +95,27 @@ def _of_2019(instance: str, compute: str, is_destroy: bool = False) -> Put:
 
 
 def asked_as_in_2019(cloud: Cloud) -> None:
-    """A client of 2019 claims and asks, destroys, and destroys again, whatever others do."""
+    """A client of 2019 claims, requests, and destroys twice, beside other commands."""
     host = cloud.host(A)
     store = ModelStore(cloud.etcd)
 
-    def asks() -> None:
+    def request() -> None:
         cloud.claimed(U, A)
         store.commit([], [_of_2019(U, A)])
 
-    def destroys() -> None:
-        cloud.world.wait('it to be asked for', lambda: not asked.is_at_it)
+    def destroy_twice() -> None:
+        cloud.world.wait('it to be asked for', lambda: not requester.is_at_it)
         store.commit([], [_of_2019(U, A, is_destroy=True)])
         store.commit([], [_of_2019(U, A, is_destroy=True)])
 
-    asked = cloud.act('2019', asks, mortal=False)
-    cloud.act('2019 destroy', destroys, mortal=False)
+    requester = cloud.act('2019', request, mortal=False)
+    cloud.act('2019 destroy', destroy_twice, mortal=False)
     cloud.works(A, '', host.rounds(3, host.plan, host.keep_claims))
     cloud.destroys('destroy', U)
 
 
 def destroyed_as_in_2019(cloud: Cloud) -> None:
-    """One of ours is destroyed by a client of 2019, stopped and destroyed by ours: what it shared is free again."""
+    """An instance is destroyed by a client of 2019, stopped and destroyed by ours: what it shared is released."""
     cloud.limited(5)
     host = active(cloud, group=TOGETHER)
     by_hand(cloud, '2019 destroy', _of_2019(U, A, is_destroy=True))
@@ -124,11 +124,11 @@ def destroyed_as_in_2019(cloud: Cloud) -> None:
     cloud.destroys('destroy', U)
 
 
-# By hand, in etcd
+# Manual changes in etcd
 
 
 def presence_removed(cloud: Cloud) -> None:
-    """The key that says that a compute is alive is deleted while it builds, takes, and is asked for more."""
+    """A compute's presence key is deleted while it builds and takes, and while an instance is destroyed."""
     host = cloud.host(A)
     cloud.waiting(V)
     cloud.delivered(U, A, 'web')
@@ -139,16 +139,16 @@ def presence_removed(cloud: Cloud) -> None:
 
 
 def mark_removed(cloud: Cloud) -> None:
-    """The mark of a taker, or what it takes, is deleted by hand; another compute takes, too."""
+    """A taker key is deleted manually while two computes take the request."""
     cloud.hosts(A, B)
     place = cloud.waiting(U)
     by_hand(cloud, 'somebody', Delete(keys.taker(place.waiting.key)))
-    for each in (A, B):
-        cloud.takes(each, place)
+    for compute in (A, B):
+        cloud.takes(compute, place)
 
 
 def waiting_removed(cloud: Cloud) -> None:
-    """What waits is deleted by hand while it is taken, and its uuid is asked for again."""
+    """A queued request is deleted manually while it is taken, and its uuid is created again."""
     host = cloud.host(A)
     place = cloud.waiting(U)
     cloud.takes(A, place)
@@ -158,7 +158,7 @@ def waiting_removed(cloud: Cloud) -> None:
 
 
 def attempt_removed(cloud: Cloud) -> None:
-    """The key of who is at a set is deleted by hand, in the middle of it; it is asked again."""
+    """The key of an attempt is deleted manually while two eschedules create its instance."""
     cloud.hosts(A, B)
     cloud.limited(4)
     by_hand(cloud, 'somebody', Delete(keys.attempt(U)))
@@ -167,39 +167,39 @@ def attempt_removed(cloud: Cloud) -> None:
 
 
 def group_turned(cloud: Cloud) -> None:
-    """A group's rule is edited by hand, and back, while a member ends, one comes, and one is taken."""
+    """A group's policy is changed manually, and back, while one member is destroyed and another one taken."""
     host = active(cloud, group=APART)
     other = cloud.host(B)
     cloud.is_ample = False
     cloud.waiting(V, 'db', APART)
     store = ModelStore(cloud.etcd)
 
-    def turns() -> None:
+    def change_policy() -> None:
         for policy in ('affinity', 'anti-affinity'):
             while (entry := store.get(keys.group('g'))) is not None:
-                turned = {**json.loads(entry.value), 'policy': policy}
-                if store.commit([Unchanged(entry.key, entry.revision)], [Put(entry.key, json.dumps(turned))]):
+                changed = {**json.loads(entry.value), 'policy': policy}
+                if store.commit([Unchanged(entry.key, entry.revision)], [Put(entry.key, json.dumps(changed))]):
                     break
 
-    cloud.act('somebody', turns, mortal=False)
+    cloud.act('somebody', change_policy, mortal=False)
     cloud.works(A, '', host.rounds(2, host.plan))
     cloud.act('B', other.rounds(2, other.hear_queues, other.pull), process=other.process)
     cloud.destroys('destroy', U)
 
 
 def quota_spoilt(cloud: Cloud) -> None:
-    """A quota becomes unreadable, and is put right by hand, while one is created, one ends, and it is set."""
+    """A quota becomes malformed and is repaired manually, during a create, a destroy and a `quota set`."""
     cloud.limited(5)
     host = active(cloud)
     cloud.is_astray = True
     cloud.is_ample = False
     store = ModelStore(cloud.etcd)
 
-    def spoils() -> None:
+    def spoil() -> None:
         store.commit([], [Put(keys.quota('p'), '{')])
         store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {})))])
 
-    cloud.act('somebody', spoils, mortal=False)
+    cloud.act('somebody', spoil, mortal=False)
     cloud.creates('eschedule', V, name='db')
     cloud.destroys('destroy', U)
     cloud.works(A, '', host.rounds(2, host.plan))
@@ -215,7 +215,7 @@ def _accepts(host: Compute, number: int, *work: Callable[[], object]) -> Callabl
 
 
 def accepted_and_destroyed(cloud: Cloud) -> None:
-    """etcd is restored to before U was made; U is published, destroyed, and another takes its name, all at once."""
+    """After a restore of etcd to before U, U is published and destroyed while another instance joins its group."""
     cloud.limited(5)
     host = cloud.host(A)
     saved = dict(cloud.etcd.entries)
@@ -230,26 +230,28 @@ def accepted_and_destroyed(cloud: Cloud) -> None:
 
 
 def accepted_by_two(cloud: Cloud) -> None:
-    """The same of two computes whose instances share a group and a quota, which is set at that moment."""
+    """The same for two computes whose instances share a quota, which is set at that moment."""
     cloud.limited(5)
-    hosts = {each: cloud.host(each) for each in (A, B)}
+    hosts = {compute: cloud.host(compute) for compute in (A, B)}
     saved = dict(cloud.etcd.entries)
     cloud.delivered(U, A, 'web')
     cloud.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {})))])
     cloud.delivered(V, B, 'db')
-    two = {name: 2 * amount for name, amount in SIZE.items()}
-    cloud.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {**two, 'instances': 2})))])
-    for each in hosts.values():
-        each.plan(3)
+    amounts_of_two = {name: 2 * amount for name, amount in SIZE.items()}
+    cloud.store.commit(
+        [], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {**amounts_of_two, 'instances': 2})))]
+    )
+    for host in hosts.values():
+        host.plan(3)
     restore(cloud, saved)
-    for name, each in hosts.items():
-        each.republishes = True
-        cloud.works(name, '', _accepts(each, 2, each.plan))
+    for name, host in hosts.items():
+        host.republishes = True
+        cloud.works(name, '', _accepts(host, 2, host.plan))
     sets(cloud, 'quota set', 'instances=4')
 
 
 def accepted_beside_operators(cloud: Cloud) -> None:
-    """etcd is empty again; A publishes what it runs while `audit --fix` looks and its claim is asked about."""
+    """After the loss of all keys A publishes its guests beside `audit --fix` and a create of the same uuid."""
     host = active(cloud)
     cloud.store.commit([], [Delete(key) for key in cloud.etcd.entries])
     host.republishes = True
@@ -260,7 +262,7 @@ def accepted_beside_operators(cloud: Cloud) -> None:
 
 
 def accepted_and_switched(cloud: Cloud) -> None:
-    """U is stopped; etcd is restored to before that; U is published, started, and its host may be killed."""
+    """U is stopped; etcd is restored to before that; U is published and rebooted, and ecompute may be killed."""
     host = active(cloud)
     saved = dict(cloud.etcd.entries)
     power(cloud.store, U, Power('stop', name_uuid(78)))
