@@ -1,4 +1,4 @@
-"""A compute's tasks in threads of their own beside its planning; a placement that is restored; who only looks."""
+"""A compute's tasks in threads beside its planning, a placement that is restored, and commands that only read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.model.world import World
 
 
 class Lock:
-    """A lock between the actors of a world: a real one would hold up all of them."""
+    """A lock between the actors of a world. A real lock would block the one thread that runs all of them."""
 
     def __init__(self, world: World) -> None:
         self._world, self._is_held = world, False
@@ -45,20 +45,20 @@ class Lock:
 
 
 def threaded(cloud: Cloud, host: Compute, steps: int, *also: Callable[[], object]) -> Callable[[], None]:
-    """The planning of a compute, with a thread for each task."""
+    """Return a compute's planning with a thread for each task."""
     host.memory._lock = Lock(cloud.world)  # type: ignore[assignment]
 
     def go() -> None:
         for number in range(steps):
             planner, process = host.planner, host.process
             try:
-                works = planner.step(host.store.snapshot(keys.request_prefix(host.uuid)).entries)
+                tasks = planner.step(host.store.snapshot(keys.request_prefix(host.uuid)).entries)
             except EcompError:
-                works = []
-            for work in works:
-                planner.begin(work)
-                name = f'A, its {work.task.kind.value} of {NAMES[work.instance]} ({number})'
-                cloud.act(name, partial(planner.carry_out, work), process=process)
+                tasks = []
+            for task in tasks:
+                planner.begin(task)
+                name = f'A, its {task.task.kind.value} of {NAMES[task.instance]} ({number})'
+                cloud.act(name, partial(planner.carry_out, task), process=process)
             host.do(*also)
             cloud.world.sleep(1.0)
 
@@ -66,7 +66,7 @@ def threaded(cloud: Cloud, host: Compute, steps: int, *also: Callable[[], object
 
 
 def built_in_threads(cloud: Cloud) -> None:
-    """Two are built at once, one is destroyed meanwhile; planning goes on beside both."""
+    """Two instances are built concurrently and one is destroyed during its build, beside planning."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A, 'web', TOGETHER)
@@ -77,7 +77,7 @@ def built_in_threads(cloud: Cloud) -> None:
 
 
 def ended_in_threads(cloud: Cloud) -> None:
-    """One is destroyed and one stopped in threads; a record is removed by hand, and the keeper looks."""
+    """One instance is destroyed and one stopped in threads, and a record is deleted manually."""
     cloud.limited(5)
     host = active(cloud, group=TOGETHER)
     active(cloud, V, 'db')
@@ -89,7 +89,7 @@ def ended_in_threads(cloud: Cloud) -> None:
 
 
 def request_removed_in_threads(cloud: Cloud) -> None:
-    """The request of one that is built is deleted by hand, beside planning; what lives of it is destroyed later."""
+    """The request of an instance is deleted manually during its build; leftovers are destroyed later."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     cloud.may_fail.add(U)
@@ -97,77 +97,77 @@ def request_removed_in_threads(cloud: Cloud) -> None:
     cloud.works(A, 'planning', threaded(cloud, host, 4, host.planner.recheck))
     cloud.is_astray = True
 
-    def later() -> None:
+    def clean_up() -> None:
         with suppress(NotFound):
             destroy(cloud.store, U)
         host.plan()
         fix(cloud.store, cloud.placement, lambda _: None)
 
-    cloud.act('later', lambda: None, again=later)
+    cloud.act('later', lambda: None, again=clean_up)
 
 
 def request_spoilt_and_mended(cloud: Cloud) -> None:
-    """The request of one that is to be built becomes unreadable, and is put right, beside planning."""
+    """The request of an instance becomes malformed and is repaired before its build, beside planning."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     cloud.may_fail.add(U)
     key = keys.request(A, U)
-    right = cloud.etcd.entries[key].value.decode()
-    by_hand(cloud, 'somebody', Put(key, '{'), Put(key, right))
+    valid = cloud.etcd.entries[key].value.decode()
+    by_hand(cloud, 'somebody', Put(key, '{'), Put(key, valid))
     cloud.works(A, 'planning', threaded(cloud, host, 4, host.planner.recheck))
 
 
 def keeper_with_generations(cloud: Cloud) -> Check:
-    """The minute's look goes by the generation and by what is followed, which is behind; one is created, one ends."""
+    """The keeper goes by the generation and by followed requests, which lag behind; beside a create and a destroy."""
     cloud.limited(5)
     host = active(cloud)
-    seen = Generations(cloud.placement, several=False)
-    asked: set[str] = set()
+    generations = Generations(cloud.placement, several=False)
+    followed: set[str] = set()
 
-    def follows() -> None:
-        asked.clear()
-        asked.update(map(keys.last, host.store.snapshot(keys.request_prefix(A)).entries))
+    def follow() -> None:
+        followed.clear()
+        followed.update(map(keys.last, host.store.snapshot(keys.request_prefix(A)).entries))
 
-    def keeps() -> None:
-        generation = seen.of(A)
-        host.keeper.look(host.hypervisor.guests(), cloud.world.read_clock(), generation, set(asked))
+    def keep() -> None:
+        generation = generations.of(A)
+        host.keeper.look(host.hypervisor.guests(), cloud.world.read_clock(), generation, set(followed))
 
-    cloud.world.prints.append(lambda: tuple(sorted(asked)))
-    host.keep_claims = keeps  # type: ignore[method-assign]
-    cloud.works(A, 'following', host.rounds(3, follows, lambda: cloud.world.sleep(1.0)))
-    cloud.works(A, 'looking at claims', host.rounds(3, keeps, lambda: cloud.world.sleep(61.0)))
+    cloud.world.prints.append(lambda: tuple(sorted(followed)))
+    host.keep_claims = keep  # type: ignore[method-assign]
+    cloud.works(A, 'following', host.rounds(3, follow, lambda: cloud.world.sleep(1.0)))
+    cloud.works(A, 'looking at claims', host.rounds(3, keep, lambda: cloud.world.sleep(61.0)))
     cloud.works(A, '', host.rounds(2, host.plan))
     cloud.creates('eschedule', V, name='db')
     cloud.destroys('destroy', U)
 
-    def keeps_later() -> None:
-        follows()
-        keeps()
+    def follow_and_keep() -> None:
+        follow()
+        keep()
 
     def check() -> list[str]:
-        host.keep_claims = keeps_later  # type: ignore[method-assign]
+        host.keep_claims = follow_and_keep  # type: ignore[method-assign]
         return []
 
     return check
 
 
 def placement_restored(cloud: Cloud) -> None:
-    """placement is restored from a copy of before an instance was made, while another one is, and one is destroyed."""
+    """A restore of placement to before U was created, during another create and a destroy."""
     cloud.limited(5)
     host = cloud.host(A)
-    copied = copy.deepcopy((cloud.model.providers, cloud.model.rows, cloud.model.held))
+    saved = copy.deepcopy((cloud.model.providers, cloud.model.rows, cloud.model.held))
     active(cloud)
     cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
     cloud.is_astray = True
     cloud.is_ample = False
     cloud.may_fail |= {U, V}
 
-    def restores() -> None:
-        cloud.model.providers, cloud.model.rows, cloud.model.held = copy.deepcopy(copied)
+    def restore_placement() -> None:
+        cloud.model.providers, cloud.model.rows, cloud.model.held = copy.deepcopy(saved)
         cloud.model.writes += 1
 
     call = Call('libvirt', ('placement is restored', U), writes=True)
-    cloud.act('somebody', lambda: cloud.world.call(call, restores), mortal=False)
+    cloud.act('somebody', lambda: cloud.world.call(call, restore_placement), mortal=False)
     cloud.creates('eschedule', V, name='db')
     cloud.destroys('destroy', U)
     cloud.works(A, '', host.rounds(3, host.plan, host.keep_claims))
@@ -175,17 +175,17 @@ def placement_restored(cloud: Cloud) -> None:
 
 
 def frozen_taker_forgotten(cloud: Cloud) -> Check:
-    """A taker is frozen for longer than its lease, and forgotten; another takes; the first goes on."""
+    """A taker is frozen for longer than its lease and forgotten; another one takes, then the first continues."""
     cloud.hosts(A, B)
     host = cloud.computes[A]
     place = cloud.waiting(U, 'web')
     cloud.takes(A, place)
 
-    def freezes() -> None:
+    def freeze() -> None:
         cloud.world.call(Call('libvirt', ('the lease ends of', A), writes=True), lambda: None)
         cloud.etcd.end(host.presence.lease)
 
-    silent = cloud.act('time', freezes, mortal=False)
+    silent = cloud.act('time', freeze, mortal=False)
     forgets(cloud, A, silent)
     cloud.takes(B, place)
 
@@ -199,7 +199,7 @@ def frozen_taker_forgotten(cloud: Cloud) -> Check:
 
 
 def asked_of_two(cloud: Cloud) -> Check:
-    """Somebody asks another compute for what lives on A: it is refused there, and what lives is not harmed."""
+    """A second compute is requested manually to run A's instance: it refuses, and the instance is unharmed."""
     cloud.limited(5)
     host = active(cloud, group=TOGETHER)
     other = cloud.host(B)
@@ -210,58 +210,58 @@ def asked_of_two(cloud: Cloud) -> Check:
     cloud.works(A, '', host.rounds(1, host.plan))
 
     def check() -> list[str]:
-        for each in (host, other) * 3:
-            each.do(each.plan)
+        for compute in (host, other) * 3:
+            compute.do(compute.plan)
         name, group = cloud.etcd.entries.get(keys.name('web')), cloud.etcd.entries.get(keys.group('g'))
-        wrong = [] if name and not name.lease else ['the name of what lives was let go of']
+        problems = [] if name and not name.lease else ['the name of what lives was let go of']
         if group is None or U not in json.loads(group.value)['members']:
-            wrong.append('what lives was taken out of its group')
+            problems.append('what lives was taken out of its group')
         if json.loads(cloud.etcd.entries[keys.quota('p')].value)['used'].get('instances') != 1:
-            wrong.append('its share of the quota was given back')
-        cloud.store.commit([], [Delete(keys.record(B, U))])  # so that what is known of U is A's word alone
-        return wrong
+            problems.append('its share of the quota was given back')
+        cloud.store.commit([], [Delete(keys.record(B, U))])  # so that only A reports on U
+        return problems
 
     return check
 
 
 def looked_at(cloud: Cloud) -> Check:
-    """Whoever lists, or looks for it, finds one that waits, is taken, built, and destroyed, at each moment."""
+    """Both list and find show an instance at every moment while it is queued, taken, built and destroyed."""
     host = cloud.host(A)
     cloud.waiting(U, 'web')
     missed: list[str] = []
     store = ModelStore(cloud.etcd)
 
-    def lists() -> None:
+    def list_records() -> None:
         records, errors = all_records(store, with_gone=True)
-        if U not in {each.instance for each in records} or errors:
+        if U not in {record.instance for record in records} or errors:
             missed.append(f'not in the list: {errors}')
 
-    def finds() -> None:
+    def find_record() -> None:
         if find(store, U) is None:
             missed.append('not found')
 
-    for each in range(2):
-        cloud.act(f'list {each}', lists, mortal=False)
-        cloud.act(f'find {each}', finds, mortal=False)
+    for number in range(2):
+        cloud.act(f'list {number}', list_records, mortal=False)
+        cloud.act(f'find {number}', find_record, mortal=False)
     cloud.works(A, '', host.rounds(2, host.hear_queues, host.pull, host.plan))
     cloud.destroys('destroy', U)
 
     def check() -> list[str]:
-        failed = [each.outcome for each in cloud.world.actors if isinstance(each.outcome, EcompError)]
-        strange = [str(each) for each in failed if not isinstance(each, NotFound)]
-        return [*missed, *strange]
+        errors = [actor.outcome for actor in cloud.world.actors if isinstance(actor.outcome, EcompError)]
+        unexpected = [str(error) for error in errors if not isinstance(error, NotFound)]
+        return [*missed, *unexpected]
 
     return check
 
 
 def everybody(cloud: Cloud) -> None:
-    """A queue, a create, a destroy, clear, the keeper and `audit --fix` at once, on two computes."""
-    hosts = [cloud.host(each) for each in (A, B)]
+    """A queue, a create, a destroy, clear, the keeper and `audit --fix` run concurrently on two computes."""
+    hosts = [cloud.host(compute) for compute in (A, B)]
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
     cloud.creates('eschedule', V, name='db', group=TOGETHER)
-    for each in hosts:
-        cloud.works(each.uuid, '', each.rounds(3, each.hear_queues, each.pull, each.plan, each.keep_claims))
+    for host in hosts:
+        cloud.works(host.uuid, '', host.rounds(3, host.hear_queues, host.pull, host.plan, host.keep_claims))
     cloud.destroys('destroy', U)
     clears(cloud)
     fixes_all(cloud)

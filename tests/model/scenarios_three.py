@@ -1,4 +1,4 @@
-"""Three at a time: what two of them leave to each other, and what a third does meanwhile."""
+"""Three concurrent commands: a third one acts on what the other two leave to each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.model.scenarios_operators import drains, ends, fixes, forgets, sets
 
 
 def keeper_drain_and_create(cloud: Cloud) -> None:
-    """A claim is left on A and due; A is drained, and the same --uuid asked again."""
+    """An orphaned claim on A is due for release; A is drained, and the claim's --uuid created again."""
     host = cloud.host(A)
     cloud.host(B)
     cloud.claimed(U, A)
@@ -22,7 +22,7 @@ def keeper_drain_and_create(cloud: Cloud) -> None:
 
 
 def keeper_drain_and_create_anew(cloud: Cloud) -> None:
-    """The same where the create is another one's, which asks placement first; and two looks."""
+    """The same where another uuid is created, which queries placement first; the keeper checks twice."""
     host = cloud.host(A)
     cloud.is_ample = False
     cloud.claimed(V, A)
@@ -32,7 +32,7 @@ def keeper_drain_and_create_anew(cloud: Cloud) -> None:
 
 
 def fix_destroy_and_resume(cloud: Cloud) -> None:
-    """`audit --fix` releases a claim whose uuid is asked for again, and is destroyed at once."""
+    """`audit --fix` releases a claim while its uuid is created again and destroyed."""
     host = cloud.host(A)
     cloud.claimed(U, A)
     fixes(cloud)
@@ -42,7 +42,7 @@ def fix_destroy_and_resume(cloud: Cloud) -> None:
 
 
 def fix_taking_and_destroy(cloud: Cloud) -> None:
-    """`audit --fix` releases a claim of one that was put into a queue since; it is taken, and destroyed."""
+    """`audit --fix` releases a claim of an instance that was queued since; it is taken and destroyed."""
     cloud.host(A)
     cloud.claimed(U, A)
     fixes(cloud)
@@ -51,20 +51,20 @@ def fix_taking_and_destroy(cloud: Cloud) -> None:
 
 
 def quota_two_creates_and_destroy(cloud: Cloud) -> None:
-    """A project's first quota is set while two are created and a third is destroyed."""
+    """A project's first quota is set during two creates and a destroy."""
     host = cloud.host(A)
     cloud.is_ample, cloud.is_limited = False, False
     cloud.delivered(W, A)
     host.plan(3)
     sets(cloud, 'quota set', 'instances=5')
-    for number, each in enumerate((U, V), 1):
-        cloud.creates(f'eschedule {number}', each, seed=number)
+    for number, instance in enumerate((U, V), 1):
+        cloud.creates(f'eschedule {number}', instance, seed=number)
     cloud.destroys('destroy', W)
     cloud.works(A, '', host.rounds(1, host.plan))
 
 
 def group_forget_and_drain(cloud: Cloud) -> None:
-    """A member's host is dead and forgotten, the other one drained, while one joins; its destroy was accepted."""
+    """A group member's dead host is forgotten and the other host drained while an instance joins the group."""
     cloud.hosts(A, B)
     cloud.is_ample = False
     cloud.delivered(V, A, group=APART)
@@ -76,7 +76,7 @@ def group_forget_and_drain(cloud: Cloud) -> None:
 
 
 def policy_of_two(cloud: Cloud) -> None:
-    """Two make one group at once, with two policies, and the one host they may be on is drained."""
+    """Two creates make one group with different policies, and one of the hosts is drained."""
     cloud.hosts(A, B)
     cloud.is_ample = False
     cloud.creates('eschedule 1', U, seed=1, group=APART)
@@ -85,7 +85,7 @@ def policy_of_two(cloud: Cloud) -> None:
 
 
 def forget_and_taker(cloud: Cloud) -> None:
-    """A taker ends with a claim for what waits, and is forgotten; another one takes, and is started again."""
+    """A taker ends with a claim for a queued request and is forgotten; another one takes it and is restarted."""
     cloud.hosts(A, B)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
@@ -93,16 +93,16 @@ def forget_and_taker(cloud: Cloud) -> None:
     other = cloud.computes[B]
     taker = cloud.takes(B, place)
 
-    def again() -> None:
+    def restart() -> None:
         cloud.world.wait('the taker to be killed', lambda: taker.dead)
         other.restart()
         other.rounds(2, other.hear_queues, other.pull)()
 
-    cloud.act('B again', again, process=B)
+    cloud.act('B again', restart, process=B)
 
 
 def late_release_keeper_and_resume(cloud: Cloud) -> None:
-    """An eschedule undoes its claim late; the keeper is due, and the uuid asked once more."""
+    """An eschedule releases its claim late; the keeper is due to, and the uuid is created again."""
     host = cloud.host(A)
     cloud.claimed(U, A)
     host.keep_claims()
