@@ -1,4 +1,4 @@
-"""What somebody has put into etcd by hand, and what operators' commands say and do then."""
+"""Manual writes to etcd, and what operators' commands report and do about them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ pytestmark = pytest.mark.fast
 
 @pytest.fixture
 def cloud() -> Iterator[Cloud]:
-    with quiet_cloud() as made:
-        yield made
+    with quiet_cloud() as quiet:
+        yield quiet
 
 
 @pytest.mark.parametrize('junk', ['junk', '', f'junk/{U}'])
@@ -51,30 +51,30 @@ def test_a_drain_waits_for_no_key_that_names_no_instance(cloud: Cloud, junk: str
     drained(cloud.store, cloud.placement, A, 'hv1', Deadline(5.0), lambda _: None)
 
 
-# A key that says that a compute is alive, on no lease: nobody is alive by it (rule 12)
+# Presence keys without a lease: they do not prove that a compute is alive (rule 12)
 
 
 def is_silent(cloud: Cloud) -> None:
-    """The compute has ended, and somebody has put its key, which no lease ends."""
+    """End the compute's lease, and put its presence key manually without a lease."""
     cloud.etcd.end(cloud.computes[A].presence.lease)
     cloud.computes[A].is_dead = True
     cloud.store.commit([], [Put(keys.compute(A), '{"hostname":"hv1"}'), Put(keys.hostname(A), to_json('hv1'))])
 
 
 def forgotten(cloud: Cloud) -> list[str]:
-    said: list[str] = []
-    forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, said.append, fenced=True)
-    return said
+    lines: list[str] = []
+    forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, lines.append, fenced=True)
+    return lines
 
 
 def codes(cloud: Cloud) -> set[str]:
-    return {each.code for each in audit(cloud.store, cloud.placement).findings}
+    return {finding.code for finding in audit(cloud.store, cloud.placement).findings}
 
 
 def mended(cloud: Cloud) -> list[str]:
-    """What `audit --fix` says that it has done, after two looks."""
-    looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
-    return mend(cloud.store, cloud.placement, *looks)
+    """Return the repairs of `audit --fix`, after two checks."""
+    reports = [audit(cloud.store, cloud.placement) for _ in range(2)]
+    return mend(cloud.store, cloud.placement, *reports)
 
 
 def test_a_compute_without_a_lease_is_forgotten_with_that_key(cloud: Cloud) -> None:
@@ -89,7 +89,7 @@ def test_a_compute_without_a_lease_is_forgotten_with_that_key(cloud: Cloud) -> N
 
 
 def test_such_a_key_alone_is_removed_too(cloud: Cloud) -> None:
-    """As is left where one that had no name was being forgotten by somebody who was killed."""
+    """A killed `host forget` of a compute without a name leaves only this key."""
     key = keys.compute(A)
     cloud.store.commit([], [Put(key, '{"hostname":"hv1"}')])
     assert forgotten(cloud) == [f'{key}: removed: it was on no lease']
@@ -99,7 +99,7 @@ def test_such_a_key_alone_is_removed_too(cloud: Cloud) -> None:
 
 
 def test_how_often_what_it_ended_was_claimed_is_noted(cloud: Cloud) -> None:
-    """Another `host forget` may be frozen there, and the uuid be used again."""
+    """Another `host forget` may be frozen before its release, and the uuid may be used again."""
     host = cloud.host(A)
     cloud.delivered(U, A)
     host.plan(3)
@@ -125,11 +125,11 @@ def test_one_that_comes_alive_is_not_forgotten(cloud: Cloud) -> None:
     host = cloud.host(A)
     is_silent(cloud)
 
-    def tell(_: str) -> None:
+    def bring_back(_: str) -> None:
         host.look_after_presence()
 
     with pytest.raises(Conflict, match='came back while it was being forgotten'):
-        forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, tell, fenced=True)
+        forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, bring_back, fenced=True)
     assert cloud.etcd.entries[keys.compute(A)].lease
     assert keys.hostname(A) in cloud.etcd.entries
 
@@ -141,8 +141,8 @@ def test_what_is_asked_of_such_a_compute_is_said_to_wait(cloud: Cloud) -> None:
     is_silent(cloud)
     disable(cloud.placement, A, 'hv1')
     assert enable(cloud.store, cloud.placement, A, 'hv1') == 'hv1: enabled, as soon as its ecompute is started'
-    said = power(cloud.store, U, Power(STOP, W)).said
-    assert said == f'{U}: stop accepted, {A} carries it out when it is back: it is silent now'
+    message = power(cloud.store, U, Power(STOP, W)).said
+    assert message == f'{U}: stop accepted, {A} carries it out when it is back: it is silent now'
 
 
 def test_the_name_of_such_a_compute_is_removed_where_nothing_else_is_left(cloud: Cloud) -> None:
@@ -160,7 +160,7 @@ def test_what_failed_gives_back_its_share_once_though_its_host_is_forgotten(clou
     cloud.limited(3)
     cloud.delivered(U, B)
     failed = Record(V, A, ERROR, project_id='p', resources=SIZE, error=Failure('image', '404', 'all'))
-    # An eschedule of 2019 asks for a destroy whatever there is.
+    # An eschedule of 2019 requests a destroy in any state.
     destroyed = Request(V, {}, user_id='u', project_id='p')
     puts = [Put(keys.record(A, V), record_json(failed)), Put(keys.request(A, V), request_json(destroyed))]
     cloud.store.commit([], puts)
@@ -185,7 +185,7 @@ def test_what_a_newer_eschedule_delivered_counts(cloud: Cloud) -> None:
 
 
 def test_what_waits_and_cannot_be_read_gives_back_what_it_shared(cloud: Cloud) -> None:
-    """As where a newer eschedule queued it."""
+    """A newer eschedule may have queued the entry."""
     cloud.limited(5)
     key = cloud.waiting(U, 'web', Membership('g', 'anti-affinity', True)).waiting.key
     newer = {**load_object(cloud.etcd.entries[key].value), 'version': 2}
@@ -205,8 +205,8 @@ def test_a_destroy_of_2019_counts_for_what_its_record_says_until_its_compute_is_
     cloud.limited(5)
     cloud.delivered(U, A)
     host.plan(2)
-    who = {'user_id': 'u', 'project_id': project, 'consumer_generation': None}
-    destroyed = dump({'allocations': {}, 'instance': U, 'image': None, **who})
+    owner = {'user_id': 'u', 'project_id': project, 'consumer_generation': None}
+    destroyed = dump({'allocations': {}, 'instance': U, 'image': None, **owner})
     cloud.store.commit([], [Put(keys.request(A, U), destroyed)])
     is_silent(cloud)
     assert 'quota-differs' not in codes(cloud)
@@ -217,12 +217,12 @@ def test_a_destroy_of_2019_counts_for_what_its_record_says_until_its_compute_is_
 
 
 def test_it_counts_by_the_record_of_the_compute_that_is_asked(cloud: Cloud) -> None:
-    """Another one, which is alive, says that it is gone there."""
+    """Another compute, which is alive, records that the instance is gone there."""
     cloud.hosts(A, B)
     cloud.limited(5)
-    mine, other = Record(U, A, ACTIVE, project_id='p', resources=SIZE), Record(U, B, GONE)
+    active, gone = Record(U, A, ACTIVE, project_id='p', resources=SIZE), Record(U, B, GONE)
     destroyed = Request(U, {}, user_id='u', project_id='p')
-    puts = [Put(keys.record(each.compute, U), record_json(each)) for each in (mine, other)]
+    puts = [Put(keys.record(record.compute, U), record_json(record)) for record in (active, gone)]
     cloud.store.commit([], [*puts, Put(keys.request(A, U), request_json(destroyed))])
     is_silent(cloud)
     limit(cloud.store, 'p', ['instances=5'])
@@ -247,11 +247,11 @@ def test_a_right_quota_stays_right_where_a_request_has_ended(cloud: Cloud) -> No
     cloud.limited(5)
     cloud.delivered(U, A)
     host.plan(2)
-    asked = cloud.etcd.entries[keys.request(A, U)].value
+    request_value = cloud.etcd.entries[keys.request(A, U)].value
     destroy(cloud.store, U)
     host.plan(2)
     is_silent(cloud)
-    cloud.store.commit([], [Put(keys.request(A, U), asked.decode())])
+    cloud.store.commit([], [Put(keys.request(A, U), request_value.decode())])
     assert {'quota-differs', 'request-ended'} <= codes(cloud)
     mended(cloud)
     assert keys.request(A, U) not in cloud.etcd.entries
@@ -262,14 +262,17 @@ def test_a_record_that_cannot_be_read_keeps_its_own_place_in_a_group_alone(cloud
     host = cloud.host(A)
     cloud.delivered(U, A, None, Membership('g', 'affinity', True))
     host.plan(2)
-    astray = Group('g', 'affinity', True, {U: A, V: A, W: A})
-    puts = [Put(keys.group('g'), group_json(astray)), *(Put(keys.record(A, each), '{"rubbish') for each in (U, V))]
+    wrong_group = Group('g', 'affinity', True, {U: A, V: A, W: A})
+    puts = [
+        Put(keys.group('g'), group_json(wrong_group)),
+        *(Put(keys.record(A, instance), '{"rubbish') for instance in (U, V)),
+    ]
     cloud.store.commit([], puts)
     assert f'group-orphaned g: {W} is taken out' in mended(cloud)
     assert group_from_json('g', cloud.etcd.entries[keys.group('g')].value).members == {U: A, V: A}
 
 
-# Keys that say that somebody is at it, on no lease: nobody is (as above)
+# Attempt and taker keys without a lease: they belong to no process (rule 12)
 
 
 def test_a_host_is_drained_and_forgotten_whatever_is_on_no_lease(cloud: Cloud) -> None:
@@ -292,10 +295,10 @@ def test_why_what_waits_for_a_flavor_that_is_gone_waits(cloud: Cloud) -> None:
     cloud.host(A)
     cloud.waiting(U, 'web')
     cloud.store.commit([], [Delete(keys.flavor(FLAVOR))])
-    found = find(cloud.store, U)
-    assert found is not None
-    said = in_sentences(why(cloud.store, lambda: cast(Placement, cloud.placement), found))
-    assert said.splitlines()[1:] == [
+    record = find(cloud.store, U)
+    assert record is not None
+    text = in_sentences(why(cloud.store, lambda: cast(Placement, cloud.placement), record))
+    assert text.splitlines()[1:] == [
         f'it asked for {QUERY}',
         'its flavor is not there, and nobody takes it: eschedule flavor set it again, or eschedule destroy it',
     ]
