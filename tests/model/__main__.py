@@ -69,7 +69,7 @@ def _replay(text: str) -> int:
     name, choices = decode(text)
     wrong, story = replay(SCENARIOS[name], choices)
     sys.stdout.write(f'{SCENARIOS[name].title}\n{story}\n')
-    sys.stdout.write(''.join(f'WRONG: {each}\n' for each in wrong) or 'nothing is wrong\n')
+    sys.stdout.write(''.join(f'WRONG: {violation}\n' for violation in wrong) or 'nothing is wrong\n')
     return 1 if wrong else 0
 
 

@@ -85,7 +85,7 @@ class PlacementModel:
 
     def makes(self, bodies: Mapping[str, Json]) -> bool:
         """Return True if this write would create a consumer."""
-        return any(name not in self.rows and each['consumer_generation'] is None for name, each in bodies.items())
+        return any(name not in self.rows and body['consumer_generation'] is None for name, body in bodies.items())
 
     def begin(self, bodies: Mapping[str, Json]) -> Begun:
         """Run the first transactions of a write, which create missing consumers."""
