@@ -1,4 +1,4 @@
-"""The actors of a world, the calls they are about to make, and the faults that may hit a call."""
+"""The actors of a world, the calls that they make, and the faults that hit the calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAULTS = 1
 
 @dataclass(frozen=True)
 class Call:
-    """The call that an actor is about to make. With the world's state, `operation` determines the answer."""
+    """The next call of an actor. With the world's state, `operation` determines the answer."""
 
     where: str
     what: tuple[Hashable, ...]
@@ -115,7 +115,7 @@ class Actor:
 
 
 class Option(NamedTuple):
-    """A possible next step: the actor that continues or the event that happens, the call's fault, and its cost."""
+    """A possible next step: the actor or event that is next, the call's fault, and its cost."""
 
     who: str
     fate: str = ''
@@ -128,7 +128,7 @@ class Option(NamedTuple):
 
 
 class Chooser(Protocol):
-    """Decides what comes next. A recorded choice is repeated without computing the options again."""
+    """Decides what comes next. The options of a recorded choice are not computed again."""
 
     def known(self) -> Option | None:
         """Return the option that was recorded for this point, or None if one must be chosen."""

@@ -1,4 +1,4 @@
-"""A small cloud in a world, and the methods with which a scenario sets its scene and adds its actors."""
+"""A small cloud in a world, with the methods that set a scene and add its actors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ NAMES = {A: 'A', B: 'B', C: 'C', U: 'U', V: 'V', W: 'W', S: 'S'} | {
 
 @dataclass
 class Command:
-    """An eschedule that creates instances: its actor, its order, and whether it was given --uuid."""
+    """An eschedule that creates instances: its actor, its order, and if it was given --uuid."""
 
     actor: Actor
     wanted: SetOrder
@@ -107,7 +107,7 @@ class Cloud:
         world.events.append(self._minutes)
 
     def exempt(self, rule: str, reason: str) -> None:
-        """Do not check a rule of tests/model/invariants.py in this scenario, because the scenario itself breaks it."""
+        """Do not check a rule of tests/model/invariants.py that this scenario breaks itself."""
         assert rule in RULES, rule
         self.invariants.exempt[rule] = reason
 
@@ -299,7 +299,7 @@ class Cloud:
         return not any(step.fate for step in self.world.steps)
 
     def unknown(self) -> list[Command]:
-        """Return the commands that a user is told to repeat with --uuid: killed ones, and those with exit code 7."""
+        """Return the commands to repeat with --uuid: killed ones, and those with exit code 7."""
         return [
             replace(command, resume=True)
             for command in self.commands
@@ -316,7 +316,7 @@ class Cloud:
 
 
 class Asked:
-    """The future of ask_placement(): the query runs in an actor of its own, or when the result is needed."""
+    """The future of ask_placement(): the query runs in an actor of its own, or in result()."""
 
     def __init__(self, cloud: Cloud, query: str, at_once: bool) -> None:
         self._cloud, self._query = cloud, query

@@ -225,7 +225,7 @@ class Compute:
         return self.offers.backlog is not None and bool(self.offers.backlog.places)
 
     def pull(self) -> None:
-        """Take the requests that fit and are due, waiting briefly where others are offered them first."""
+        """Take the requests that fit and are due, and wait briefly for others to become due."""
         # The followed presence keys are always current here, so that following them needs no step of its own.
         self.offers.on_computes(
             {key: entry for key, entry in self.etcd.entries.items() if key.startswith(keys.COMPUTES)}
@@ -265,11 +265,11 @@ class Compute:
     def rounds(self, number: int, *work: Callable[[], Any]) -> Callable[[], None]:
         """Return an actor's work that runs these functions `number` times."""
 
-        def go() -> None:
+        def run() -> None:
             for _ in range(number):
                 self.do(*work)
 
-        return go
+        return run
 
     def remembered(self) -> Mapping[str, object]:
         return self.memory.all()

@@ -1,4 +1,4 @@
-"""A state directory in memory, with the methods that the product's Memory and GuestData use."""
+"""A state directory in memory, with what the product's Memory and GuestData use of it."""
 
 from __future__ import annotations
 

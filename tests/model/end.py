@@ -16,7 +16,7 @@ ENDED = ('gone', 'error')
 
 
 class Told(NamedTuple):
-    """One sentence: the actor whose command printed it, what the command returned or raised, and the sentence."""
+    """One sentence, the actor whose command printed it, and the command's result or error."""
 
     actor: Actor
     outcome: object
@@ -30,7 +30,7 @@ class Told(NamedTuple):
 
 
 def prior(cloud: Cloud) -> frozenset[str]:
-    """Return the instances that are requested, queued or hold a claim before the schedule begins."""
+    """Return the instances that are requested, queued or hold a claim before the schedule."""
     instances = {keys.last(key) for key in cloud.etcd.entries if key.startswith((keys.HOSTS, keys.QUEUES))}
     return frozenset(instances | cloud.model.held.keys())
 
@@ -52,7 +52,7 @@ class End:
         return text
 
     def request(self, instance: str, compute: str = '') -> Json | None:
-        """Return the request of an instance, on one compute or on any; None if it is missing, {} if malformed."""
+        """Return an instance's request, on one compute or any; None if missing, {} if malformed."""
         for key, entry in self.entries.items():
             if key.startswith(keys.request_prefix(compute) if compute else keys.HOSTS) and keys.last(key) == instance:
                 return _parse(entry.value)

@@ -123,7 +123,7 @@ class Etcd:
 
 
 class ModelStore(Store):
-    """The connection of one process: the product's store with all its calls replaced. `fence` is as in Store."""
+    """The connection of one process: the product's store with all its calls replaced."""
 
     def __init__(self, etcd: Etcd) -> None:
         self.where = 'memory'

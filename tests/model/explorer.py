@@ -118,7 +118,7 @@ class Seen:
 
 
 class Follow:
-    """Repeats recorded choices, then takes the first option, or a random one; records all options.
+    """Repeats recorded choices, then takes the first or a random option; records all options.
 
     `before` are the choices of an earlier execution, the last one perhaps changed.
     """
@@ -260,7 +260,7 @@ def _explore(
 
 
 def look_for(scenario: Scenario, schedules: int, seed: int = 1) -> Explored:
-    """Run at most `schedules` schedules until something is found: half of them in order, the others at random."""
+    """Run schedules until something is found: half of them in order, the others at random."""
     result = explore(scenario, schedules=schedules // 2)
     if not result.exhausted and not result.findings:
         result.add(wander(scenario, scenario.bounds, seed, schedules=schedules - result.schedules))
@@ -275,7 +275,7 @@ def wander(
     schedules: int | None = None,
     first: bool = True,
 ) -> Explored:
-    """Run random schedules, at most `schedules` or for `seconds`, beyond what can be explored exhaustively."""
+    """Run random schedules beyond what can be explored exhaustively."""
     result, began = Explored(), _monotonic()
     ends: set[int] = set()
     with virtual():

@@ -1,4 +1,4 @@
-"""Rules that hold at every step of a schedule, not only at rest, about domains, claims, capacity and names.
+"""Rules about domains, claims, capacity and names that hold at every step of a schedule.
 
 A rule runs only after a step that changed what it reads, so a step that only reads costs a few comparisons.
 """
@@ -34,7 +34,7 @@ NAMED = (keys.HOSTS, keys.QUEUES, keys.NAMES)
 
 
 class Invariants:
-    """The rules for one cloud. `exempt` has the rules that its scenario breaks itself, each with the reason."""
+    """The rules for one cloud. `exempt` has those that its scenario breaks, with the reason."""
 
     def __init__(self, cloud: Cloud) -> None:
         self.exempt: dict[str, str] = {}

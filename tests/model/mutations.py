@@ -1,4 +1,4 @@
-"""Bugs that are planted in the product one at a time; a bug that no scenario finds shows a gap in the checks.
+"""Bugs that are planted in the product, one at a time; each must be found by a scenario.
 
 A row has a description, the place and kind of the change, and the scenarios that find it, the cheapest first. `python
 -m tests.model --planted` prints how many schedules each bug takes. mutations_host.py and mutations_told.py have more

@@ -1,4 +1,4 @@
-"""Bugs that are planted in a compute's handling of its instances, its provider and its key in etcd."""
+"""Bugs that are planted in a compute's handling of instances, its provider and its key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Bugs that show only in one step, in a message, or after time, a return or a restore of etcd.
+"""Bugs that show only in one step, in a message, or after time, a return or a restore.
 
-PAIRS has bugs in two checks that cover each other: a bug in only one of them has no effect.
+PAIRED has bugs in two checks that cover each other: a bug in only one of them has no effect.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Pair:
         ]
 
     def body(self, empty: float = 0.1) -> dict[str, Any]:
-        """Return a random allocation of a consumer; its provider may be missing or lack the capacity."""
+        """Return a random allocation; its provider may be missing or lack the capacity."""
         provider = self.rng.choice([*self.providers * 4, fresh()])
         sizes = {'VCPU': self.rng.randint(1, 3), **({'DISK_GB': 1} if self.rng.random() < 0.5 else {})}
         generation = self.rng.choice([None, None, 0, 1, 2])

@@ -1,8 +1,8 @@
-"""placement in memory: a request yields a JSON object, or a status with a reason. Providers have no trees.
+"""A placement in memory: a request yields a JSON object, or a status with a reason.
 
-test_models_are_true.py compares it with the real one. Its oddities are kept: a consumer is a row that is created in a
-transaction before that of its allocations; its generation starts again after its last allocation is deleted; an undo
-deletes the row by its id, whatever allocations it has acquired since.
+Providers have no trees. test_models_are_true.py compares it with the real one. Its oddities are kept: a consumer is a
+row that is created in a transaction before that of its allocations; its generation starts again after its last
+allocation is deleted; an undo deletes the row by its id, whatever allocations it has acquired since.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Provider:
 
 @dataclass
 class Begun:
-    """A write of allocations after its first transactions: which consumers it created, and what it read of all."""
+    """A write of allocations after its first transactions: the rows it read and created."""
 
     bodies: Mapping[str, Json]
     rows: dict[str, tuple[int, int]]
@@ -70,7 +70,7 @@ class PlacementModel:
         world.prints.append(self.shape)
 
     def used(self, provider: str, name: str) -> int:
-        """Return the usage of a class on a provider, including allocations whose consumer was deleted."""
+        """Return the usage of a class, including allocations whose consumer was deleted."""
         return sum(held.get(provider, {}).get(name, 0) for held in self.held.values())
 
     def capacity(self, provider: str, name: str) -> int:

@@ -1,4 +1,4 @@
-"""The product's placement client over the model: a request is one step, a write of allocations may be two."""
+"""The product's placement client over the model: a request is one step, a claim may be two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plant a bug in the product: change the syntax tree of one function, compile it, and exchange the function's code.
+"""Plant a bug in the product: change a function's syntax tree and exchange its code.
 
 A plant names a function as `module:function` or `module:Class.method`, and one change. The change finds its place by
 the names that the place mentions. If there is no such place, or more than one, the plant is outdated and Misplaced is
@@ -121,7 +121,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def changing(edit: Callable[..., None]) -> Callable[..., Change]:
-    """Turn an edit of a function into a factory of changes, which takes the edit's further arguments."""
+    """Turn an edit of a function into a factory of changes, which takes its other arguments."""
     return lambda *given, **named: lambda function: edit(function, *given, **named)
 
 
@@ -181,9 +181,10 @@ def moves_first(function: Function, *names: str) -> None:
 
 @changing
 def without(function: Function, *names: str, place: int | None = None) -> None:
-    """Delete the one operand or element that mentions these names: of and, or, -, |, a list, a tuple or a set.
+    """Delete the one operand or element that mentions these names.
 
-    `place` is its index among several matches, in the order of the source.
+    It is an operand of and, or, -, |, or an element of a list, a tuple or a set. `place` is its index among several
+    matches, in the order of the source.
     """
     matches = [
         (parent, node) for parent in ast.walk(function) for node in _operands(parent) if _mentions(node, names)

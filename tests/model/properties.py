@@ -55,7 +55,7 @@ def violations(cloud: Cloud) -> list[str]:
 
 
 def acknowledged(facts: Facts) -> Iterator[str]:
-    """An instance reported as NOTIFIED is requested of the reported compute, or has ended; none fails or is stuck."""
+    """A NOTIFIED instance is requested of the reported compute, or has ended; none is stuck."""
     requested = {(instance, compute) for compute, instance, _ in facts.asked}
     for instance, compute in facts.cloud.told().items():
         record = facts.records.get(instance)
@@ -78,13 +78,13 @@ def answered(facts: Facts) -> Iterator[str]:
 
 
 def _may_all_be_silent(cloud: Cloud) -> bool:
-    """True if all computes' leases have expired: a create that finds none alive is refused correctly."""
+    """True if all computes' leases expired: then a create may be refused correctly."""
     expired = {step.fate for step in cloud.world.steps if step.call is None and 'lease of compute' in step.fate}
     return len(expired) >= len(cloud.computes)
 
 
 def requests(facts: Facts) -> Iterator[str]:
-    """An instance has at most one request, which is carried out; no tombstone, attempt or taker key stays for ever."""
+    """An instance has at most one request, which is carried out; no attempt stays."""
     for instance, number in Counter(instance for _, instance, _ in facts.asked).items():
         if number > 1:
             yield f'{facts.called(instance)} is requested of {number} computes'
@@ -107,7 +107,7 @@ def requests(facts: Facts) -> Iterator[str]:
 
 
 def claims(facts: Facts) -> Iterator[str]:
-    """Claims and requests agree, nothing else holds a claim, and no provider is used above its capacity."""
+    """Claims and requests agree, and no provider is used above its capacity."""
     requested = {
         instance: {
             provider: allocation['resources'] for provider, allocation in request['allocations'].items()
@@ -127,7 +127,7 @@ def claims(facts: Facts) -> Iterator[str]:
 
 
 def guests(facts: Facts) -> Iterator[str]:
-    """A living instance has one guest, on its compute; there are no other guests, reservations or /booted keys."""
+    """Each living instance has one guest, on its compute; nothing else has a guest there."""
     for uuid, compute in facts.cloud.computes.items():
         living_here = {name for name, record in facts.living.items() if record['compute'] == uuid}
         if compute.is_dead:

@@ -1,4 +1,4 @@
-"""Leave a cloud alone: the leases of killed processes expire, and the computes work until nothing changes any more."""
+"""Leave a cloud alone: killed processes' leases expire, and computes work until at rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = 180
 
 
 def left_alone(cloud: Cloud) -> list[str]:
-    """Let the cloud rest, repeat commands with an unknown outcome, then destroy everything; return the violations."""
+    """Let the cloud rest, repeat unknown commands, destroy everything; return the violations."""
     return next((problems for problems in _stages(cloud) if problems), [])
 
 
@@ -69,7 +69,7 @@ def fingerprint(cloud: Cloud) -> int:
 
 
 def settle(cloud: Cloud) -> list[str]:
-    """Run minutes until two in a row without a write; report failures that last, or writes that never end."""
+    """Run minutes until two in a row without a write; return what fails or writes for ever."""
     killed = {actor.process for actor in cloud.world.actors if actor.dead}
     for actor in cloud.world.actors:
         actor.dead = not actor.done
@@ -95,7 +95,7 @@ def settle(cloud: Cloud) -> list[str]:
 
 
 def ask_again(cloud: Cloud) -> list[str]:
-    """Repeat the commands with --uuid whose user was told to do so, or could not be told anything."""
+    """Repeat, with --uuid, the commands whose outcome the user does not know."""
     problems = []
     for command in cloud.unknown():
         name = cloud.world.names.get(command.wanted.instance, command.wanted.instance)
@@ -145,7 +145,7 @@ def has_past(cloud: Cloud, wanted: SetOrder) -> bool:
 
 
 def to_be_repeated(cloud: Cloud) -> list[Callable[[], object]]:
-    """Return the commands that operators repeat: after an interruption, or to repair an inconsistent scene."""
+    """Return the commands that operators repeat, after an interruption or as a repair."""
     return [
         actor.again
         for actor in cloud.world.actors
@@ -194,7 +194,7 @@ def restart_all(cloud: Cloud) -> None:
 
 
 def nothing_remembered(cloud: Cloud) -> list[str]:
-    """Check that no state directory remembers an ended instance after its compute was restarted."""
+    """Check that no state directory remembers an ended instance after a restart."""
     return [
         f'{cloud.world.names.get(instance, instance)} has ended, and is remembered on {cloud.world.names[uuid]}'
         for uuid, compute in cloud.computes.items()

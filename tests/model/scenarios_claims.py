@@ -13,7 +13,7 @@ from tests.model.explorer import Check, within
 
 
 def orphan_consumer(cloud: Cloud) -> Check:
-    """The placement server crashes between its two transactions of a claim, and the command is repeated with --uuid."""
+    """The placement server crashes in the middle of a claim, and the command is repeated."""
     cloud.host(A)
     command = cloud.creates('eschedule 1', U, resume=True)
 
@@ -31,7 +31,7 @@ def orphan_consumer_taken_over(cloud: Cloud) -> None:
 
 
 def late_release(cloud: Cloud) -> None:
-    """An eschedule that could not deliver releases its claim while its --uuid is created again; room for one."""
+    """An eschedule releases its claim late while its --uuid is created again; room for one."""
     _late_releases(cloud, 1, room=1)
 
 
@@ -54,7 +54,10 @@ def release_beside_resume(cloud: Cloud) -> None:
 
 
 def late_releases(cloud: Cloud) -> None:
-    """Two late releases of one claim while its --uuid is created again: generations may restart between them."""
+    """Two late releases of one claim while its --uuid is created again.
+
+    Between them the generation may start again.
+    """
     _late_releases(cloud, 2, room=4)
 
 
@@ -64,13 +67,13 @@ def late_releases_of_the_last(cloud: Cloud) -> None:
 
 
 def lost_delivery(cloud: Cloud) -> None:
-    """The delivery of an eschedule may get no answer, beside a second eschedule at the same uuid."""
+    """A delivery may get no answer while a second eschedule creates the same uuid."""
     cloud.host(A)
     cloud.creates_twice(U)
 
 
 def late_delivery(cloud: Cloud) -> Check:
-    """A request of an eschedule may reach etcd after it has given up: what it reported stays true."""
+    """A write may reach etcd after its eschedule has given up: what it reported stays true."""
     cloud.host(A)
     command = cloud.creates('eschedule', U)
 
@@ -107,7 +110,7 @@ def claim_keeper(cloud: Cloud) -> None:
 
 
 def one_uuid_twice(cloud: Cloud) -> None:
-    """Two eschedules create one uuid, with ample room; either may be killed, and a message may be lost."""
+    """Two eschedules create one uuid with ample room; one may be killed, or a message lost."""
     cloud.hosts(A, B)
     cloud.creates_twice(U)
 
@@ -128,7 +131,7 @@ def set_twice(cloud: Cloud) -> None:
 
 
 def set_against_single(cloud: Cloud) -> None:
-    """A set of two with a minimum of one competes with a single instance for room; the quota is two."""
+    """A set of two with a minimum of one competes with a single instance; the quota is two."""
     cloud.hosts(A, B, room=1)
     cloud.limited(2)
     cloud.is_ample = False
@@ -151,7 +154,7 @@ def has_last_place(cloud: Cloud, *commands: Actor) -> list[str]:
 
 
 def killed_and_again(cloud: Cloud) -> None:
-    """An eschedule may be killed; its --uuid is created again at any time, beside the claim keeper."""
+    """An eschedule may be killed; its --uuid is created again while the keeper checks."""
     host = cloud.host(A, room=1)
     cloud.is_ample = False  # while the other eschedule holds the claim
     cloud.creates_twice(U)
@@ -159,19 +162,19 @@ def killed_and_again(cloud: Cloud) -> None:
 
 
 def one_place_twice(cloud: Cloud) -> None:
-    """Two eschedules create one uuid, with room for only that instance: neither reports that there is none."""
+    """Two eschedules create one uuid, with room for it only: neither reports no capacity."""
     cloud.host(A, room=1)
     cloud.creates_twice(U)
 
 
 def interrupted(cloud: Cloud) -> None:
-    """Ctrl-C at any moment of a create, beside another create of the same uuid."""
+    """Ctrl-C at any moment of a create while another one creates the same uuid."""
     cloud.host(A, room=1)
     cloud.creates_twice(U)
 
 
 def foreign_claim(cloud: Cloud) -> Check:
-    """A consumer that is not an instance holds a claim: only the keeper releases it, after two checks."""
+    """A consumer that is not an instance: only the keeper releases it, after two checks."""
     host = cloud.host(A)
     cloud.claimed(V, A)
     cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims))
@@ -185,7 +188,7 @@ def foreign_claim(cloud: Cloud) -> Check:
 
 
 def claim_of_the_dead(cloud: Cloud) -> Check:
-    """An attempt's owner dies while the keeper checks: its claim is released after two more checks, a minute apart."""
+    """An attempt's owner dies: the keeper releases its claim after two checks, a minute apart."""
     host = cloud.host(A)
     cloud.claimed(U, A)
     cloud.announced(U)
@@ -206,7 +209,7 @@ def claim_of_a_removed_request(cloud: Cloud) -> Check:
 
 
 def _released_early(cloud: Cloud, who: str) -> list[str]:
-    """Return a violation if the keeper released a claim within a minute of its last justification."""
+    """Return a violation if a claim was released within a minute of its justification."""
     places = [(step.actor, step.call.where if step.call else '') for step in cloud.world.steps]
     end = next((number for number, (actor, _) in enumerate(places) if actor == who), len(places))
     is_early = U not in cloud.model.held and 'clock' not in [where for _, where in places[end : _release(cloud)]]

@@ -1,4 +1,4 @@
-"""Creates in a large cluster that query sampled computes first, by stale or malformed hints."""
+"""Creates in a large cluster that query sampled computes first, by wrong hints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL = {'VCPU': [4, 0], 'MEMORY_MB': [9, 0], 'DISK_GB': [9, 0]}
 
 
 def few_against_all(cloud: Cloud) -> Check:
-    """Two creates compete for the last place; one queries sampled computes, the other all; one gets it."""
+    """Two creates compete for the last place; only one of them samples computes."""
     cloud.host(A, room=1)
     cloud.hints(A, EMPTY)
     cloud.is_ample = False
@@ -25,7 +25,7 @@ def few_against_all(cloud: Cloud) -> Check:
 
 
 def few_by_stale_hints(cloud: Cloud) -> Check:
-    """The compute with an empty hint is full, the one with a full hint has room: the room is found."""
+    """One hint shows a full compute as empty, the other the reverse: the room is found."""
     cloud.hosts(A, B, room=1)
     cloud.delivered(V, A)
     cloud.hints(A, EMPTY)
@@ -65,7 +65,7 @@ def few_and_disable(cloud: Cloud) -> Check:
 
 
 def few_beside_a_set(cloud: Cloud) -> None:
-    """A create that queries sampled computes beside a set with a minimum of one, for two places; the quota is two."""
+    """A create that samples computes and a set compete for two places; the quota is two."""
     for compute in (A, B):
         cloud.host(compute, room=1)
         cloud.hints(compute, EMPTY)
@@ -76,7 +76,10 @@ def few_beside_a_set(cloud: Cloud) -> None:
 
 
 def few_while_hints_are_put(cloud: Cloud) -> Check:
-    """A compute publishes hints while it builds and while etcd's answers may be lost: its fence stays valid."""
+    """A compute publishes hints while it builds and etcd's answers may be lost.
+
+    Its fence stays valid.
+    """
     host = cloud.host(A)
     problems: set[str] = set()
 

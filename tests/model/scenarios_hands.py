@@ -26,7 +26,10 @@ def _removes_guest(cloud: Cloud, host: Compute, who: str) -> None:
 
 
 def record_removed(cloud: Cloud) -> None:
-    """The record of an instance is deleted while it is built and destroyed; its address is deleted, too."""
+    """The record of an instance is deleted while it is built and destroyed.
+
+    Its address is deleted, too.
+    """
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     cloud.works(A, '', host.rounds(4, host.plan, host.planner.recheck))
@@ -35,7 +38,10 @@ def record_removed(cloud: Cloud) -> None:
 
 
 def record_removed_of_half_a_guest(cloud: Cloud) -> None:
-    """The record is deleted while ecompute builds and may be killed: a half-built guest is not taken for complete."""
+    """The record is deleted while ecompute builds and may be killed.
+
+    The half-built guest is not taken for complete.
+    """
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     cloud.works(A, '', host.rounds(2, host.plan))
@@ -43,7 +49,7 @@ def record_removed_of_half_a_guest(cloud: Cloud) -> None:
 
 
 def record_removed_of_active(cloud: Cloud) -> None:
-    """The record of an active instance with an address is deleted, written again, and the instance destroyed."""
+    """The record of an active instance is deleted and written again."""
     host = active(cloud)
     _removes(cloud, keys.record(A, U))
     cloud.works(A, '', host.rounds(3, host.planner.recheck, host.plan))
@@ -51,7 +57,7 @@ def record_removed_of_active(cloud: Cloud) -> None:
 
 
 def record_and_guest_removed(cloud: Cloud) -> None:
-    """The record, domain and disk of an active instance are deleted: it is built again, or destroyed."""
+    """Record, domain and disk of an active instance are deleted: it is built again."""
     host = active(cloud)
     _removes(cloud, keys.record(A, U))
     _removes_guest(cloud, host, 'somebody else')
@@ -60,7 +66,7 @@ def record_and_guest_removed(cloud: Cloud) -> None:
 
 
 def record_spoilt(cloud: Cloud) -> None:
-    """The record of an active instance becomes malformed and is deleted; the instance is stopped and destroyed."""
+    """An active instance's record becomes malformed and is deleted; then it is destroyed."""
     host = active(cloud)
     manual_store, record = ModelStore(cloud.etcd), keys.record(A, U)
 
@@ -75,7 +81,7 @@ def record_spoilt(cloud: Cloud) -> None:
 
 
 def guest_removed(cloud: Cloud) -> None:
-    """An active instance's domain and disk are deleted, so it ends; it is destroyed and another created."""
+    """The domain and disk of an active instance are deleted, so it ends; another is created."""
     host = active(cloud)
     _removes_guest(cloud, host, 'somebody')
     cloud.works(A, '', host.rounds(3, host.plan))

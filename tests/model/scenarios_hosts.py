@@ -1,4 +1,4 @@
-"""Failures of a host: a copy of it, no thread, a libvirt without answers, a full etcd, a power failure."""
+"""Failures of a host: a copy, no thread, no answer from libvirt, a full etcd, no power."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LATER = '2030-01-01T00:00:01Z'
 
 
 def used_again_and_rebooted(cloud: Cloud) -> Check:
-    """A uuid is used again; a day later another instance ends and the host's power fails: U is started again."""
+    """A uuid is used again; a day later the host's power fails: U is started again."""
     host = cloud.host(A)
     cloud.delivered(U, A)
     host.plan(4)
@@ -43,7 +43,7 @@ def used_again_and_rebooted(cloud: Cloud) -> Check:
 
 
 def refused(cloud: Cloud) -> None:
-    """A request of a newer version is refused and destroyed: its name, group and quota are released."""
+    """A request of a newer version is refused and destroyed: what it shared is released."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A, 'web', APART)
@@ -65,7 +65,7 @@ def no_thread(cloud: Cloud) -> None:
 
 
 def unheard(cloud: Cloud) -> None:
-    """One guest has no addresses in libvirt: the other guests are built and destroyed nevertheless."""
+    """One guest has no addresses in libvirt: the others are built and destroyed nevertheless."""
     host = cloud.host(A)
     host.hypervisor.unheard.add(U)
     for instance in (U, V):
@@ -75,7 +75,7 @@ def unheard(cloud: Cloud) -> None:
 
 
 def cloned(cloud: Cloud) -> Check:
-    """A host was copied with its state directory and both run: exactly one of them stays active and builds."""
+    """A host was copied with its state directory and both run: exactly one stays active."""
     computes = cloud.host(A), Compute(A, cloud.world, cloud.etcd, cloud.placement, since=LATER)
     cloud.machines.append(computes[1])
     cloud.delivered(U, A)
@@ -96,7 +96,7 @@ def cloned(cloud: Cloud) -> Check:
 
 
 def full(cloud: Cloud) -> Check:
-    """A full etcd, and a compute whose lease has expired: an accepted destroy is carried out, which frees space."""
+    """A full etcd, and an expired lease: an accepted destroy is carried out, which frees space."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     host.plan(4)

@@ -1,4 +1,4 @@
-"""An instance is built, switched and destroyed on its compute while ecompute is killed and restarted."""
+"""An instance is built, switched and destroyed while its ecompute is killed and restarted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rebooted(cloud: Cloud) -> None:
 
 
 def foreign_records(cloud: Cloud) -> None:
-    """Forged records say that U is gone on another compute; U is built and destroyed nevertheless."""
+    """Forged records say that U is gone on another compute: U is built nevertheless."""
     host = _delivered(cloud)
     forged = to_json(Record(U, B, GONE))
 
@@ -70,7 +70,7 @@ def foreign_records(cloud: Cloud) -> None:
 
 
 def killed_twice(cloud: Cloud) -> None:
-    """An ecompute is killed in a build, restarted beside a destroy, and killed again."""
+    """An ecompute is killed in a build, restarted during a destroy, and killed again."""
     host = _delivered(cloud)
     first = cloud.works(A, '', host.rounds(2, host.plan))
 
@@ -84,14 +84,14 @@ def killed_twice(cloud: Cloud) -> None:
 
 
 def resumed_and_built(cloud: Cloud) -> None:
-    """A create with the same --uuid while the first one's delivery is built and the keeper checks."""
+    """A create with the same --uuid while the first one's delivery is built."""
     host = cloud.host(A)
     cloud.creates_twice(U)
     cloud.works(A, '', host.rounds(2, host.plan, host.keep_claims))
 
 
 def destroyed_and_asked_again(cloud: Cloud) -> None:
-    """The uuid of an instance is created again during its destroy: it is refused, or nothing is lost."""
+    """A uuid is created again during its destroy: it is refused, or nothing is lost."""
     host = _active(cloud)
     cloud.destroys('destroy', U)
     cloud.works(A, '', host.rounds(2, host.plan))
@@ -99,7 +99,7 @@ def destroyed_and_asked_again(cloud: Cloud) -> None:
 
 
 def published_again(cloud: Cloud) -> None:
-    """An empty etcd replaces the old one; the compute publishes its guests beside a create of the same name."""
+    """A compute publishes its guests to an empty etcd during a create of the same name."""
     host = _active(cloud)
     cloud.store.commit([], [Delete(key) for key in cloud.etcd.entries])
     cloud.is_ample = False

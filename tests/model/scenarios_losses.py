@@ -1,4 +1,4 @@
-"""Losses: a power failure, a record, the last write to a state directory, the last hour of an etcd."""
+"""Losses: power, a record, the last write to a state directory, the last hour of an etcd."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def off_before_it_was_active(cloud: Cloud) -> None:
 
 
 def power_fails_in_a_build(cloud: Cloud) -> Check:
-    """An ecompute is killed in a build, then all power fails: the half-built guest is completed and runs."""
+    """An ecompute is killed in a build, then all power fails: the guest is completed."""
     host = cloud.host(A)
     cloud.delivered(U, A)
     first = cloud.works(A, '', host.rounds(1, host.plan))
@@ -87,7 +87,7 @@ def power_fails_in_a_build(cloud: Cloud) -> Check:
 
 
 def power_fails_without_a_record(cloud: Cloud) -> Check:
-    """The record of a running instance is deleted just before all power fails: the instance is started again."""
+    """A running instance's record is deleted, then all power fails: it runs again."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     _plans(host)
@@ -114,7 +114,10 @@ def older_state_directory(cloud: Cloud) -> Check:
 
 
 def state_directory_behind(cloud: Cloud) -> Check:
-    """An ecompute is killed as U becomes active; all power fails and etcd is restored to that moment: U runs again."""
+    """An ecompute is killed as U becomes active, then all power fails: U runs again.
+
+    etcd is restored to that moment, too.
+    """
     host = cloud.host(A)
     host.hypervisor.unheard.add(U)  # a reported address would also record that U is active
     cloud.delivered(U, A)
@@ -136,7 +139,7 @@ def state_directory_behind(cloud: Cloud) -> Check:
 
 
 def destroyed_and_waiting_again(cloud: Cloud) -> Check:
-    """U was taken, built and destroyed; etcd is restored to when it was queued: it is not taken again."""
+    """U was destroyed; etcd is restored to when U was queued: U is not taken again."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.waiting(U, 'web')
@@ -159,7 +162,7 @@ def destroyed_and_waiting_again(cloud: Cloud) -> Check:
 
 
 def runs_and_waits_again(cloud: Cloud) -> Check:
-    """U runs on A; etcd is restored to when U was queued, and B reads it first: A keeps U and its claim."""
+    """U runs on A; etcd is restored to when U was queued: A keeps U although B reads it first."""
     return _runs_and_waits(cloud, marked=False)
 
 

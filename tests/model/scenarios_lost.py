@@ -1,4 +1,4 @@
-"""Lost messages and expired leases under each command: its message to the user stays true (truth.py)."""
+"""Lost messages and expired leases under each command: its report stays true (truth.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.model.scenarios_pairs import active
 
 
 def create_with_losses(cloud: Cloud) -> None:
-    """An instance with a name, a group and a quota is created and built, and its claim is checked."""
+    """An instance with a name, a group and a quota is created, built and its claim checked."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.creates('eschedule', U, name='web', group=APART)
@@ -75,7 +75,7 @@ def fix_with_losses(cloud: Cloud) -> None:
 
 
 def drain_with_losses(cloud: Cloud) -> None:
-    """A compute is drained beside a create."""
+    """A compute is drained during a create."""
     cloud.host(A)
     cloud.is_ample = False
     cloud.creates('eschedule', U)

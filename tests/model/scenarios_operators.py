@@ -1,4 +1,4 @@
-"""Operators' commands beside those of users: drain, forget, audit --fix, quota set."""
+"""Operators' commands during those of users: drain, forget, audit --fix, quota set."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def forgetting(cloud: Cloud, compute: str, fenced: bool = True) -> Callable[[], 
 
 def forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
     """Add a `host forget` that begins when its compute is silent."""
-    go = forgetting(cloud, compute)
+    run_forget = forgetting(cloud, compute)
 
     def work() -> None:
         cloud.world.wait('the compute to be silent', lambda: not after.is_at_it)
-        go()
+        run_forget()
 
-    return cloud.act('host forget', work, again=go, command='forget', about=(compute,))
+    return cloud.act('host forget', work, again=run_forget, command='forget', about=(compute,))
 
 
 def ends(cloud: Cloud, compute: str) -> Actor:
@@ -54,22 +54,22 @@ def fixes(cloud: Cloud) -> Actor:
     first, second = (audit(cloud.store, cloud.placement) for _ in range(2))
     assert [finding for finding in second.findings if finding.fix]
 
-    def go() -> list[str]:
+    def run() -> list[str]:
         return mend(ModelStore(cloud.etcd), cloud.placement, first, second)
 
     def repeat() -> None:
         fix(cloud.store, cloud.placement, lambda _: None)
 
-    return cloud.act('audit --fix', go, again=repeat, command='fix')
+    return cloud.act('audit --fix', run, again=repeat, command='fix')
 
 
 def sets(cloud: Cloud, name: str, *words: str) -> Actor:
     """Add a `quota set`."""
 
-    def go() -> str:
+    def run() -> str:
         return limit(ModelStore(cloud.etcd), 'p', words)
 
-    return cloud.act(name, go, again=go, command='quota', about=('p',))
+    return cloud.act(name, run, again=run, command='quota', about=('p',))
 
 
 def drains(cloud: Cloud, compute: str) -> Actor:
@@ -100,7 +100,7 @@ def forget_and_create(cloud: Cloud) -> None:
 
 
 def forget_with_another(cloud: Cloud) -> None:
-    """The same where another compute has room: the request goes there, or was delivered earlier."""
+    """The same where another compute has room for the request."""
     cloud.hosts(A, B)
     cloud.creates('eschedule', U, weigh='first')
     forgets(cloud, A, ends(cloud, A))
@@ -125,7 +125,7 @@ def fix_and_create(cloud: Cloud) -> None:
 
 
 def fix_drift(cloud: Cloud) -> None:
-    """`audit --fix` repairs a wrong quota, name and group beside a create and a destroy."""
+    """`audit --fix` repairs a wrong quota, name and group during a create and a destroy."""
     host = cloud.host(A)
     cloud.is_astray = True
     cloud.limited(5)
@@ -140,7 +140,7 @@ def fix_drift(cloud: Cloud) -> None:
 
 
 def first_quota_twice(cloud: Cloud) -> None:
-    """A project's first quota is set twice concurrently, beside a delivery."""
+    """A project's first quota is set twice concurrently, during a delivery."""
     cloud.host(A)
     cloud.creates('eschedule', U)
     for number in (1, 2):
@@ -148,7 +148,7 @@ def first_quota_twice(cloud: Cloud) -> None:
 
 
 def first_quota(cloud: Cloud) -> None:
-    """A project's first quota is set beside a delivery."""
+    """A project's first quota is set during a delivery."""
     cloud.host(A)
     cloud.creates('eschedule', U)
     sets(cloud, 'quota set', 'instances=5')
@@ -165,7 +165,7 @@ def quota_and_destroy(cloud: Cloud) -> None:
 
 
 def disable_and_enable(cloud: Cloud) -> Check:
-    """Run `host disable` and `host enable` concurrently, beside a claim: both succeed."""
+    """Run `host disable` and `host enable` concurrently, during a claim: both succeed."""
     cloud.host(A)
     cloud.is_ample = False
     disable_command = cloud.act('host disable', lambda: disable(cloud.placement, A, A), command='disable', about=(A,))

@@ -1,4 +1,4 @@
-"""Rare combinations: `clear`, a complete `audit --fix`, flavors, removed quotas, manual changes in placement."""
+"""Rare combinations: `clear`, a complete `audit --fix`, flavors, quotas, manual changes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def clears(cloud: Cloud) -> Actor:
 def fixes_all(cloud: Cloud, times: int = 1) -> Actor:
     """Add an `audit --fix` with its checks."""
 
-    def go() -> list[str]:
+    def run() -> list[str]:
         lines: list[str] = []
         for _ in range(times):
             fix(ModelStore(cloud.etcd), cloud.placement, lines.append, 61.0)
         return lines
 
-    return cloud.act('audit --fix', go, mortal=False, command='fix')
+    return cloud.act('audit --fix', run, mortal=False, command='fix')
 
 
 def cleared_and_used_again(cloud: Cloud) -> None:
@@ -56,16 +56,16 @@ def cleared_and_used_again(cloud: Cloud) -> None:
 
 
 def frozen_forget_and_used_again(cloud: Cloud) -> None:
-    """Two commands forget a dead compute whose last instance was destroyed; its uuid is cleared and created again."""
+    """Two commands forget a dead compute; its last uuid is cleared and created again."""
     host = active(cloud)
     cloud.host(B)
     cloud.etcd.end(host.presence.lease)
     host.is_dead = True
     destroy(cloud.store, U)
 
-    go = forgetting(cloud, A)
-    cloud.act('host forget 1', go, command='forget', about=(A,))
-    second = cloud.act('host forget 2', go, command='forget', about=(A,))
+    run_forget = forgetting(cloud, A)
+    cloud.act('host forget 1', run_forget, command='forget', about=(A,))
+    second = cloud.act('host forget 2', run_forget, command='forget', about=(A,))
 
     def clear_later() -> Cleared:
         cloud.world.wait('the second to end', lambda: not second.is_at_it)
@@ -87,7 +87,7 @@ def cleared_beside_queue(cloud: Cloud) -> None:
 
 
 def cleared_and_asked_for_more(cloud: Cloud) -> None:
-    """A queued instance is destroyed and cleared while it is taken, and created again directly with another size."""
+    """A queued instance is destroyed and cleared while it is taken, and created larger."""
     cloud.host(A)
     cloud.takes(A, cloud.waiting(U))
     destroyed = cloud.destroys('destroy', U)
@@ -98,7 +98,7 @@ def cleared_and_asked_for_more(cloud: Cloud) -> None:
 
 
 def fix_beside_a_life(cloud: Cloud) -> None:
-    """`audit --fix` with its checks, beside a create and the destroy of another instance."""
+    """`audit --fix` with its checks, during a create and the destroy of another instance."""
     cloud.limited(5)
     host = active(cloud, group=TOGETHER)
     fixes_all(cloud)
@@ -118,7 +118,7 @@ def fix_beside_a_queue(cloud: Cloud) -> None:
 
 
 def claim_removed_by_hand(cloud: Cloud) -> None:
-    """The claim of an active instance is deleted manually; it is claimed again, or the instance is destroyed."""
+    """The claim of an active instance is deleted manually, then repaired or destroyed."""
     host = active(cloud)
     cloud.exempt(CLAIM, 'somebody deletes the claim of what lives')
     cloud.is_ample = False
@@ -131,7 +131,7 @@ def claim_removed_by_hand(cloud: Cloud) -> None:
 
 
 def claim_removed_in_a_build(cloud: Cloud) -> None:
-    """The claim of an instance is deleted manually at any moment of its build, beside another create."""
+    """The claim of an instance is deleted manually during its build."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     cloud.exempt(CLAIM, 'somebody deletes the claim after placement has confirmed it')
@@ -155,7 +155,7 @@ def claim_removed_in_a_build(cloud: Cloud) -> None:
 
 
 def names_removed_by_hand(cloud: Cloud) -> None:
-    """The name and the group of an active instance are deleted; they are repaired while it is destroyed."""
+    """Name and group of an active instance are deleted and repaired during its destroy."""
     host = active(cloud, group=TOGETHER)
     cloud.exempt(NAME, 'somebody deletes the name of what lives')
     cloud.store.commit([], [Delete(keys.name('web')), Delete(keys.group('g'))])
@@ -185,7 +185,7 @@ def request_removed_by_hand(cloud: Cloud) -> Check:
 
 
 def quota_goes_and_comes(cloud: Cloud) -> None:
-    """A quota is removed and set again, beside a set and a destroy."""
+    """A quota is removed and set again, during a set and a destroy."""
     cloud.limited(5)
     host = active(cloud)
     cloud.host(B)
@@ -208,23 +208,23 @@ def quota_lowered_beside_a_set(cloud: Cloud) -> None:
 
 
 def flavor_commands(cloud: Cloud) -> None:
-    """A flavor is deleted and set again while one instance is queued and another is taken and destroyed."""
+    """A flavor is deleted and set again during a queue, a take and a destroy."""
     host = cloud.host(A)
     cloud.waiting(V)
     store = ModelStore(cloud.etcd)
 
-    def go() -> None:
+    def reset_flavor() -> None:
         delete_flavor(store, 'small')
         cloud.flavor()
 
-    cloud.act('flavor delete, and set', go, mortal=False)
+    cloud.act('flavor delete, and set', reset_flavor, mortal=False)
     cloud.enqueues('eschedule --queue', U)
     cloud.works(A, 'taking', host.rounds(2, host.hear_queues, host.pull, lambda: cloud.world.sleep(6.0)))
     cloud.destroys('destroy', V)
 
 
 def queue_forget_and_destroy(cloud: Cloud) -> None:
-    """A queued instance is destroyed while the compute that claimed for it ends and is forgotten."""
+    """A queued instance is destroyed while the compute with its claim is forgotten."""
     cloud.hosts(A, B)
     cloud.limited(5)
     place = cloud.waiting(U, 'web', TOGETHER)
@@ -245,7 +245,7 @@ def queue_and_direct_name(cloud: Cloud) -> None:
 
 
 def queues_off(cloud: Cloud) -> Check:
-    """A compute dies as it takes an instance, and restarts without queues: the claim is released."""
+    """A compute dies in a take and restarts without queues: the claim is released."""
     host = cloud.host(A, room=1)
     cloud.is_ample = False
     cloud.waiting(U)
@@ -274,7 +274,7 @@ FIRST_OF_S = str(uuid.uuid5(uuid.UUID(S), '1'))
 
 
 def set_and_its_member(cloud: Cloud) -> None:
-    """A set, and one of its instances created by itself with its uuid: that is one instance on one compute."""
+    """A set, and a create of one of its instances: that is one instance on one compute."""
     cloud.hosts(A, B)
     cloud.limited(5)
     cloud.creates('the set', S, resume=True, seed=1, count=2, minimum=2)

@@ -15,7 +15,7 @@ from tests.model.explorer import Check, within
 
 
 def two_takers(cloud: Cloud) -> None:
-    """Two computes take one queued request; a taker key's lease may expire, either may die, a message may be lost."""
+    """Two computes take one request; a lease may expire, one may die, a message may be lost."""
     cloud.hosts(A, B)
     cloud.computes_freeze = True
     place = cloud.waiting(U)
@@ -32,7 +32,7 @@ def taken_and_destroyed(cloud: Cloud) -> None:
 
 
 def queued_and_direct(cloud: Cloud) -> None:
-    """One uuid is created through the queue and directly, beside a taker; a quota counts it once."""
+    """One uuid is created through the queue and directly; a quota counts it once."""
     cloud.limited(2)
     host = cloud.host(A)
     cloud.enqueues('eschedule --queue', U, resume=True)
@@ -49,7 +49,7 @@ def overtaken_by_a_queue(cloud: Cloud) -> None:
 
 
 def queue_orphan_consumer(cloud: Cloud) -> None:
-    """The placement server crashes between its two transactions while a queued request is claimed."""
+    """The placement server crashes in the middle of the claim of a queued request."""
     cloud.host(A)
     cloud.takes(A, cloud.waiting(U))
 
@@ -86,7 +86,7 @@ def restarted_taker(cloud: Cloud) -> None:
 
 
 def apart_and_cancelled(cloud: Cloud) -> None:
-    """Strict anti-affinity: one queued and one directly created instance; the queued one is taken and destroyed."""
+    """Strict anti-affinity between a queued instance, which is destroyed, and a direct one."""
     cloud.hosts(A, B)
     cloud.limited(3)
     cloud.is_ample = False
@@ -105,7 +105,7 @@ def taker_killed(cloud: Cloud) -> None:
 
 
 def frozen_taker(cloud: Cloud) -> None:
-    """A taker is frozen for longer than its lease, another takes the request concurrently, and it is destroyed."""
+    """A taker is frozen for longer than its lease; another one takes, and a user destroys."""
     two_takers(cloud)
     cloud.destroys('destroy', U)
 
@@ -126,7 +126,7 @@ def dead_taker(cloud: Cloud) -> Check:
 
 
 def late_move(cloud: Cloud) -> None:
-    """A taker's write may reach etcd after the taker has given up; another one takes the request, too."""
+    """A taker's write may reach etcd after the taker has given up; another one takes, too."""
     cloud.hosts(A, B)
     place = cloud.waiting(U)
     for compute in (A, B):
@@ -134,7 +134,7 @@ def late_move(cloud: Cloud) -> None:
 
 
 def refused_by_placement(cloud: Cloud) -> None:
-    """A queued request whose claim placement refuses ends with the reason, and the next one is taken."""
+    """A queued request whose claim placement refuses ends; the next one is taken."""
     host = cloud.host(A)
     cloud.waiting(U, project='p' * 256)
     cloud.waiting(V)
@@ -143,7 +143,7 @@ def refused_by_placement(cloud: Cloud) -> None:
 
 
 def late_let_go(cloud: Cloud) -> None:
-    """A compute and its previous process both release a dead attempt's claim, the latter late; another takes it."""
+    """A compute and its previous process release a dead attempt's claim; another takes it."""
     cloud.hosts(A, B)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
@@ -177,9 +177,9 @@ def flavor_removed(cloud: Cloud) -> None:
 def _stale(
     cloud: Cloud, instance: str, number: int, before: Sequence[str], after: Sequence[str] = ()
 ) -> Callable[[], None]:
-    """Add `number` dead computes that still have a presence key, and return what ends their common lease.
+    """Add dead computes that still have a presence key; return what ends their lease.
 
-    In the request's order of computes they come before all of `before` and after all of `after`.
+    In the request's order of computes all `number` of them come before all of `before` and after all of `after`.
     """
     stale: list[str] = []
     for compute in map(name_uuid, range(1000, 9000)):
@@ -222,7 +222,7 @@ def chosen_are_dead(cloud: Cloud) -> Check:
 
 
 def two_circles(cloud: Cloud) -> Check:
-    """One compute is offered the request immediately, another a moment later; either may die or freeze."""
+    """One compute is offered a request first, another a moment later; either may die or freeze."""
     hosts = {compute: cloud.host(compute) for compute in (A, B)}
     first, second = sorted(hosts, key=lambda each: order(U, {}, Takers({name: point(name) for name in hosts}))[each])
     end_lease = _stale(cloud, U, FIRST - 1, [second], [first])
@@ -239,7 +239,7 @@ def two_circles(cloud: Cloud) -> Check:
 
 
 def chosen_gone_stale(cloud: Cloud) -> Check:
-    """A compute of the first circle dies for good as it takes the request; the next one still takes it."""
+    """The first taker dies for good as it takes the request; the next one still takes it."""
     hosts = {compute: cloud.host(compute) for compute in (A, B)}
     first, second = sorted(hosts, key=lambda each: order(U, {}, Takers({name: point(name) for name in hosts}))[each])
     end_lease = _stale(cloud, U, FIRST - 1, [second], [first])

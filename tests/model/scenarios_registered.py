@@ -1,4 +1,4 @@
-"""A compute's provider in placement, while the compute starts, ends, is disabled or forgotten."""
+"""A compute's provider in placement, while it starts, ends, is disabled or forgotten."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _is_closed(cloud: Cloud, compute: str) -> list[str]:
 
 
 def _is_as(cloud: Cloud, mine: Registration, disabled: bool | None) -> list[str]:
-    """Return what is wrong with the provider after another minute; `disabled` None accepts either."""
+    """Return what is wrong with the provider after a minute; `disabled` None accepts either."""
     mine.keep(lambda: False)
     provider = cloud.model.providers.get(mine.compute)
     if provider is None:
@@ -67,7 +67,7 @@ def _is_as(cloud: Cloud, mine: Registration, disabled: bool | None) -> list[str]
 
 
 def closed_while_it_is_kept(cloud: Cloud) -> Check:
-    """SIGTERM arrives while the periodic check repairs the provider: the provider is closed in the end."""
+    """SIGTERM during the periodic check of the provider: it is closed in the end."""
     host = cloud.host(A)
     mine = registration(cloud, host)
     cloud.model.providers[A].inventories['VCPU']['total'] = 2
@@ -152,7 +152,7 @@ def started_beside_a_create(cloud: Cloud) -> Check:
 
 
 def forgotten_as_it_starts(cloud: Cloud) -> Check:
-    """A silent compute with a pending destroy is started while it is forgotten: it is registered in the end."""
+    """A silent compute starts while it is forgotten: it is registered in the end."""
     host = cloud.host(A)
     cloud.host(B)
     cloud.limited(5)

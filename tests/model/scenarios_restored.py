@@ -1,4 +1,4 @@
-"""A queue that is restored with etcd after an instance was taken from it, while its compute is read-only or away."""
+"""A queue is restored with etcd after an instance was taken from it, which still runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.model.scenarios_operators import forgetting
 
 
 def _taken_since(cloud: Cloud, waited: bool = True, with_placement: bool = False) -> Compute:
-    """Have A take U from a queue, then restore etcd to when U was queued; A has not accepted that yet.
+    """Have A take U from a queue, then restore etcd, which A has not accepted yet.
 
-    With `waited` False etcd is restored to before U was requested. `with_placement` restores placement to the same
-    moment.
+    etcd is restored to when U was queued, or with `waited` False to before U was requested. `with_placement` restores
+    placement to the same moment.
     """
     host = cloud.host(A)
     cloud.flavor()
@@ -38,14 +38,14 @@ def _taken_since(cloud: Cloud, waited: bool = True, with_placement: bool = False
 
 
 def _take_on_b(cloud: Cloud, host: Compute) -> None:
-    """Have B, which is new to this etcd, take from the queue; A accepts the etcd when B has finished."""
+    """Have B, which is new to this etcd, take from the queue before A accepts the etcd."""
     new = cloud.host(B)
     cloud.works(B, 'taking', new.rounds(3, new.take))
     _accept_after(cloud, host)
 
 
 def new_compute_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, which is silent since etcd was restored; B, which is new to this etcd, takes from the queue."""
+    """U runs on A, silent since a restore; B, new to this etcd, takes from the queue."""
     host = _taken_since(cloud)
     cloud.etcd.end(host.presence.lease)
     _take_on_b(cloud, host)
@@ -58,7 +58,7 @@ def new_compute_beside_a_living_one(cloud: Cloud) -> None:
 
 
 def new_compute_after_restoring_both(cloud: Cloud) -> None:
-    """The same as the first where placement is restored with etcd, so that no claim shows that A runs U."""
+    """The same as the first, with placement restored: no claim shows that A runs U."""
     host = _taken_since(cloud, with_placement=True)
     cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
     cloud.etcd.end(host.presence.lease)
@@ -66,25 +66,25 @@ def new_compute_after_restoring_both(cloud: Cloud) -> None:
 
 
 def new_compute_beside_a_restored_key(cloud: Cloud) -> None:
-    """The same where A's presence key, too, is in the snapshot, and is back with its full lease."""
+    """The same where A's presence key is back, too."""
     host = _taken_since(cloud, with_placement=True)
     cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
     _take_on_b(cloud, host)
 
 
 def forgotten_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, which is silent since etcd was restored and is forgotten; B takes from the queue."""
+    """U runs on A, silent since a restore and forgotten; B takes from the queue."""
     host = _taken_since(cloud)
     cloud.etcd.end(host.presence.lease)
     new = cloud.host(B)
-    go = forgetting(cloud, A, fenced=False)
-    cloud.act('host forget', go, again=go, command='forget', about=(A,))
+    run_forget = forgetting(cloud, A, fenced=False)
+    cloud.act('host forget', run_forget, again=run_forget, command='forget', about=(A,))
     cloud.works(B, 'taking', new.rounds(3, new.take))
     _accept_after(cloud, host)
 
 
 def queued_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, which is silent since etcd was restored; U is queued again with its uuid, and B takes."""
+    """U runs on A, silent since a restore; U is queued again with its uuid, and B takes."""
     host = _taken_since(cloud, waited=False)
     cloud.etcd.end(host.presence.lease)
     new = cloud.host(B)
@@ -94,7 +94,7 @@ def queued_after_a_restore(cloud: Cloud) -> None:
 
 
 def refused_after_a_restore(cloud: Cloud) -> Check:
-    """The same where placement refuses the order with that uuid: B does not end U in error, because A runs it."""
+    """The same where placement refuses U: B does not end U in error, because A runs it."""
     host = _taken_since(cloud, waited=False)
     cloud.etcd.end(host.presence.lease)
     new = cloud.host(B)
@@ -105,14 +105,14 @@ def refused_after_a_restore(cloud: Cloud) -> Check:
 
 
 def state_directory_lost_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, whose state directory is lost; etcd is restored to when U was queued; A accepts it and takes."""
+    """U runs on A, which has lost its state directory; A accepts a restored etcd."""
     host = _taken_since(cloud)
     host.disk.files = {'boot_id': 'first'}
     _accept_after(cloud, host)
 
 
 def resumed_as_it_is_published(cloud: Cloud) -> None:
-    """U runs on A; both planes are restored to before its order; A publishes it while it is created again."""
+    """U runs on A; both planes are older than U; A publishes U during its create."""
     host = _taken_since(cloud, waited=False, with_placement=True)
     cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
     cloud.host(B)
@@ -133,7 +133,7 @@ def resumed_as_it_is_published(cloud: Cloud) -> None:
 
 
 def resumed_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, which is silent since etcd was restored; the create with its uuid is repeated."""
+    """U runs on A, silent since a restore; the create with its uuid is repeated."""
     host = _taken_since(cloud, waited=False)
     cloud.etcd.end(host.presence.lease)
     cloud.host(B)
@@ -144,14 +144,14 @@ def resumed_after_a_restore(cloud: Cloud) -> None:
 
 
 def interrupted_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, whose presence key is back; a repeated create is interrupted, and leaves the claim to A."""
+    """U runs on A, whose key is back; an interrupted create leaves A's claim."""
     host = _taken_since(cloud, waited=False)
     cloud.creates('eschedule', U, resume=True)
     _accept_after(cloud, host)
 
 
 def destroyed_in_a_restored_queue(cloud: Cloud) -> None:
-    """U runs on A; etcd is restored to when U was queued; U is destroyed and A publishes: U does not live."""
+    """U runs on A; in a restored queue U is destroyed: A publishes, U does not live."""
     host = _taken_since(cloud)
     cloud.destroys('destroy', U)
     _accept_after(cloud, host)

@@ -1,4 +1,4 @@
-"""Passing time, computes that come back or are new, and an etcd that is restored in the middle of a destroy."""
+"""Passing time, returning and new computes, and etcd restored in the middle of a destroy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.model.scenarios_pairs import active
 
 
 def drain_and_slow_create(cloud: Cloud) -> None:
-    """A create is frozen between its query and its announcement until `host drain --wait` has finished."""
+    """A create is frozen between query and announcement until the drain has finished."""
     cloud.host(A)
     cloud.is_ample = False
     create = cloud.creates('eschedule', U, asks_first=True)
@@ -30,7 +30,7 @@ def drain_and_slow_create(cloud: Cloud) -> None:
 
 
 def drain_beside_a_frozen_create(cloud: Cloud) -> None:
-    """A create is frozen between its announcement and its claim until `host drain --wait` has finished."""
+    """A create is frozen between announcement and claim until the drain has finished."""
     cloud.host(A)
     cloud.is_ample = False
     create = cloud.creates('eschedule', U)
@@ -38,7 +38,7 @@ def drain_beside_a_frozen_create(cloud: Cloud) -> None:
 
 
 def drain_beside_a_frozen_claim(cloud: Cloud) -> None:
-    """A taker is frozen between its taker key and its claim until `host drain --wait` has finished."""
+    """A taker is frozen between taker key and claim until the drain has finished."""
     cloud.host(A)
     cloud.is_ample = False
     taker = cloud.takes(A, cloud.waiting(U))
@@ -54,7 +54,7 @@ def _freeze_before_claim(actor: Actor, drain: Actor) -> None:
 
 
 def drain_beside_orphans(cloud: Cloud) -> None:
-    """`host drain --wait` beside an orphaned claim, and the keeper that releases it."""
+    """`host drain --wait` of a compute with an orphaned claim, which its keeper releases."""
     host = cloud.host(A)
     cloud.is_ample = False
     cloud.claimed(V, A)
@@ -63,7 +63,7 @@ def drain_beside_orphans(cloud: Cloud) -> None:
 
 
 def drain_beside_a_taker(cloud: Cloud) -> None:
-    """`host drain --wait` beside a compute that takes from a queue."""
+    """`host drain --wait` of a compute that takes from a queue."""
     host = cloud.host(A)
     cloud.is_ample = False
     cloud.waiting(U)
@@ -72,7 +72,7 @@ def drain_beside_a_taker(cloud: Cloud) -> None:
 
 
 def drain_beside_a_frozen_taker(cloud: Cloud) -> None:
-    """The same where the compute is frozen between its choice and its taker key until the drain has finished."""
+    """The same where the taker is frozen between its choice and its taker key."""
     host = cloud.host(A)
     cloud.is_ample = False
     cloud.waiting(U)
@@ -89,7 +89,7 @@ def drain_beside_a_frozen_taker(cloud: Cloud) -> None:
 
 
 def forget_and_slow_create(cloud: Cloud) -> None:
-    """A compute ends and is forgotten beside a create that may be slow."""
+    """A compute ends and is forgotten during a create that may be slow."""
     cloud.host(A)
     cloud.is_ample = False
     cloud.creates('eschedule', U)
@@ -97,7 +97,7 @@ def forget_and_slow_create(cloud: Cloud) -> None:
 
 
 def forget_and_slow_taker(cloud: Cloud) -> None:
-    """A taker ends with a claim for a queued request and is forgotten; another compute, perhaps slow, takes it."""
+    """A taker ends with a claim and is forgotten; another compute, perhaps slow, takes it."""
     cloud.hosts(A, B)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
@@ -109,7 +109,7 @@ def forget_and_slow_taker(cloud: Cloud) -> None:
 
 
 def forgotten_as_it_takes(cloud: Cloud) -> Check:
-    """A silent compute with a claim for a queued request comes back while it is forgotten as fenced, and takes it."""
+    """A silent compute with a claim comes back while it is forgotten as fenced, and takes."""
     host = cloud.host(A)
     cloud.waiting(U, 'web')
     cloud.claimed(U, A)
@@ -142,14 +142,14 @@ def forgotten_as_it_takes(cloud: Cloud) -> Check:
 
 
 def forgotten_and_back(cloud: Cloud) -> None:
-    """A forgotten compute is started, registers, and takes a queued request beside another taker."""
+    """A forgotten compute starts, registers, and competes with another taker."""
     host, other = cloud.host(A), cloud.host(B)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
     cloud.etcd.end(host.presence.lease)
     provider = cloud.model.providers[A]
-    go = forgetting(cloud, A, fenced=False)
-    forgotten = cloud.act('host forget', go, command='forget', about=(A,), mortal=False)
+    run_forget = forgetting(cloud, A, fenced=False)
+    forgotten = cloud.act('host forget', run_forget, command='forget', about=(A,), mortal=False)
 
     def come_back() -> None:
         cloud.world.wait('the compute to be forgotten', lambda: not forgotten.is_at_it)
@@ -163,7 +163,7 @@ def forgotten_and_back(cloud: Cloud) -> None:
 
 
 def new_compute_takes(cloud: Cloud) -> None:
-    """A compute that is new to this etcd starts beside one that takes the same queued request."""
+    """A compute that is new to this etcd starts and competes with another taker."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
@@ -180,7 +180,7 @@ def new_compute_takes(cloud: Cloud) -> None:
 
 
 def new_compute_behind_acceptance(cloud: Cloud) -> None:
-    """U runs on A; etcd is restored to when U was queued; A publishes U before a new compute starts."""
+    """U runs on A; after a restore A publishes U before a new compute starts."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)
@@ -199,7 +199,7 @@ def new_compute_behind_acceptance(cloud: Cloud) -> None:
 
 
 def refused_and_room_again(cloud: Cloud) -> None:
-    """An instance takes the last place from a queued one, and is destroyed: the queued one gets the room."""
+    """An instance takes the last place and is destroyed: a queued one gets the room."""
     host = cloud.host(A, room=1)
     cloud.is_ample = False
     cloud.waiting(U)
@@ -233,9 +233,9 @@ def destroyed_twice_beside_another(cloud: Cloud) -> None:
 
 
 def destroyed_half_and_restored(cloud: Cloud) -> Check:
-    """An ecompute is killed in an accepted destroy, etcd is restored to before it, and the compute publishes.
+    """An ecompute is killed in a destroy; etcd is restored to before it.
 
-    V shares U's group and quota, and lives: names, groups and quotas are compared at rest.
+    The compute publishes. V shares U's group and quota, and lives: names, groups and quotas are compared at rest.
     """
     cloud.limited(5)
     host = active(cloud, group=TOGETHER)

@@ -46,7 +46,7 @@ def one_name(cloud: Cloud) -> Check:
 
 
 def set_in_group(cloud: Cloud) -> None:
-    """A set of two with a minimum of one, and a single instance, share an anti-affinity group and a quota of two."""
+    """A set of two and a single instance share an anti-affinity group and a quota of two."""
     cloud.hosts(A, B)
     cloud.limited(2)
     cloud.is_ample = False

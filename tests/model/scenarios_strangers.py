@@ -1,4 +1,4 @@
-"""Writers that bypass eschedule: a client of 2019, etcdctl, concurrent power actions, a replaced etcd."""
+"""Writers that bypass eschedule: a client of 2019, etcdctl; and a replaced etcd."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def by_hand(cloud: Cloud, name: str, *operations: Put | Delete) -> Actor:
     """Add manual writes with etcdctl, without conditions; each key is a call of its own."""
     store = ModelStore(cloud.etcd)
 
-    def go() -> None:
+    def write_all() -> None:
         for operation in operations:
             store.commit([], [operation])
 
     touched = {keys.last(operation.key.removesuffix(keys.TAKER)) for operation in operations}
-    return cloud.act(name, go, mortal=False, about=tuple(touched))
+    return cloud.act(name, write_all, mortal=False, about=tuple(touched))
 
 
 def switched_by_many(cloud: Cloud) -> None:
@@ -95,7 +95,7 @@ def _of_2019(instance: str, compute: str, is_destroy: bool = False) -> Put:
 
 
 def asked_as_in_2019(cloud: Cloud) -> None:
-    """A client of 2019 claims, requests, and destroys twice, beside other commands."""
+    """A client of 2019 claims, requests, and destroys twice, during a destroy of ours."""
     host = cloud.host(A)
     store = ModelStore(cloud.etcd)
 
@@ -115,7 +115,7 @@ def asked_as_in_2019(cloud: Cloud) -> None:
 
 
 def destroyed_as_in_2019(cloud: Cloud) -> None:
-    """An instance is destroyed by a client of 2019, stopped and destroyed by ours: what it shared is released."""
+    """A client of 2019 and ours destroy an instance: what it shared is released."""
     cloud.limited(5)
     host = active(cloud, group=TOGETHER)
     by_hand(cloud, '2019 destroy', _of_2019(U, A, is_destroy=True))
@@ -128,7 +128,7 @@ def destroyed_as_in_2019(cloud: Cloud) -> None:
 
 
 def presence_removed(cloud: Cloud) -> None:
-    """A compute's presence key is deleted while it builds and takes, and while an instance is destroyed."""
+    """A compute's presence key is deleted while it builds, takes and destroys."""
     host = cloud.host(A)
     cloud.waiting(V)
     cloud.delivered(U, A, 'web')
@@ -167,7 +167,7 @@ def attempt_removed(cloud: Cloud) -> None:
 
 
 def group_turned(cloud: Cloud) -> None:
-    """A group's policy is changed manually, and back, while one member is destroyed and another one taken."""
+    """A group's policy is changed manually, and back, beside a destroy and a take."""
     host = active(cloud, group=APART)
     other = cloud.host(B)
     cloud.is_ample = False
@@ -188,7 +188,7 @@ def group_turned(cloud: Cloud) -> None:
 
 
 def quota_spoilt(cloud: Cloud) -> None:
-    """A quota becomes malformed and is repaired manually, during a create, a destroy and a `quota set`."""
+    """A quota becomes malformed and is repaired manually, during a create and a destroy."""
     cloud.limited(5)
     host = active(cloud)
     cloud.is_astray = True
@@ -207,15 +207,15 @@ def quota_spoilt(cloud: Cloud) -> None:
 
 
 def _accepts(host: Compute, number: int, *work: Callable[[], object]) -> Callable[[], None]:
-    def go() -> None:
+    def run() -> None:
         host.start(republishes=True)
         host.rounds(number, *work)()
 
-    return go
+    return run
 
 
 def accepted_and_destroyed(cloud: Cloud) -> None:
-    """After a restore of etcd to before U, U is published and destroyed while another instance joins its group."""
+    """After a restore U is published and destroyed while V joins its group."""
     cloud.limited(5)
     host = cloud.host(A)
     saved = dict(cloud.etcd.entries)
@@ -251,7 +251,7 @@ def accepted_by_two(cloud: Cloud) -> None:
 
 
 def accepted_beside_operators(cloud: Cloud) -> None:
-    """After the loss of all keys A publishes its guests beside `audit --fix` and a create of the same uuid."""
+    """A publishes to an emptied etcd during `audit --fix` and a create of the same uuid."""
     host = active(cloud)
     cloud.store.commit([], [Delete(key) for key in cloud.etcd.entries])
     host.republishes = True
@@ -262,7 +262,7 @@ def accepted_beside_operators(cloud: Cloud) -> None:
 
 
 def accepted_and_switched(cloud: Cloud) -> None:
-    """U is stopped; etcd is restored to before that; U is published and rebooted, and ecompute may be killed."""
+    """U is stopped; etcd is restored to before that; U is published and rebooted."""
     host = active(cloud)
     saved = dict(cloud.etcd.entries)
     power(cloud.store, U, Power('stop', name_uuid(78)))

@@ -1,4 +1,4 @@
-"""A compute's tasks in threads beside its planning, a placement that is restored, and commands that only read."""
+"""A compute's tasks in threads, a placement that is restored, and commands that only read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.model.world import World
 
 
 class Lock:
-    """A lock between the actors of a world. A real lock would block the one thread that runs all of them."""
+    """A lock between actors. A real lock would block the one thread that runs all of them."""
 
     def __init__(self, world: World) -> None:
         self._world, self._is_held = world, False
@@ -48,7 +48,7 @@ def threaded(cloud: Cloud, host: Compute, steps: int, *also: Callable[[], object
     """Return a compute's planning with a thread for each task."""
     host.memory._lock = Lock(cloud.world)  # type: ignore[assignment]
 
-    def go() -> None:
+    def plan() -> None:
         for number in range(steps):
             planner, process = host.planner, host.process
             try:
@@ -62,11 +62,11 @@ def threaded(cloud: Cloud, host: Compute, steps: int, *also: Callable[[], object
             host.do(*also)
             cloud.world.sleep(1.0)
 
-    return go
+    return plan
 
 
 def built_in_threads(cloud: Cloud) -> None:
-    """Two instances are built concurrently and one is destroyed during its build, beside planning."""
+    """Two instances are built concurrently and one is destroyed during its build."""
     host = cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A, 'web', TOGETHER)
@@ -89,7 +89,7 @@ def ended_in_threads(cloud: Cloud) -> None:
 
 
 def request_removed_in_threads(cloud: Cloud) -> None:
-    """The request of an instance is deleted manually during its build; leftovers are destroyed later."""
+    """A request is deleted manually during its build; leftovers are destroyed later."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     cloud.may_fail.add(U)
@@ -107,7 +107,7 @@ def request_removed_in_threads(cloud: Cloud) -> None:
 
 
 def request_spoilt_and_mended(cloud: Cloud) -> None:
-    """The request of an instance becomes malformed and is repaired before its build, beside planning."""
+    """A request becomes malformed and is repaired before its build."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
     cloud.may_fail.add(U)
@@ -118,7 +118,7 @@ def request_spoilt_and_mended(cloud: Cloud) -> None:
 
 
 def keeper_with_generations(cloud: Cloud) -> Check:
-    """The keeper goes by the generation and by followed requests, which lag behind; beside a create and a destroy."""
+    """The keeper uses the generation and followed requests, which lag behind."""
     cloud.limited(5)
     host = active(cloud)
     generations = Generations(cloud.placement, several=False)
@@ -175,7 +175,7 @@ def placement_restored(cloud: Cloud) -> None:
 
 
 def frozen_taker_forgotten(cloud: Cloud) -> Check:
-    """A taker is frozen for longer than its lease and forgotten; another one takes, then the first continues."""
+    """A frozen taker is forgotten; another one takes, then the first continues."""
     cloud.hosts(A, B)
     host = cloud.computes[A]
     place = cloud.waiting(U, 'web')
@@ -199,7 +199,7 @@ def frozen_taker_forgotten(cloud: Cloud) -> Check:
 
 
 def asked_of_two(cloud: Cloud) -> Check:
-    """A second compute is requested manually to run A's instance: it refuses, and the instance is unharmed."""
+    """A second compute is requested to run A's instance: it refuses, and no harm is done."""
     cloud.limited(5)
     host = active(cloud, group=TOGETHER)
     other = cloud.host(B)
@@ -225,7 +225,7 @@ def asked_of_two(cloud: Cloud) -> Check:
 
 
 def looked_at(cloud: Cloud) -> Check:
-    """Both list and find show an instance at every moment while it is queued, taken, built and destroyed."""
+    """Both list and find show an instance at every moment of its life."""
     host = cloud.host(A)
     cloud.waiting(U, 'web')
     missed: list[str] = []
@@ -255,7 +255,7 @@ def looked_at(cloud: Cloud) -> Check:
 
 
 def everybody(cloud: Cloud) -> None:
-    """A queue, a create, a destroy, clear, the keeper and `audit --fix` run concurrently on two computes."""
+    """A queue, creates, destroys, clear, the keeper and `audit --fix` on two computes."""
     hosts = [cloud.host(compute) for compute in (A, B)]
     cloud.limited(5)
     cloud.waiting(U, 'web', TOGETHER)

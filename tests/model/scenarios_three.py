@@ -10,7 +10,7 @@ from tests.model.scenarios_operators import drains, ends, fixes, forgets, sets
 
 
 def keeper_drain_and_create(cloud: Cloud) -> None:
-    """An orphaned claim on A is due for release; A is drained, and the claim's --uuid created again."""
+    """An orphaned claim on A is due; A is drained, and the claim's --uuid created again."""
     host = cloud.host(A)
     cloud.host(B)
     cloud.claimed(U, A)
@@ -22,7 +22,7 @@ def keeper_drain_and_create(cloud: Cloud) -> None:
 
 
 def keeper_drain_and_create_anew(cloud: Cloud) -> None:
-    """The same where another uuid is created, which queries placement first; the keeper checks twice."""
+    """The same where another uuid is created; the keeper checks twice."""
     host = cloud.host(A)
     cloud.is_ample = False
     cloud.claimed(V, A)
@@ -42,7 +42,7 @@ def fix_destroy_and_resume(cloud: Cloud) -> None:
 
 
 def fix_taking_and_destroy(cloud: Cloud) -> None:
-    """`audit --fix` releases a claim of an instance that was queued since; it is taken and destroyed."""
+    """`audit --fix` releases the claim of a now queued instance; it is taken and destroyed."""
     cloud.host(A)
     cloud.claimed(U, A)
     fixes(cloud)
@@ -64,7 +64,7 @@ def quota_two_creates_and_destroy(cloud: Cloud) -> None:
 
 
 def group_forget_and_drain(cloud: Cloud) -> None:
-    """A group member's dead host is forgotten and the other host drained while an instance joins the group."""
+    """A member's dead host is forgotten, the other host drained, while one joins the group."""
     cloud.hosts(A, B)
     cloud.is_ample = False
     cloud.delivered(V, A, group=APART)
@@ -85,7 +85,7 @@ def policy_of_two(cloud: Cloud) -> None:
 
 
 def forget_and_taker(cloud: Cloud) -> None:
-    """A taker ends with a claim for a queued request and is forgotten; another one takes it and is restarted."""
+    """A taker ends with a claim and is forgotten; another one takes, and is restarted."""
     cloud.hosts(A, B)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
@@ -102,7 +102,7 @@ def forget_and_taker(cloud: Cloud) -> None:
 
 
 def late_release_keeper_and_resume(cloud: Cloud) -> None:
-    """An eschedule releases its claim late; the keeper is due to, and the uuid is created again."""
+    """An eschedule and the keeper release a claim as its uuid is created again."""
     host = cloud.host(A)
     cloud.claimed(U, A)
     host.keep_claims()

@@ -1,4 +1,4 @@
-"""Format a schedule as a story: each step in order, with its actor, its call and its outcome."""
+"""Format a schedule as a story: its steps, each with its actor, call and outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rule of invariants.py that is broken for one step is reported, although the state is right again at rest."""
+"""A rule of invariants.py is reported if it is broken for one step, although not at rest."""
 
 from __future__ import annotations
 

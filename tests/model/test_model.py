@@ -1,4 +1,4 @@
-"""The guarantees under every interleaving: each scenario runs a fixed number of schedules, on any machine.
+"""The guarantees under every interleaving: each scenario runs a number of schedules.
 
 A finding is printed as a story that `python -m tests.model --replay` repeats.
 """

@@ -1,4 +1,4 @@
-"""Compare etcd and placement in memory with the real ones: the same random calls get the same answers."""
+"""Compare etcd and placement in memory with the real ones: equal calls, equal answers."""
 
 from __future__ import annotations
 

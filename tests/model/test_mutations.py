@@ -1,4 +1,4 @@
-"""Each planted bug is found; one that is not shows that an important behaviour is unchecked."""
+"""Each planted bug is found. One that is not shows an unchecked behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One instance that two computes are requested to run, and other manual writes: the claim decides."""
+"""An instance is requested of two computes, among other manual writes: the claim decides."""
 
 from __future__ import annotations
 
@@ -148,7 +148,10 @@ def test_a_key_that_names_no_compute_is_nobody_s(cloud: Cloud) -> None:
 def test_a_request_that_another_compute_writes_again_and_again_keeps_nothing_from_failing(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compute's role lets it write anything below its own uuid; another compute's instance must still end."""
+    """A compute's role lets it write any key below its own uuid.
+
+    The instance of another compute must still end.
+    """
     cloud.limited(5)
     cloud.delivered(U, A, 'web')
     asked_of(cloud, B, U)
@@ -222,7 +225,10 @@ def test_a_fix_of_what_has_changed_leaves_no_lease(cloud: Cloud) -> None:
 
 
 def test_a_guest_stays_whose_request_became_unreadable_after_it_had_ended(cloud: Cloud) -> None:
-    """The guest was brought back by virsh define, or with a restored host. Only a tombstone destroys (rule 6)."""
+    """The guest was brought back by virsh define, or with a restored host.
+
+    Only a tombstone destroys (rule 6).
+    """
     host = cloud.computes[A]
     cloud.delivered(U, A)
     host.rounds(3, host.plan)()

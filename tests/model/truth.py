@@ -95,12 +95,12 @@ def is_not_placed(end: End, told: Told) -> bool:
 
 
 def leaves_nothing(end: End, told: Told) -> bool:
-    """No instance is requested, queued or holds a claim, unless another command or a lost message is the reason."""
+    """No instance is requested, queued or claimed, unless by another command or after a loss."""
     return has_released(end, told) or (is_not_placed(end, told) and end.was_harmed(told.actor))
 
 
 def has_released(end: End, told: Told) -> bool:
-    """No instance is requested, queued or holds a claim, unless another command is about the same one."""
+    """No instance is requested, queued or claimed, unless by another command."""
     others = end.others(told.actor, *PLACING)
     held = [
         instance
@@ -124,18 +124,18 @@ def _is_asked_again(end: End, told: Told) -> bool:
 
 
 def was_never_begun(end: End, told: Told) -> bool:
-    """The instance is not queued, no compute is requested to run it, and no host has its domain."""
+    """The instance is not queued, not requested of a compute, and has no domain."""
     return is_destroyed(end, told) and not any(map(end.is_domain, told.actor.about))
 
 
 def is_unknown(end: End, told: Told) -> bool:
-    """The instance is not requested or queued, unless it was created again or its compute published it later."""
+    """The instance is not requested or queued, unless it was created or published later."""
     is_published = any(machine.republishes for machine in end.cloud.machines)
     return is_published or is_destroyed(end, told) or _is_asked_again(end, told)
 
 
 def is_not_destroyed(end: End, told: Told) -> bool:
-    """The instance is still queued or requested, unless another destroy was given or it has ended."""
+    """The instance is queued or requested, unless another destroy was given or it has ended."""
     return all(
         end.is_requested(instance)
         or end.waits(instance)
@@ -156,7 +156,7 @@ def is_switched(end: End, told: Told) -> bool:
 
 
 def is_not_switched(end: End, told: Told) -> bool:
-    """The request does not have this power action, unless the instance's keys were changed manually."""
+    """The request lacks this power action, unless the instance's keys were changed manually."""
     (instance,) = told.actor.about
     return instance in end.touched or ((end.request(instance) or {}).get('power') or {}).get('id') != told.actor.power
 
@@ -235,7 +235,7 @@ def _subject(told: Told) -> str:
 
 
 class Row(NamedTuple):
-    """The messages of these commands with this outcome and pattern, and the condition that must hold."""
+    """The messages of these commands with this outcome and pattern, and their condition."""
 
     commands: tuple[str, ...]
     outcome: type

@@ -15,7 +15,7 @@ from tests.model.etcd import ModelStore
 
 @dataclass
 class Twins:
-    """A real store and the model, which get the same calls, and the pairs (real, model) of their numbers."""
+    """A real store and the model, which get the same calls, and the pairs of their numbers."""
 
     real: Store
     model: ModelStore
@@ -82,7 +82,7 @@ class Twins:
         assert real == model, differ(self.calls, real, model)
 
     def commit(self) -> None:
-        """Commit a random transaction: a condition may fail, a lease be missing, or a key occur twice."""
+        """Commit a random transaction: a condition may fail, a lease may be missing."""
         pairs = [self.condition() for _ in range(self.rng.randint(0, 2))]
         operations = [self.operation() for _ in range(self.rng.randint(1, 3))]
         description = f'commit if {pairs}: {operations}'

@@ -1,4 +1,4 @@
-"""Virtual time, randomness and threads inside a world: a wait lets other actors run, and nothing is random."""
+"""Virtual time, randomness and threads in a world: a wait lets other actors run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOW = '2030-01-01T00:00:00Z'
 
 
 class Inside:
-    """The world that the current thread is in, None outside of one. Other threads are never in a world."""
+    """The world that the current thread is in; None outside, and for all other threads."""
 
     world: World | None = None
     thread = 0

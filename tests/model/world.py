@@ -1,4 +1,4 @@
-"""One execution: actors that stop before every call to a server, libvirt or the disk, and the faults of the calls.
+"""One execution: actors that stop before every call, and the faults of the calls.
 
 The actors run functions of the product, each in a greenlet. A call is atomic. Before it the actor stops, and the
 chooser decides which actor continues and how: normally, with a lost request or answer, or killed.
@@ -99,9 +99,9 @@ class World:
     # Called by the models
 
     def call(self, call: Call, do: Callable[[], Value], shape: Callable[[Any], Hashable] = repr) -> Value:
-        """Carry out a call when it is chosen. Unreachable or UnknownOutcome: its request or answer was lost.
+        """Carry out a call when it is chosen, or raise the error of a lost message.
 
-        `make_fingerprint` reduces the answer to what distinguishes it from others.
+        Errors: Unreachable, UnknownOutcome. `make_fingerprint` reduces the answer to what distinguishes it from others.
         """
         actor = self.now
         if actor is None or self.over:
@@ -164,7 +164,7 @@ class World:
         return self.clock
 
     def mark(self) -> int:
-        """Return an identifier of a write that does not depend on the order of writes by other actors."""
+        """Return an id of a write that does not depend on the order of other actors' writes."""
         return hash((self.now.name, self.now.history)) if self.now is not None else self.hushed
 
     # Running the world
