@@ -68,10 +68,10 @@ def main(words: list[str]) -> int:
 
 def _replay(text: str) -> int:
     name, choices = decode(text)
-    wrong, story = replay(SCENARIOS[name], choices)
+    violations, story = replay(SCENARIOS[name], choices)
     sys.stdout.write(f'{SCENARIOS[name].title}\n{story}\n')
-    sys.stdout.write(''.join(f'WRONG: {violation}\n' for violation in wrong) or 'nothing is wrong\n')
-    return 1 if wrong else 0
+    sys.stdout.write(''.join(f'WRONG: {violation}\n' for violation in violations) or 'nothing is wrong\n')
+    return 1 if violations else 0
 
 
 def _find_planted() -> int:

@@ -273,9 +273,7 @@ class Cloud:
             return []
         leases = sorted({entry.lease for entry in self.etcd.entries.values() if entry.lease})
         if not self.computes_freeze:
-            leases = [
-                lease for lease in leases if all(host.presence.lease != lease for host in self.computes.values())
-            ]
+            leases = [lease for lease in leases if all(host.presence.lease != lease for host in self.computes.values())]
         return [
             (f'the lease of {self._owner(lease)} ends', EXPIRY, lambda lease=lease: self.etcd.end(lease))  # type: ignore[misc]
             for lease in leases

@@ -106,9 +106,7 @@ class Etcd:
             self._print ^= hash(self.shape(before)) if before else 0
             if isinstance(operation, Put):
                 created = before.created if before else self.revision
-                new = Entry(
-                    operation.key, operation.value.encode(), self.revision, operation.lease, created=created
-                )
+                new = Entry(operation.key, operation.value.encode(), self.revision, operation.lease, created=created)
                 self.entries[operation.key] = new
                 self._print ^= hash(self.shape(new))
         put = [operation.key for operation in operations if isinstance(operation, Put)]
@@ -181,9 +179,7 @@ class ModelStore(Store):
             marks = tuple((condition.key, self._mark(condition)) for condition in compared)
             call = Call('etcd', ('commit', marks, tuple(operations)), writes=True)
 
-            def write(
-                compared: Sequence[Unchanged | Exists] = compared, held: Unchanged | None = held
-            ) -> int | None:
+            def write(compared: Sequence[Unchanged | Exists] = compared, held: Unchanged | None = held) -> int | None:
                 written = self._etcd.commit(compared, operations)
                 is_ours = held is None or self._etcd.holds(held)
                 return written if written is not None else None if is_ours else -1

@@ -189,13 +189,13 @@ def play(
                 raise
         if world.broken:
             return world.broken, world
-        wrong = untrue(cloud, before) or (list(check() or ()) if check is not None else [])
+        violations = untrue(cloud, before) or (list(check() or ()) if check is not None else [])
         end = fingerprint(cloud)
-        if not wrong and (ends is None or end not in ends):
-            wrong = left_alone(cloud) or world.broken
-        if not wrong and ends is not None:
+        if not violations and (ends is None or end not in ends):
+            violations = left_alone(cloud) or world.broken
+        if not violations and ends is not None:
             ends.add(end)
-        return wrong, world
+        return violations, world
 
 
 @contextmanager
@@ -295,8 +295,8 @@ WIDE = Bounds(*(99 for _ in Bounds._fields))
 def replay(scenario: Scenario, choices: Sequence[str]) -> tuple[list[str], str]:
     """Return the violations at the end of these choices, and the story."""
     with virtual():
-        wrong, world = play(scenario, Named(choices), WIDE)
-        return wrong, tell(world)
+        violations, world = play(scenario, Named(choices), WIDE)
+        return violations, tell(world)
 
 
 def encode(name: str, choices: Sequence[str]) -> str:

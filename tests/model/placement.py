@@ -89,7 +89,7 @@ class PlacementModel:
 
     def begin(self, bodies: Mapping[str, Json]) -> Begun:
         """Run the first transactions of a write, which create missing consumers."""
-        begun = Begun(bodies, {}, [])
+        started = Begun(bodies, {}, [])
         for body in bodies.values():
             if any(not 1 <= len(body[name_of_id]) <= 255 for name_of_id in ('user_id', 'project_id')):
                 raise Refused(400, 'JSON does not validate: a user or project id is of 1 to 255 characters')
@@ -103,13 +103,13 @@ class PlacementModel:
                     raise Refused(409, detail, CONCURRENT)
                 if row is None:
                     row = self.rows[name] = Row(next(self._ids), body['user_id'], body['project_id'])
-                    begun.made.append(name)
+                    started.made.append(name)
                     self.writes += 1
-                begun.rows[name] = row.id, row.generation
+                started.rows[name] = row.id, row.generation
         except Refused:
-            self._undo(begun)
+            self._undo(started)
             raise
-        return begun
+        return started
 
     def finish(self, begun: Begun) -> None:
         """Run the last transaction, which writes all allocations or changes nothing."""

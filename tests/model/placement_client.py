@@ -37,10 +37,10 @@ class ModelPlacement(Placement):
             lambda: self._answered(lambda: model.begin(bodies)),
             lambda: model.makes(bodies),
         )
-        begun = self._world.call(call, lambda: self._answered(lambda: model.finish(model.begin(bodies))))
-        if begun is not None:
+        started = self._world.call(call, lambda: self._answered(lambda: model.finish(model.begin(bodies))))
+        if started is not None:
             second = Call('placement', ('goes on', *operation), writes=True, is_second=True)
-            self._world.call(second, lambda: self._answered(lambda: model.finish(begun)))
+            self._world.call(second, lambda: self._answered(lambda: model.finish(started)))
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

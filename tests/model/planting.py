@@ -186,9 +186,7 @@ def without(function: Function, *names: str, place: int | None = None) -> None:
     It is an operand of and, or, -, |, or an element of a list, a tuple or a set. `place` is its index among several
     matches, in the order of the source.
     """
-    matches = [
-        (parent, node) for parent in ast.walk(function) for node in _operands(parent) if _mentions(node, names)
-    ]
+    matches = [(parent, node) for parent in ast.walk(function) for node in _operands(parent) if _mentions(node, names)]
     # Keep only the innermost matches: the nodes around a match mention its names, too.
     inner = [(parent, node) for parent, node in matches if not any(_holds(node, other) for other, _ in matches)]
     inner.sort(key=lambda each: (each[1].lineno, each[1].col_offset))

@@ -109,9 +109,7 @@ def requests(facts: Facts) -> Iterator[str]:
 def claims(facts: Facts) -> Iterator[str]:
     """Claims and requests agree, and no provider is used above its capacity."""
     requested = {
-        instance: {
-            provider: allocation['resources'] for provider, allocation in request['allocations'].items()
-        }
+        instance: {provider: allocation['resources'] for provider, allocation in request['allocations'].items()}
         for _, instance, request in facts.asked
     }
     for instance, resources in requested.items():
@@ -157,9 +155,7 @@ def shared(facts: Facts) -> Iterator[str]:
     owners = {instance: (compute, request) for compute, instance, request in facts.asked}
     owners |= {instance: ('', request) for instance, request in facts.waiting.items()}
     requested_names = {request['name']: instance for instance, (_, request) in owners.items() if request.get('name')}
-    names = {
-        name: value['instance'] for name, value in facts.under.get('names', {}).items() if not value[''].lease
-    }
+    names = {name: value['instance'] for name, value in facts.under.get('names', {}).items() if not value[''].lease}
     if names != requested_names:
         yield f'the names are {_named(facts, names)}, and called so are {_named(facts, requested_names)}'
     members: dict[str, dict[str, str]] = {}

@@ -84,9 +84,7 @@ def settle(cloud: Cloud) -> list[str]:
     quiet_minutes = 0
     for _ in range(ROUNDS):
         before = cloud.etcd.revision, cloud.model.writes
-        errors = [
-            error for host in cloud.computes.values() if not host.is_dead for error in _minute(host)
-        ]
+        errors = [error for host in cloud.computes.values() if not host.is_dead for error in _minute(host)]
         cloud.world.clock += 61.0
         quiet_minutes = quiet_minutes + 1 if before == (cloud.etcd.revision, cloud.model.writes) else 0
         if quiet_minutes == 2:
@@ -127,9 +125,7 @@ def has_past(cloud: Cloud, wanted: SetOrder) -> bool:
     instance, name = wanted.instance, entries.get(keys.name(wanted.name or ''))
     if name is not None and instance.encode() not in name.value:
         return True
-    names = {
-        keys.last(key): json.loads(entry.value) for key, entry in entries.items() if key.startswith(keys.NAMES)
-    }
+    names = {keys.last(key): json.loads(entry.value) for key, entry in entries.items() if key.startswith(keys.NAMES)}
     own_names = {name for name, held in names.items() if held.get('instance') == instance}
     if own_names - {wanted.name}:
         return True

@@ -177,9 +177,7 @@ def disable_and_enable(cloud: Cloud) -> Check:
 
     def check() -> list[str]:
         errors = [
-            command.outcome
-            for command in (disable_command, enable_command)
-            if isinstance(command.outcome, EcompError)
+            command.outcome for command in (disable_command, enable_command) if isinstance(command.outcome, EcompError)
         ]
         return [f'disable or enable fails: {error}' for error in errors if cloud.is_unharmed]
 

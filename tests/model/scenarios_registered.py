@@ -69,17 +69,17 @@ def _is_as(cloud: Cloud, mine: Registration, disabled: bool | None) -> list[str]
 def closed_while_it_is_kept(cloud: Cloud) -> Check:
     """SIGTERM during the periodic check of the provider: it is closed in the end."""
     host = cloud.host(A)
-    mine = registration(cloud, host)
+    own_registration = registration(cloud, host)
     cloud.model.providers[A].inventories['VCPU']['total'] = 2
     closing: list[bool] = []
 
     def close() -> None:
         cloud.world.call(Call('libvirt', ('is told to end:', A), writes=True), lambda: closing.append(True))
-        mine.close()
+        own_registration.close()
 
     cloud.world.prints.append(lambda: tuple(closing))
 
-    cloud.works(A, 'looking at the provider', lambda: mine.keep(lambda: bool(closing)))
+    cloud.works(A, 'looking at the provider', lambda: own_registration.keep(lambda: bool(closing)))
     cloud.works(A, 'ending', close)
     return lambda: _is_closed(cloud, A)
 
@@ -107,9 +107,9 @@ def _started(cloud: Cloud, what: str) -> Check:
         ModelStore(cloud.etcd).revoke(host.presence.lease)
 
         def start() -> None:
-            mine = registration(cloud, host, 3, ['CUSTOM_NEW'])
-            after[:] = [mine]
-            mine.register()
+            own_registration = registration(cloud, host, 3, ['CUSTOM_NEW'])
+            after[:] = [own_registration]
+            own_registration.register()
 
         _tries(3, start)
         host.restart()
@@ -141,8 +141,8 @@ def started_beside_a_create(cloud: Cloud) -> Check:
 
     def restart() -> None:
         before.close()
-        mine = registration(cloud, host, 2)
-        mine.register()
+        own_registration = registration(cloud, host, 2)
+        own_registration.register()
         host.rounds(2, host.plan)()
 
     cloud.works(A, '', restart)
@@ -161,8 +161,8 @@ def forgotten_as_it_starts(cloud: Cloud) -> Check:
     cloud.destroys('destroy', U)
 
     def start() -> None:
-        mine = registration(cloud, host)
-        _tries(3, mine.register)
+        own_registration = registration(cloud, host)
+        _tries(3, own_registration.register)
         host.start()
         host.rounds(2, host.plan)()
 

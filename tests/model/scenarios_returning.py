@@ -240,8 +240,8 @@ def destroyed_half_and_restored(cloud: Cloud) -> Check:
     cloud.limited(5)
     host = active(cloud, group=TOGETHER)
     active(cloud, V, 'db', TOGETHER)
-    both = Group('g', 'affinity', True, {U: A, V: A})  # deliver() writes a group with one member
-    cloud.store.commit([], [Put(keys.group('g'), group_json(both))])
+    group = Group('g', 'affinity', True, {U: A, V: A})  # deliver() writes a group with one member
+    cloud.store.commit([], [Put(keys.group('g'), group_json(group))])
     limit(cloud.store, 'p', ['instances=5'])
     saved = dict(cloud.etcd.entries)
     destroy(cloud.store, U)

@@ -190,8 +190,8 @@ def frozen_taker_forgotten(cloud: Cloud) -> Check:
     cloud.takes(B, place)
 
     def check() -> list[str]:
-        mine = registration(cloud, host)
-        mine.keep(lambda: False)
+        own_registration = registration(cloud, host)
+        own_registration.keep(lambda: False)
         host.do(host.look_after_presence)
         return []
 

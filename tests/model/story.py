@@ -61,10 +61,10 @@ def _placement(call: Call) -> str:
     method, path, body = [*operation[call.is_second :], None][:3]
     path = str(path)
     if method == 'GET':
-        place = path.split('?')[0].strip('/').split('/')
-        if place[0] == 'allocations':
-            return f'asks placement for the claim of {place[1]}'
-        if place[0] == 'allocation_candidates':
+        resource = path.split('?')[0].strip('/').split('/')
+        if resource[0] == 'allocations':
+            return f'asks placement for the claim of {resource[1]}'
+        if resource[0] == 'allocation_candidates':
             return 'asks placement who could'
         return f'asks placement for {path[:120]}'
     data = json.loads(str(body))

@@ -161,6 +161,6 @@ def test_what_is_found_is_replayed() -> None:
         assert left_alone(cloud) == []
     name, choices = decode(encode(scenario.name, chooser.choices))
     assert (name, choices) == (scenario.name, list(chooser.choices))
-    wrong, story = replay(scenario, choices)
-    assert wrong == []
+    violations, story = replay(scenario, choices)
+    assert violations == []
     assert len(story.splitlines()) == len(world.steps)

@@ -103,9 +103,7 @@ def has_released(end: End, told: Told) -> bool:
     """No instance is requested, queued or claimed, unless by another command."""
     others = end.others(told.actor, *PLACING)
     held = [
-        instance
-        for instance in told.actor.about
-        if instance in end.cloud.model.held and instance not in end.before
+        instance for instance in told.actor.about if instance in end.cloud.model.held and instance not in end.before
     ]
     return is_not_placed(end, told) and (not held or bool(others))
 

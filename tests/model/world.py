@@ -202,9 +202,7 @@ class World:
 
     def state(self) -> Hashable:
         """Return everything that decides what can follow, except the remaining bounds."""
-        actors = tuple(
-            (actor.history, actor.call.what, actor.done, actor.dead, actor.wakes) for actor in self.actors
-        )
+        actors = tuple((actor.history, actor.call.what, actor.done, actor.dead, actor.wakes) for actor in self.actors)
         last = self.last.name if self.last is not None else ''
         return actors, self.clock, last, tuple(part() for part in self.prints)
 
