@@ -172,8 +172,8 @@ def play(
 ) -> tuple[list[str], World]:
     """Execute one schedule; return its violations and its world.
 
-    Errors: Pruned; StopIteration if a named choice is not available. `ends` are fingerprints of final states that were
-    checked before without a violation; they are not checked again.
+    Errors: Pruned; StopIteration if a named choice is not available. `checked_ends` are fingerprints of final states
+    that were checked before without a violation; they are not checked again.
     """
     world = World(bounds or scenario.bounds, chooser)
     with inside(world):
@@ -215,8 +215,8 @@ def explore(
 ) -> Explored:
     """Explore all schedules within the bounds, at most `schedules` of them or for `seconds`.
 
-    With `first` stop at the first finding. Schedules with fewer preemptions come first, so that a finding is as simple
-    as possible.
+    With `stop_at_first` stop at the first finding. Schedules with fewer preemptions come first, so that a finding is as
+    simple as possible.
     """
     bounds, began, total = bounds or scenario.bounds, _monotonic(), Explored()
     ends: set[int] = set()

@@ -17,8 +17,8 @@ from tests.model.scenarios_operators import forgetting
 def _taken_since(cloud: Cloud, waited: bool = True, with_placement: bool = False) -> Compute:
     """Have A take U from a queue, then restore etcd, which A has not accepted yet.
 
-    etcd is restored to when U was queued, or with `waited` False to before U was requested. `with_placement` restores
-    placement to the same moment.
+    etcd is restored to when U was queued, or with `is_queued` False to before U was requested. `with_placement`
+    restores placement to the same moment.
     """
     host = cloud.host(A)
     cloud.flavor()

@@ -119,5 +119,3 @@ def _said(answer: dict[str, Any]) -> str:
     if 'allocations' in answer:
         return ', '.join(answer['allocations']) or 'nothing is held'
     return str(answer)[:120]
-
-

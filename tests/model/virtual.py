@@ -129,7 +129,7 @@ def virtual() -> Iterator[None]:
 
 @contextmanager
 def inside(world: World) -> Iterator[None]:
-    """Put the current thread into the world. Use it inside virtual() only."""
+    """Put the current thread into the world. Use it inside patch_environment() only."""
     Inside.world, Inside.thread = world, threading.get_ident()
     try:
         yield
