@@ -1,4 +1,4 @@
-"""What a user of an etcd with roles may do, and which roles there are."""
+"""Read and write an etcd that enforces roles, as one of its users."""
 
 from __future__ import annotations
 

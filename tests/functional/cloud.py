@@ -1,6 +1,6 @@
-"""A cloud without hypervisors: etcd and placement, and what a scheduler needs to speak to them.
+"""A cloud without hypervisors: etcd, placement and a scheduler's clients of them.
 
-The computes are keys in /computes and providers: nobody is there to carry anything out, and none is needed.
+The computes are presence keys and resource providers. No ecompute runs for them, so requests stay as delivered.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from tests.kit.servers import Etcd, PlacementServer
 IMAGE = 'http://images.example/i.qcow2'
 SMALL = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 RESOURCES = 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1'
+# The owner of an attempt.
 WHO = {'host': 'here', 'pid': 1}
 
 
 @dataclass
 class Cloud:
-    """etcd and placement with computes that say they are alive, and what a scheduler needs to speak to them."""
+    """etcd and placement with live computes, and a scheduler's clients of them."""
 
     etcd: Etcd
     server: PlacementServer
@@ -42,14 +43,17 @@ class Cloud:
     placement: Placement
 
     def compute(self, alive: bool = True, **totals: int) -> str:
-        """A provider with room for two small guests, or with `totals`."""
+        """Create a compute with room for two small guests, or with `totals`.
+
+        It is a provider, and a presence key if `alive`.
+        """
         compute = self.server.make_provider(**(totals or {'VCPU': 2, 'MEMORY_MB': 512, 'DISK_GB': 10}))
         if alive:
             self.etcd.put(keys.compute(compute), '{"token": "x"}', self.etcd.grant())
         return compute
 
     def wanted(self, compute: str, instance: str | None = None, resources: str = RESOURCES) -> SetOrder:
-        """One small guest on that compute."""
+        """Return an order for one small guest on that compute."""
         return SetOrder(
             instance or new(),
             query=f'{resources}&in_tree={compute}',
@@ -60,7 +64,7 @@ class Cloud:
         )
 
     def make_order(self, alive: bool = True, **totals: int) -> tuple[str, SetOrder]:
-        """Make a compute, and an order for one small guest on it."""
+        """Create a compute and return it with an order for one small guest on it."""
         compute = self.compute(alive, **totals)
         return compute, self.wanted(compute)
 
@@ -74,7 +78,7 @@ class Cloud:
         found: list[Allocations] | None = None,
         offer: Offer | None = None,
     ) -> DeliveryOutcome:
-        """create(), with what was offered or found before, or else what placement says now."""
+        """Place the order, with the given offer or candidates or else placement's current ones."""
         placement = placement or self.placement
         backend: Future[tuple[Placement, Offer]] = Future()
         try:
@@ -84,27 +88,27 @@ class Cloud:
             backend.set_result((placement, offer))
         except EcompError as error:
             backend.set_exception(error)
-        (delivered,) = create(store or self.store, backend, wanted, WHO, resume, random.Random(), now).values()
-        return delivered
+        (outcome,) = create(store or self.store, backend, wanted, WHO, resume, random.Random(), now).values()
+        return outcome
 
     def create_all(
         self, wanted: SetOrder, resume: bool = False, store: Store | None = None
     ) -> Mapping[str, DeliveryOutcome]:
-        """create() of a set."""
+        """Place a set."""
         backend: Future[tuple[Placement, Offer]] = Future()
         backend.set_result((self.placement, allocations.candidates(self.placement, wanted.query or '')))
         return create(store or self.store, backend, wanted, WHO, resume, random.Random(), lambda: 'now')
 
     def claimer(self, placement: Placement | None = None) -> Claimer:
-        """What claims for a request that stays ours."""
+        """Return a Claimer whose attempt is never taken over."""
         return Claimer(placement or self.placement, 'a-user', 'a-project', lambda: True)
 
     def candidate(self, compute: str) -> Candidate:
-        """One small guest there."""
+        """Return a candidate for one small guest on the compute."""
         return Candidate(compute, {compute: SMALL}, None)
 
     def delivered(self, compute: str, instance: str) -> Request:
-        """The request that stands at the compute's key."""
+        """Read the request that is delivered to the compute."""
         value = self.etcd.get(keys.request(compute, instance))
         assert value is not None
         request = parse_request(compute, keys.request(compute, instance), value)
@@ -112,13 +116,16 @@ class Cloud:
         return request
 
     def is_whole(self, compute: str, wanted: SetOrder) -> None:
-        """The instance is delivered to this compute, which holds one claim for it, and nobody is at it any more."""
+        """Assert that the instance is delivered to and claimed on this compute.
+
+        No attempt may be in flight for it.
+        """
         assert self.delivered(compute, wanted.instance).allocations == {compute: SMALL}
         assert self.server.allocations(wanted.instance) == {compute: SMALL}
         assert self.etcd.get(keys.attempt(wanted.instance)) is None
 
     def has_nothing_of(self, wanted: SetOrder, *computes: str) -> None:
-        """No claim, no attempt, no delivery."""
+        """Assert that the order has no claim, no attempt and no delivery."""
         assert self.server.allocations(wanted.instance) == {}
         assert self.etcd.get(keys.attempt(wanted.instance)) is None
         assert [key for key in self.etcd.keys(keys.HOSTS) if keys.last(key) == wanted.instance] == []
@@ -127,7 +134,7 @@ class Cloud:
 
 
 class CountingStore(Store):
-    """A store that counts what it asks."""
+    """A store that counts its requests to etcd."""
 
     asked = 0
 
@@ -137,12 +144,16 @@ class CountingStore(Store):
 
 
 def interpose(made: Any, call: str, do: Callable[[], object], matches: Callable[..., bool] = lambda *_: True) -> Any:
-    """Have something happen once, just before a call that matches; the same object."""
-    real, left = getattr(made, call), [do]
+    """Replace a method so that `action` runs once, just before the first call that matches.
+
+    Returns:
+        The same object.
+    """
+    real, pending = getattr(made, call), [do]
 
     def called(*given: Any, **named: Any) -> Any:
-        if left and matches(*given):
-            left.pop()()
+        if pending and matches(*given):
+            pending.pop()()
         return real(*given, **named)
 
     setattr(made, call, called)
@@ -154,7 +165,7 @@ def new() -> str:
 
 
 def at_it(cloud: Cloud, wanted: SetOrder, lease: int) -> int:
-    """What an eschedule does first; the revision of its attempt."""
+    """Write the key of an attempt, as eschedule does first; return its revision."""
     value = json.dumps({'version': 1, 'instances': [wanted.instance]})
     revision = cloud.store.commit(
         [Unchanged(keys.attempt(wanted.instance), 0)], [Put(keys.attempt(wanted.instance), value, lease)]

@@ -1,4 +1,4 @@
-"""A placement client that is closed after use, and a small guest's claim by it."""
+"""A placement client that is closed after use, and a small guest's claim with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import closing, contextmanager
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 
-USER, PROJECT = 'a-user', 'a-project'
+USER = 'a-user'
+PROJECT = 'a-project'
 SMALL = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 
 

@@ -1,4 +1,4 @@
-"""A compute that says it is alive."""
+"""Make and run a compute's presence."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ecomp.store.presence import Presence
 
 
 def presence(store: Store, key: str, token: str, lost: list[str] | None = None) -> Presence:
-    who = {'hostname': f'host-of-{token}', 'since': 'today', 'token': token}
-    return Presence(store, key, who, (lost if lost is not None else []).append)
+    facts = {'hostname': f'host-of-{token}', 'since': 'today', 'token': token}
+    return Presence(store, key, facts, (lost if lost is not None else []).append)
 
 
 @contextmanager
 def start_and_stop(made: Any) -> Iterator[Any]:
-    """Start what has a thread of its own, and stop it at the end."""
+    """Start a service that has its own thread, and stop it at the end."""
     made.start()
     try:
         yield made
