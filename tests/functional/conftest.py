@@ -1,4 +1,4 @@
-"""What more than one module of these tests asks for: stores, a cloud without hypervisors, and a libvirt host."""
+"""Shared fixtures: stores, a cloud without hypervisors, images and a libvirt host."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ __all__ = ['flavor', 'none_lent', 'pair', 'pool']
 
 @pytest.fixture
 def store(etcd: Etcd) -> Iterator[Store]:
-    with connected(etcd.endpoint) as made:
-        yield made
+    with connected(etcd.endpoint) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -62,15 +62,15 @@ def cloud(etcd: Etcd, placement: PlacementServer) -> Iterator[Cloud]:
 
 @pytest.fixture
 def client(placement: PlacementServer) -> Iterator[Placement]:
-    with placement_client.connected(placement.url) as made:
-        yield made
+    with placement_client.connected(placement.url) as opened:
+        yield opened
 
 
 @pytest.fixture
 def one(cloud: Cloud, tmp_path: Path) -> Iterator[Toy]:
-    """A compute in this process, that does what it is told to."""
-    with toy(cloud, tmp_path) as made:
-        yield made
+    """A compute in this process, without threads, that a test drives step by step."""
+    with toy(cloud, tmp_path) as toy_compute:
+        yield toy_compute
 
 
 @pytest.fixture(scope='session')
@@ -81,7 +81,7 @@ def _placement_in_process() -> InProcess:
 
 @pytest.fixture
 def in_process(_placement_in_process: InProcess) -> Iterator[InProcess]:
-    """Placement in this process, with nothing in it."""
+    """An empty placement in this process."""
     yield _placement_in_process
     empty(_placement_in_process)
 
@@ -94,7 +94,7 @@ def etcd_proxy(etcd: Etcd) -> Iterator[Proxy]:
 
 @pytest.fixture
 def shaky_store(etcd_proxy: Proxy) -> Iterator[Store]:
-    """A store behind etcd_proxy."""
+    """A store connected through etcd_proxy."""
     with connected(etcd_proxy.address, timeout=3.0) as store:
         yield store
 
@@ -107,7 +107,7 @@ def placement_proxy(placement: PlacementServer) -> Iterator[Proxy]:
 
 @pytest.fixture
 def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
-    """A placement client behind placement_proxy."""
+    """A placement client connected through placement_proxy."""
     with closing(Placement(f'http://{placement_proxy.address}', (2.0, 5.0))) as client:
         yield client
 
@@ -117,15 +117,15 @@ def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
 
 @pytest.fixture(scope='module')
 def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A qcow2 with something in it; its virtual size is 16 MiB."""
+    """A qcow2 image with random content and a virtual size of 16 MiB."""
     if shutil.which('qemu-img') is None:
         pytest.skip('qemu-img makes the images: apt-get install qemu-utils')
     directory = tmp_path_factory.mktemp('image')
-    raw, made = directory / 'raw', directory / 'qcow2'
+    raw, qcow2 = directory / 'raw', directory / 'qcow2'
     raw.write_bytes(os.urandom(MIB))
     os.truncate(raw, 16 * MIB)
-    subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(made)], check=True)
-    return made.read_bytes()
+    subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(qcow2)], check=True)
+    return qcow2.read_bytes()
 
 
 @pytest.fixture
@@ -139,20 +139,20 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / 'images'
 
 
-# A libvirt host of our own, and guests for it
+# A libvirt host of the tests' own, and guests for it
 
 
 @pytest.fixture(scope='module')
 def host() -> Iterator[LibvirtHost]:
-    if lacking := missing():
-        pytest.skip(f'no libvirtd of our own: {lacking}')
-    with libvirt_host() as made:
-        yield made
+    if reason := missing():
+        pytest.skip(f'no libvirtd of our own: {reason}')
+    with libvirt_host() as own_host:
+        yield own_host
 
 
 @pytest.fixture
 def connection(host: LibvirtHost) -> Iterator[Any]:
-    """A connection of the test's own, to see and do what ecompute does not."""
+    """The test's own libvirt connection, to observe and change what ecompute does not."""
     libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
     opened = libvirt.open(host.uri)
     yield opened
@@ -163,15 +163,15 @@ def connection(host: LibvirtHost) -> Iterator[Any]:
 def prepared(host: LibvirtHost) -> Iterator[Libvirt]:
     from ecomp.virt.libvirt_host import Libvirt
 
-    made = Libvirt(host.root / 'state', uri=host.uri)
-    made.prepare()
-    yield made
-    made.close()
+    driver = Libvirt(host.root / 'state', uri=host.uri)
+    driver.prepare()
+    yield driver
+    driver.close()
 
 
 @pytest.fixture
 def real(prepared: Libvirt) -> Iterator[Libvirt]:
-    """The host's Libvirt. What the test makes is gone after it, whatever became of the test."""
+    """The host's Libvirt. All guests of the test are removed after it, even if it fails."""
     yield prepared
     for instance in prepared.guests():
         prepared.destroy(instance, COMPUTE)
@@ -183,7 +183,7 @@ def real(prepared: Libvirt) -> Iterator[Libvirt]:
 
 @pytest.fixture(scope='module')
 def base() -> Iterator[BaseImage]:
-    # Not in pytest's own directories: QEMU's user cannot enter them.
+    # Not in pytest's own directories: QEMU's user cannot enter those.
     with TemporaryDirectory(prefix='evt-base-') as directory:
         Path(directory).chmod(0o711)
         path = Path(directory) / 'base.raw'

@@ -1,4 +1,4 @@
-"""What images of tests consist of, and what the cache has of them."""
+"""Contents of test images, and the files that the image cache makes of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def raw(size: int, fill: int = 0) -> bytes:
-    """A raw disk of this size; another one for each `fill`."""
+    """Return a raw disk of this size; the content differs for each `fill`."""
     return (bytes([fill]) * 510 + b'\x55\xaa').ljust(size, bytes([fill]))
 
 
@@ -17,16 +17,16 @@ def sha256(content: bytes) -> str:
 
 
 def base(content: bytes, format: str = 'raw') -> str:
-    """The name of this content's base volume."""
+    """Return the file name of the base volume with this content."""
     return f'base-{sha256(content)}.{format}'
 
 
 def overlay(directory: Path, name: str, below: str, format: str) -> None:
-    """A disk that lies on a file beside it."""
+    """Create an overlay on a file in the same directory."""
     command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', format, '-b', str(directory / below)]
     subprocess.run([*command, str(directory / name), '4M'], check=True)
 
 
 def entries(directory: Path) -> list[Path]:
-    """What is known of URLs."""
+    """List the cache's notes about URLs."""
     return list(directory.glob('.url-*.json'))
