@@ -1,4 +1,4 @@
-"""elab as it is typed, on this machine, and all that the machine shows of a lab."""
+"""Run elab as a command on this machine, and list the traces that a lab leaves there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = f'f{os.getpid()}'
 
 
 def missing() -> str:
-    """What keeps a lab from being made here, in words; '' if nothing does."""
+    """Return why no lab can be made on this machine, or ''."""
     try:
         machine.require_root('a lab')
         programs = {**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS, **guest.PROGRAMS}
@@ -33,35 +33,35 @@ def command(*words: str) -> list[str]:
 
 
 def elab(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run elab, which has to end with `code`."""
-    done = subprocess.run(
+    """Run elab and assert its exit code."""
+    result = subprocess.run(
         command(*words), stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), timeout=200
     )
-    assert done.returncode == code, f'elab {words}: {done.returncode}\n{done.stdout}{done.stderr}'
-    return done
+    assert result.returncode == code, f'elab {words}: {result.returncode}\n{result.stdout}{result.stderr}'
+    return result
 
 
 def facts(name: str) -> dict[str, Any]:
-    """lab.json; {} if there is none."""
+    """Read lab.json, or return {} if it does not exist."""
     path = ROOT / name / 'lab.json'
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def traces(name: str, link: str) -> list[str]:
-    """All that this machine shows of a lab: files, namespaces, interfaces, routes, mounts and processes."""
-    found = [str(path) for path in (ROOT / name,) if path.exists()]
+    """List a lab's files, namespaces, interfaces, routes, mounts and processes on this machine."""
+    lines = [str(path) for path in (ROOT / name,) if path.exists()]
     if link in {facts(path.parent.name).get('link') for path in ROOT.glob('*/lab.json') if path.parent.name != name}:
-        link = 'none'  # another lab beside this one has been given its number since
+        link = 'none'  # the number of this link has been reused by another lab
     commands = (['ip', 'netns', 'list'], ['ip', '-o', 'link', 'show'], ['ip', 'route', 'show', 'table', 'all'])
-    for each in commands:
-        lines = subprocess.run(each, capture_output=True, text=True, check=True).stdout.splitlines()
-        found += [line for line in lines if f'elab-{name}-' in line or link in line.replace('@', ' ').split()]
-    found += [line for line in Path('/proc/self/mountinfo').read_text().splitlines() if f'elab-{name}-' in line]
+    for listing in commands:
+        output = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines()
+        lines += [line for line in output if f'elab-{name}-' in line or link in line.replace('@', ' ').split()]
+    lines += [line for line in Path('/proc/self/mountinfo').read_text().splitlines() if f'elab-{name}-' in line]
     for process in Path('/proc').glob('[0-9]*'):
         try:
-            words = (process / 'cmdline').read_bytes().replace(b'\0', b' ').decode(errors='replace')
+            command_line = (process / 'cmdline').read_bytes().replace(b'\0', b' ').decode(errors='replace')
         except OSError:
             continue
-        if f'{ROOT}/{name}/' in words:
-            found.append(f'{process.name}: {words}')
-    return found
+        if f'{ROOT}/{name}/' in command_line:
+            lines.append(f'{process.name}: {command_line}')
+    return lines

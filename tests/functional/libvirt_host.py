@@ -1,7 +1,7 @@
-"""A hypervisor host of a test's own: a network and a mount namespace with virtlogd, libvirtd and a `default` network.
+"""A hypervisor host in its own namespaces, with virtlogd, libvirtd and a `default` network.
 
-The daemons write below one temporary directory: nothing of the machine's own libvirt is changed. Their socket is a file
-there, so a test talks to them from outside the namespaces. Guests have no way out: the network namespace has no uplink.
+The daemons write below one temporary directory, so the machine's own libvirt is not changed. Their socket is a file
+there, so a test connects from outside the namespaces. The network namespace has no uplink: guests reach nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.kit.servers import TOP, until
 
-# Our directories by those of libvirt they are bound over, and what libvirtd expects in them.
+# Our directories, and the directories of libvirt over which they are bind-mounted.
 BOUND = {
     'run': '/run/libvirt',
     'lib': '/var/lib/libvirt',
@@ -27,15 +27,16 @@ BOUND = {
     'cache': '/var/cache/libvirt',
     'log': '/var/log/libvirt',
 }
+# Subdirectories that libvirtd expects.
 EXPECTED = ('lib/images', 'lib/dnsmasq', 'lib/boot', 'cache/qemu', 'log/qemu', 'run/qemu', 'lib/qemu')
 NEEDED = ('ip', 'unshare', 'nsenter', 'virtlogd', 'libvirtd', 'dnsmasq', 'ebtables', 'qemu-img', 'qemu-system-x86_64')
 NETWORK = """<network><name>default</name><forward mode='open'/><bridge name='virbr0' stp='off'/>
 <ip address='10.77.0.1' netmask='255.255.255.0'><dhcp><range start='10.77.0.10' end='10.77.0.99'/></dhcp></ip>
 </network>"""
 
-# Guests are emulated. A /dev/kvm that QEMU's user cannot open makes libvirt probe QEMU anew, for seconds, each time it
-# is asked anything; a plain file in its place is not taken for one (but could not be moved into a guest's own /dev).
-# A mount namespace lives as long as its processes: the daemons, started from the shell that made it.
+# Guests are emulated. If QEMU's user cannot open /dev/kvm, libvirt probes QEMU again on each call, for seconds. A
+# regular file in its place avoids this (but cannot be moved into a guest's own /dev, so qemu.conf disables namespaces).
+# The mount namespace lives as long as its processes: the daemons that this shell starts.
 DAEMONS = """
 mount --make-rprivate /
 root=$1; shift
@@ -47,7 +48,7 @@ libvirtd -d --pid-file "$root/libvirtd.pid"
 
 
 def missing() -> str | None:
-    """What keeps a LibvirtHost from being made on this machine, in words; None if nothing does."""
+    """Return why no LibvirtHost can be made on this machine, or None."""
     absent = [name for name in NEEDED if shutil.which(name) is None]
     if absent:
         return 'not installed: ' + ', '.join(absent)
@@ -69,23 +70,26 @@ class LibvirtHost:
     def inside(
         self, command: list[str], env: Mapping[str, str] | None = None, check: bool = True, input: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in the host's namespaces and return its output."""
-        # virtlogd outlives a killed libvirtd, and is in the same namespaces.
-        entered = ['nsenter', '-t', str(self.pid('virtlogd')), '-m', '-n', *command]
-        return subprocess.run(entered, check=check, capture_output=True, text=True, timeout=120, env=env, input=input)
+        """Run a command in the host's namespaces and return the completed process."""
+        # virtlogd survives a killed libvirtd, and is in the same namespaces.
+        nsenter = ['nsenter', '-t', str(self.pid('virtlogd')), '-m', '-n', *command]
+        return subprocess.run(nsenter, check=check, capture_output=True, text=True, timeout=120, env=env, input=input)
 
     def call(self, module: str, function: str, instance: str) -> None:
-        """Call a function of a module of tests in the host's namespaces, with the state directory and an instance."""
+        """Call a function of a test module in the host's namespaces.
+
+        Its arguments are the state directory and the instance.
+        """
         script = f'import {module} as test; test.{function}{(str(self.root / "state"), instance)}'
         path = os.pathsep.join([str(TOP), *sys.path])
-        done = self.inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
-        assert done.returncode == 0, done.stderr
+        result = self.inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
+        assert result.returncode == 0, result.stderr
 
     def start_libvirtd(self) -> None:
         self.inside(['libvirtd', '-d', '--pid-file', str(self.root / 'libvirtd.pid')])
 
     def kill_libvirtd(self) -> None:
-        """kill -9, and wait until the process is gone."""
+        """Kill libvirtd with SIGKILL and wait until the process is gone."""
         pid = self.pid()
         os.kill(pid, signal.SIGKILL)
         until(lambda: not running(pid), 60, 'libvirtd gone')
@@ -100,7 +104,7 @@ def running(pid: int) -> bool:
 
 @contextmanager
 def libvirt_host() -> Iterator[LibvirtHost]:
-    """Make a host, and remove all of it at the end: guests, daemons, namespace, files."""
+    """Make a host, and remove its guests, daemons, namespaces and files at the end."""
     with ExitStack() as undo:
         root = Path(tempfile.mkdtemp(prefix='evt-'))
         undo.callback(shutil.rmtree, root)
@@ -109,14 +113,14 @@ def libvirt_host() -> Iterator[LibvirtHost]:
         for name in (*BOUND, *EXPECTED):
             (root / name).mkdir(exist_ok=True)
         (root / 'no-kvm').touch(0o600)
-        # A directory that is soon full, the same inside and outside.
+        # A small file system that a test can fill, mounted inside and outside the namespaces.
         (root / 'small').mkdir()
         subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(root / 'small')], check=True)
         undo.callback(subprocess.run, ['umount', str(root / 'small')], check=True)
         shutil.rmtree(root / 'etc')
         shutil.copytree('/etc/libvirt', root / 'etc')
         (root / 'etc/qemu.conf').write_text('namespaces = []\n')
-        # The network is this host's own, not a copy of what the machine may autostart.
+        # Define the network ourselves; do not autostart a copy of the machine's networks.
         shutil.rmtree(root / 'etc/qemu/networks', ignore_errors=True)
         shutil.chown(root / 'lib/qemu', 'libvirt-qemu')
         subprocess.run(['ip', 'netns', 'add', namespace], check=True)
@@ -134,16 +138,19 @@ def libvirt_host() -> Iterator[LibvirtHost]:
 
 
 def end_processes(namespace: str) -> None:
-    """End all that still runs in the namespace (guests, dnsmasq, the daemons) and wait until nothing does."""
+    """Kill all processes in the namespace and wait until they are gone.
 
-    def left() -> list[int]:
-        listed = subprocess.run(['ip', 'netns', 'pids', namespace], check=True, capture_output=True, text=True)
-        return [pid for pid in map(int, listed.stdout.split()) if running(pid)]
+    These are guests, dnsmasq and the daemons.
+    """
+
+    def list_pids() -> list[int]:
+        result = subprocess.run(['ip', 'netns', 'pids', namespace], check=True, capture_output=True, text=True)
+        return [pid for pid in map(int, result.stdout.split()) if running(pid)]
 
     def kill_all() -> bool:
-        for pid in left():
+        for pid in list_pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return not left()
+        return not list_pids()
 
     until(kill_all, 60, f'processes of {namespace} gone')

@@ -1,4 +1,4 @@
-"""A metadata server with two guests in its files, and what it says where it cannot be one."""
+"""Start a metadata server with files of two guests, or run one that refuses to start."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ TREE = Path(__file__).parents[2]
 SCRIPT = TREE / 'md_server/mdserver/server.py'
 AS_SCRIPT = [sys.executable, str(SCRIPT)]
 AS_MODULE = [sys.executable, '-m', 'mdserver.server']
-UUID_A, UUID_B = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
-MAC_A, MAC_B = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
+UUID_A = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+UUID_B = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
+MAC_A = '52:54:00:aa:00:01'
+MAC_B = '52:54:00:bb:00:02'
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA me: 100%'
 USER_DATA = gzip.compress(b'#cloud-config\n', mtime=0)
 SECRET = 'canary-of-the-user-data'
@@ -37,15 +39,15 @@ class Server:
     port: int
 
     def get(self, path: str, method: str = 'GET', headers: dict[str, str] | None = None) -> http.client.HTTPResponse:
-        asked = http.client.HTTPConnection(self.address, self.port, timeout=20)
-        asked.request(method, path, headers=headers or {})
-        return asked.getresponse()
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=20)
+        connection.request(method, path, headers=headers or {})
+        return connection.getresponse()
 
 
 @contextlib.contextmanager
 def serving(root: Path, *arguments: str, command: list[str] = AS_SCRIPT, prefix: tuple[str, ...] = (),
             stdin: int = subprocess.DEVNULL) -> Iterator[Server]:
-    """A server of ours, from the moment it says where it listens."""
+    """Run a metadata server; yield it when it has logged its address."""
     log = root / 'log'
     environment = os.environ | ({'PYTHONPATH': str(SCRIPT.parents[1])} if command is AS_MODULE else {})
     with log.open('wb') as stderr:
@@ -54,11 +56,11 @@ def serving(root: Path, *arguments: str, command: list[str] = AS_SCRIPT, prefix:
         )
     try:
         deadline = time.monotonic() + 30
-        while not (said := re.search(r'LISTENING ON http://([\d.]+):(\d+)/', log.read_text())):
+        while not (match := re.search(r'LISTENING ON http://([\d.]+):(\d+)/', log.read_text())):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
-        yield Server(process, log, said[1], int(said[2]))
+        yield Server(process, log, match[1], int(match[2]))
     finally:
         if process.stdin:
             process.stdin.close()
@@ -67,12 +69,12 @@ def serving(root: Path, *arguments: str, command: list[str] = AS_SCRIPT, prefix:
 
 
 def asked(instance: str, **given: Any) -> Request:
-    """A request, as ecompute hands it on to the metadata server."""
+    """Return a request as ecompute passes it to the metadata server."""
     return Request(instance, {}, **given)
 
 
 def describe(root: Path, leases: dict[str, str]) -> Path:
-    """Leases, guest files and an mdserver.conf as on a host; the conf's path."""
+    """Write leases, guest files and an mdserver.conf as on a host; return the path of the conf."""
     (root / 'metadata').mkdir()
     (root / 'virbr0.status').write_text(json.dumps([
         {'ip-address': address, 'mac-address': mac, 'expiry-time': int(time.time()) + 3600}
@@ -95,6 +97,6 @@ def describe(root: Path, leases: dict[str, str]) -> Path:
 
 
 def fails(*arguments: str, prefix: tuple[str, ...] = ()) -> tuple[int, str]:
-    done = subprocess.run([*prefix, *AS_SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
-    assert done.stdout == ''
-    return done.returncode, done.stderr
+    result = subprocess.run([*prefix, *AS_SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
+    assert result.stdout == ''
+    return result.returncode, result.stderr
