@@ -1,4 +1,7 @@
-"""An etcd of canned frames: what a real one says only in a race, a partition or a bug, said on demand."""
+"""An etcd that answers with canned frames.
+
+It sends what a real one sends only in a race, a partition or a bug.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ from typing import Any, Self
 
 import grpc
 
-from ecomp.store.roles import etcdrpc  # by way of the module that has protobuf load it
+from ecomp.store.roles import etcdrpc  # this module makes protobuf load it
 
+# A reply of a watch, an error that ends the stream, or None to end it normally.
 Frame = etcdrpc.WatchResponse | grpc.StatusCode | None
-"""A watch's reply, an error that ends the stream, or None for its plain end."""
 
 
 @dataclass
 class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
-    """Answers every range with `values` under `header`; each watch gets the frames of the next of `watches`.
+    """An etcd that answers from fields instead of a database.
 
-    When `watches` has no more, a watch is created and silent. `lists` counts the ranges of more than one key.
+    Each range is answered with `values` under `header`, each watch with the next list of `watches`. When `watches` is
+    empty, a watch is created and stays silent. `list_count` counts the ranges of more than one key.
     """
 
     values: dict[bytes, bytes] = field(default_factory=dict)
@@ -42,18 +46,18 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
         self._server.stop(0).wait()
 
     def reply(self, **fields: Any) -> etcdrpc.WatchResponse:
-        """A frame of a watch under the present header."""
+        """Return a watch frame with the current header."""
         return etcdrpc.WatchResponse(header=_header(*fields.pop('header', self.header)), watch_id=0, **fields)
 
     def event(self, key: bytes, value: bytes, **fields: Any) -> etcdrpc.WatchResponse:
-        """A frame with one put."""
+        """Return a watch frame with one put."""
         frame = self.reply(**fields)
         event = frame.events.add()
         event.kv.key, event.kv.value, event.kv.mod_revision = key, value, frame.header.revision
         return frame
 
     def Range(self, request: Any, _: Any) -> Any:
-        """Everything that is asked for, whatever the revision."""
+        """Return the requested values; the requested revision is ignored."""
         end = request.range_end or request.key + b'\0'
         self.lists += bool(request.range_end)
         reply = etcdrpc.RangeResponse(header=_header(*self.header))
@@ -63,7 +67,7 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
         return reply
 
     def Watch(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        """The next script, then silence."""
+        """Send the next scripted frames, then stay silent."""
         next(requests)
         try:
             script = self.watches.get_nowait()

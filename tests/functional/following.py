@@ -1,4 +1,4 @@
-"""What a follower of etcd is told."""
+"""Record the states that a follower of etcd reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kit.store_client import config
 
 
 class Hearing:
-    """A callback, and what it was told."""
+    """A callback that records the reported states."""
 
     def __init__(self) -> None:
         self.states: list[dict[str, bytes]] = []
@@ -25,7 +25,7 @@ class Hearing:
 
 
 class Following(Hearing):
-    """A follower of one prefix, for as long as it is entered."""
+    """A follower of one prefix that runs while its context is entered."""
 
     def __init__(self, endpoint: str, prefix: str, resync: float = 60.0, timeout: float = 2.0, **more: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What waits in a queue on real etcd and placement, who takes it, and what has become of it."""
+"""Queue requests on real etcd and placement, and assert whether they wait or were taken."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.kit.store_client import read_entry
 @pytest.fixture
 def flavor(cloud: Cloud) -> Iterator[Flavor]:
     """A flavor of the test's own, and its queue."""
-    made = Flavor(f'f{new()}', SMALL)
-    cloud.etcd.put(keys.flavor(made.name), flavor_to_json(made))
-    yield made
-    # And those that a test named after it.
-    for key in (*cloud.etcd.keys(keys.flavor(made.name)), *cloud.etcd.keys(f'{keys.QUEUES}{made.name}')):
+    own_flavor = Flavor(f'f{new()}', SMALL)
+    cloud.etcd.put(keys.flavor(own_flavor.name), flavor_to_json(own_flavor))
+    yield own_flavor
+    # Also delete flavors whose names begin with this one's.
+    for key in (*cloud.etcd.keys(keys.flavor(own_flavor.name)), *cloud.etcd.keys(f'{keys.QUEUES}{own_flavor.name}')):
         cloud.etcd.delete(key)
 
 
@@ -48,10 +48,10 @@ def put(cloud: Cloud, waiting: QueueEntry, resume: bool = False, store: Store | 
 
 
 def queued(cloud: Cloud, flavor: Flavor) -> Place:
-    """One in the queue."""
-    waiting = request(flavor)
-    assert put(cloud, waiting)
-    return place(cloud, waiting)
+    """Put a request in the queue and return its place."""
+    entry = request(flavor)
+    assert put(cloud, entry)
+    return place(cloud, entry)
 
 
 def place(cloud: Cloud, waiting: QueueEntry) -> Place:
@@ -65,23 +65,23 @@ def taker(
     placement: Placement | None = None,
     now: Callable[[], str] = lambda: 'now',
 ) -> Taker:
-    """Takes for a compute, on a lease of its own."""
+    """Return a Taker of the compute, with a new lease."""
     lease = cloud.store.grant(60)
     return Taker(ControlPlane(compute, store or cloud.store, placement or cloud.placement, now), lambda: lease)
 
 
 def is_taken(cloud: Cloud, compute: str, waiting: QueueEntry) -> None:
-    """It is this compute's, once, and nothing of it is in the queue."""
+    """Assert that only this compute has the instance, with one claim and no queue entry."""
     instance = waiting.instance
     assert cloud.delivered(compute, instance).allocations == {compute: SMALL}
-    there = [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == instance]
-    assert there == [keys.request(compute, instance)]
+    request_keys = [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == instance]
+    assert request_keys == [keys.request(compute, instance)]
     assert cloud.server.allocations(instance) == {compute: SMALL}
     assert [key for key in cloud.etcd.keys(keys.QUEUES) if instance in key] == []
 
 
 def waits(cloud: Cloud, waiting: QueueEntry) -> None:
-    """It is in its queue, nobody is at it, and nothing is held for it."""
+    """Assert that the entry is queued, with no request, claim or attempt."""
     assert [key for key in cloud.etcd.keys(keys.QUEUES) if waiting.instance in key] == [waiting.key]
     assert [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == waiting.instance] == []
     assert cloud.server.allocations(waiting.instance) == {}
