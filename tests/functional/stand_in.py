@@ -1,9 +1,9 @@
-"""A worker process for the pool's tests: the real loop, with the fake hypervisor and images that do as their name says.
+"""A worker process for tests of the pool: the real loop with scripted images.
 
-http://test/<word>: `good`, `fails` (BuildFailed), `breaks` (an error nobody thought of), `waits` (until it is
-cancelled), `stubborn` (until a file `go` is there, whatever is asked of it), `comes` (likewise, and tells how far it
-is), `stalls` (as comes, and then fails). With `?instance=` each writes `<instance>.pid` when it is asked for, without
-it `<word>.pid`.
+The hypervisor is a fake. The script is the word in http://test/<word>: `good`, `fails` (BuildFailed), `breaks` (an
+unexpected error), `waits` (until it is cancelled), `stubborn` (until the file `go` exists, cancelled or not), `comes`
+(as stubborn, and reports progress), `stalls` (as comes, and then fails). Each writes its pid to `<instance>.pid`, with
+the instance from `?instance=`, or to `<word>.pid` without one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATIENCE = 60.0
 
 
 class Images:
-    """See the module."""
+    """Images that behave as their URL says; see the module."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -41,7 +41,6 @@ class Images:
     def held(
         self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
     ) -> Iterator[Iterator[BaseImage | None]]:
-        """Do as the URL says."""
         del since
         parts = urlsplit(url)
         instance = parse_qs(parts.query).get('instance', [parts.path.strip('/')])[0]
@@ -67,9 +66,9 @@ class Images:
 
 
 class OneForAll:
-    """A hypervisor that all workers share, as libvirt is: FakeHypervisor is one process's, what it knows is its own.
+    """A hypervisor that all workers share, as libvirt is.
 
-    So each call finds what is there, and they come one after another.
+    The state of a FakeHypervisor belongs to one process. So each call loads the current state from disk, under a lock.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -87,19 +86,19 @@ class OneForAll:
 
 
 def entry(pipe: Connection, settings: WorkerSettings) -> None:
-    """Instead of ecomp.agent.instance.pool.main."""
+    """Run a scripted worker, in place of ecomp.agent.instance.pool.main."""
     prepare(settings)
     work(pipe, cast(Hypervisor, OneForAll(settings.state)), Images(settings.state), InstanceLocks(settings.state))
 
 
 def downloading(pipe: Connection, settings: WorkerSettings) -> None:
-    """One whose images are downloaded, from servers of the test's own."""
+    """Run a worker that downloads its images from servers on loopback addresses."""
     prepare(settings)
     images = ImageCache(settings.state / 'images', inspection.inspect, None, settings.limits, LOOPBACK)
     work(pipe, cast(Hypervisor, OneForAll(settings.state)), images, InstanceLocks(settings.state))
 
 
 def broken(pipe: Connection, settings: WorkerSettings) -> None:
-    """A worker that cannot even start."""
+    """Exit, as a worker that cannot start."""
     del pipe, settings
     raise SystemExit(3)

@@ -30,13 +30,13 @@ def job(word: str, instance: str | None = None) -> Build:
 
 
 def same(word: str) -> Build:
-    """One whose image others ask for, too."""
+    """Return a job whose image other jobs use, too."""
     spec = GuestSpec(str(uuid.uuid4()), COMPUTE, 1, 64, 1, BaseImage('', '', 0), 'qemu')
     return Build(spec, f'http://test/{word}')
 
 
 class Tended:
-    """A pool, the threads that hand jobs in, and the main thread that tends."""
+    """A pool, the threads that submit jobs, and the main thread that tends the pool."""
 
     def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.entry) -> None:
         self.directory = directory
@@ -44,15 +44,15 @@ class Tended:
         self._threads = ThreadPoolExecutor(8)
 
     def hand_in(self, work: Job) -> Future[list[News]]:
-        """In a thread of its own, as ecompute's tasks do."""
+        """Run the job in a thread of its own, as ecompute's tasks do."""
         return self._threads.submit(lambda: list(self.pool.run(work)))
 
     def tend_until(self, condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
-        def tended() -> object:
+        def tend_once() -> object:
             self.pool.tend(0.05)
             return condition()
 
-        until(tended, seconds, what)
+        until(tend_once, seconds, what)
 
     def result(self, work: Future[list[News]]) -> list[News]:
         self.tend_until(work.done, 'the job ends')
@@ -63,7 +63,7 @@ class Tended:
         return work.exception()
 
     def pid(self, work: Build) -> int:
-        """Of the worker that is in the middle of a job."""
+        """Return the pid of the worker that runs this job, once it has begun."""
         path = self.directory / f'{work.spec.instance}.pid'
         self.tend_until(path.exists, 'the job is in work')
         return int(path.read_text())
@@ -81,13 +81,13 @@ class Tended:
 
 @pytest.fixture
 def none_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No worker takes the place of one that downloads, or who waits for which would be a matter of seconds."""
+    """Replace no worker that is downloading, so that the order of jobs does not depend on time."""
     monkeypatch.setattr('ecomp.agent.instance.pool.MOST_LENT', 0)
 
 
 @pytest.fixture
 def pool(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
-    """One worker."""
+    """A pool of one worker."""
     del none_lent
     tended = Tended(tmp_path, 1)
     yield tended
@@ -96,7 +96,7 @@ def pool(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
 
 @pytest.fixture
 def pair(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
-    """Two workers."""
+    """A pool of two workers."""
     del none_lent
     tended = Tended(tmp_path, 2)
     yield tended
