@@ -1,4 +1,4 @@
-"""The audit: its answers, and how long it waits."""
+"""Audits: what ecompute answers, and how long an audit waits for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.functional.present import start_and_stop
 from tests.kit.servers import until
 from tests.kit.store_client import read_entry
 
-# What ecompute answers an audit: on its lease, however much it is, and only what it looked at itself is removed.
+# ecompute answers an audit on a lease, in pages of any number. It removes only what it has checked itself.
 
 
 MAC = '52:54:00:00:00:01'
@@ -42,7 +42,7 @@ BASE = BaseImage('/base', 'qcow2', 0)
 
 
 class Pretended(FakeHypervisor):
-    """Pretended guests, which lie on base volumes and may have other users."""
+    """Fake guests that may lie on missing base volumes and have other users."""
 
     bases: Mapping[str, str] = {}
     others: frozenset[str] = frozenset()
@@ -98,19 +98,19 @@ class Host:
         return not self.read_only and instance not in self.remembered
 
     def disk(self) -> str:
-        """An instance of which a disk is here."""
+        """Create a disk here and return its instance."""
         instance = str(uuid4())
         self.hypervisor.create_disk(GuestSpec(instance, self.compute, 1, 64, 1, BASE, 'qemu'))
         return instance
 
     def domain(self) -> str:
-        """An instance that runs here."""
+        """Start a guest here and return its instance."""
         instance = self.disk()
         self.hypervisor.start(GuestSpec(instance, self.compute, 1, 64, 1, BASE, 'qemu'))
         return instance
 
     def clear(self, store: Store, *leftovers: Leftover) -> list[str]:
-        """Ask for these to be removed; what was done."""
+        """Ask the compute to remove these leftovers; return its report."""
         with asking(store) as (name, lease):
             key = keys.clearance(name, self.compute)
             assert store.commit([Unchanged(key, 0)], [Put(key, clearance_to_json(leftovers), lease)])
@@ -120,32 +120,38 @@ class Host:
 
 @pytest.fixture
 def host(cloud: Cloud, tmp_path: Path) -> Iterator[Host]:
-    made = Host(cloud, tmp_path)
-    yield made
-    made.close()
-    cloud.etcd.delete(keys.compute(made.compute))
+    audited = Host(cloud, tmp_path)
+    yield audited
+    audited.close()
+    cloud.etcd.delete(keys.compute(audited.compute))
 
 
 def codes(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
-    """What an audit finds of this host: others on the shared servers have nothing to do with it."""
-    found = audit(cloud.store, cloud.placement, 0.1).findings
-    return [(each.code, each.subject) for each in found if host.compute in (each.subject, each.compute)]
+    """Run an audit and return its findings about this host.
+
+    The servers are shared: findings about other hosts are not this test's.
+    """
+    findings = audit(cloud.store, cloud.placement, 0.1).findings
+    return [(row.code, row.subject) for row in findings if host.compute in (row.subject, row.compute)]
 
 
 def ask(store: Store, host: Host) -> dict[str, bytes]:
-    """One compute's whole answer, by the part's name, each seen to be on a lease, and removed with the question."""
+    """Return one compute's whole answer by the names of its parts.
+
+    Each part must be on a lease of the compute's, and must be removed together with the question.
+    """
     with asking(store) as (name, lease):
         assert store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), '{}', lease)])
         assert answers(store, name, {host.compute}, 'heard', '0') == {host.compute}
         entries = store.snapshot(keys.digest_prefix(name, host.compute)).entries
-        assert all(each.lease not in (0, lease) for each in entries.values())
+        assert all(entry.lease not in (0, lease) for entry in entries.values())
     assert not store.snapshot(keys.digest_prefix(name, host.compute)).entries
     assert store.get(keys.audit(name)) is None
-    return {keys.last(key): each.value for key, each in entries.items()}
+    return {keys.last(key): entry.value for key, entry in entries.items()}
 
 
 def test_ten_thousand_guests(cloud: Cloud, host: Host) -> None:
-    guests = {each: Guest(each, host.compute, True, True, True) for each in (str(uuid4()) for _ in range(10_000))}
+    guests = {uuid: Guest(uuid, host.compute, True, True, True) for uuid in (str(uuid4()) for _ in range(10_000))}
     host.hypervisor._guests = guests
     answer = ask(cloud.store, host)
     assert answer.pop('heard') == b''
@@ -155,9 +161,9 @@ def test_ten_thousand_guests(cloud: Cloud, host: Host) -> None:
 
 
 def test_a_base_volume_that_is_gone(cloud: Cloud, host: Host) -> None:
-    wanted = cloud.wanted(host.compute)
-    instance = wanted.instance
-    cloud.create(wanted)
+    order = cloud.wanted(host.compute)
+    instance = order.instance
+    cloud.create(order)
     record = new_record(host.compute, cloud.delivered(host.compute, instance), 'now')
     cloud.etcd.put_record(record_to_json(record.at(ACTIVE, 'now', 'started')))
     host.hypervisor.create_disk(spec := GuestSpec(instance, host.compute, 1, 64, 1, BASE, 'qemu'))
@@ -172,21 +178,21 @@ def test_a_base_volume_that_is_gone(cloud: Cloud, host: Host) -> None:
 
 def test_a_hypervisor_that_is_away_is_said_to_be(cloud: Cloud, host: Host) -> None:
     host.hypervisor.away = True
-    found = audit(cloud.store, cloud.placement, 0.1).findings
-    (mute,) = [each for each in found if each.subject == host.compute]
-    assert mute.code == 'compute-mute'
-    assert 'libvirt is away' in mute.sentence
+    findings = audit(cloud.store, cloud.placement, 0.1).findings
+    (mute_finding,) = [finding for finding in findings if finding.subject == host.compute]
+    assert mute_finding.code == 'compute-mute'
+    assert 'libvirt is away' in mute_finding.sentence
 
 
 def test_what_a_compute_calls_a_page_ends_no_audit(cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     put = host.answerer._put
 
-    def more(entry: Entry, audit: str, part: int | str, value: str) -> None:
-        for other in ('1' * 5_000, '\u0663', '\u00b2') if part == 0 else ():
-            put(entry, audit, other, value)
+    def put_extra_pages(entry: Entry, audit: str, part: int | str, value: str) -> None:
+        for page in ('1' * 5_000, '\u0663', '\u00b2') if part == 0 else ():
+            put(entry, audit, page, value)
         put(entry, audit, part, value)
 
-    monkeypatch.setattr(host.answerer, '_put', more)
+    monkeypatch.setattr(host.answerer, '_put', put_extra_pages)
     assert codes(cloud, host) == []
 
 
@@ -195,32 +201,32 @@ def test_a_quota_of_no_project_that_placement_takes_ends_no_audit(cloud: Cloud, 
     key = keys.quota('x' * length)
     cloud.etcd.put(key, to_json(Quota('x' * length, {'VCPU': 1})))
     try:
-        found = audit(cloud.store, cloud.placement, 0.1).findings
+        findings = audit(cloud.store, cloud.placement, 0.1).findings
     finally:
         cloud.etcd.delete(key)
-    assert [each for each in found if each.subject == 'x' * length] == []
+    assert [finding for finding in findings if finding.subject == 'x' * length] == []
 
 
 def test_one_in_an_etcd_that_it_does_not_know_says_so_and_not_what_it_has(cloud: Cloud, host: Host) -> None:
-    """Nobody asks for its guests there: they would be called orphaned, with `virsh destroy` for a cure."""
+    """Without requests in that etcd, its guests would be reported as orphans to destroy."""
     host.domain()
     host.answerer.may_remove = lambda _: (_ for _ in ()).throw(StrangeEtcd('another etcd'))
     report = audit(cloud.store, cloud.placement, 0.1)
-    (found,) = [each for each in report.findings if host.compute in (each.subject, each.compute)]
-    assert (found.code, 'another etcd' in found.sentence) == ('compute-mute', True)
+    (finding,) = [listed for listed in report.findings if host.compute in (listed.subject, listed.compute)]
+    assert (finding.code, 'another etcd' in finding.sentence) == ('compute-mute', True)
 
 
 def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, host: Host, tmp_path: Path) -> None:
-    mine = host.disk()
-    other = Pretended(tmp_path / 'other')
-    other.prepare()
-    theirs = str(uuid4())
-    other.create_disk(GuestSpec(theirs, host.compute, 1, 64, 1, BASE, 'qemu'))
+    own_instance = host.disk()
+    other_hypervisor = Pretended(tmp_path / 'other')
+    other_hypervisor.prepare()
+    other_instance = str(uuid4())
+    other_hypervisor.create_disk(GuestSpec(other_instance, host.compute, 1, 64, 1, BASE, 'qemu'))
     config = EtcdConfig((cloud.etcd.endpoint,))
-    second = host.answers_as('theirs', other, tmp_path / 'other', lambda _: True)
-    follower = Follower(config, [(keys.AUDIT, second.on_audits)])
-    with start_and_stop(second), start_and_stop(follower):
-        for token, instance in (('mine', mine), ('theirs', theirs)) * 3:
+    other_answerer = host.answers_as('theirs', other_hypervisor, tmp_path / 'other', lambda _: True)
+    follower = Follower(config, [(keys.AUDIT, other_answerer.on_audits)])
+    with start_and_stop(other_answerer), start_and_stop(follower):
+        for token, instance in (('mine', own_instance), ('theirs', other_instance)) * 3:
             cloud.etcd.put(keys.compute(host.compute), json.dumps({'token': token}), cloud.etcd.grant())
             assert set(from_pages([ask(cloud.store, host)['0']]).guests) == {instance}
 
@@ -257,7 +263,7 @@ def test_an_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None
         f'disk {instance}: is gone already',
         f'seed {mac}: is gone already',
     ]
-    # Of a removal that was killed in the middle: the word that it is ready, alone.
+    # A removal that was killed midway leaves only the ready report.
     (data.directory / f'{instance}.ready').touch()
     assert look(host.hypervisor, host.data, host.state).metadata == {instance: instance}
     assert host.clear(cloud.store, Leftover('seed', instance, instance)) == [f'seed {instance}: removed']
@@ -265,41 +271,41 @@ def test_an_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None
 
 
 def test_an_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
-    alone, beside, running = str(uuid4()), host.disk(), host.domain()
-    for each in (alone, beside):
-        host.hypervisor.create_seed(each, {})
-    assert look(host.hypervisor, host.data, host.state).seeds.keys() == {alone, beside}
-    found = codes(cloud, host)
-    assert {('iso-orphaned', alone), ('disk-orphaned', beside)} <= set(found)
-    assert ('iso-orphaned', beside) not in found
-    cloud.etcd.put(keys.request(host.compute, alone), '{}')
-    assert host.clear(cloud.store, Leftover('iso', alone)) == [f'iso {alone}: not removed: it is wanted now']
-    cloud.etcd.delete(keys.request(host.compute, alone))
-    for each, said in ((running, 'not removed: its domain is there'), (alone, 'removed'), (alone, 'is gone already')):
-        assert host.clear(cloud.store, Leftover('iso', each)) == [f'iso {each}: {said}']
-    assert host.clear(cloud.store, Leftover('disk', beside)) == [f'disk {beside}: removed']
+    lone, with_disk, running = str(uuid4()), host.disk(), host.domain()
+    for uuid in (lone, with_disk):
+        host.hypervisor.create_seed(uuid, {})
+    assert look(host.hypervisor, host.data, host.state).seeds.keys() == {lone, with_disk}
+    findings = codes(cloud, host)
+    assert {('iso-orphaned', lone), ('disk-orphaned', with_disk)} <= set(findings)
+    assert ('iso-orphaned', with_disk) not in findings
+    cloud.etcd.put(keys.request(host.compute, lone), '{}')
+    assert host.clear(cloud.store, Leftover('iso', lone)) == [f'iso {lone}: not removed: it is wanted now']
+    cloud.etcd.delete(keys.request(host.compute, lone))
+    for uuid, text in ((running, 'not removed: its domain is there'), (lone, 'removed'), (lone, 'is gone already')):
+        assert host.clear(cloud.store, Leftover('iso', uuid)) == [f'iso {uuid}: {text}']
+    assert host.clear(cloud.store, Leftover('disk', with_disk)) == [f'disk {with_disk}: removed']
     assert host.hypervisor.seeds() == set()
 
 
 def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
-    running, used, asked, lives, tried = host.domain(), host.disk(), host.disk(), host.disk(), host.disk()
-    cloud.etcd.put(keys.request(host.compute, asked), '{}')
-    cloud.etcd.put(keys.record(host.compute, lives), json.dumps({'state': 'who knows'}))
+    running, used, queried, recorded, tried = host.domain(), host.disk(), host.disk(), host.disk(), host.disk()
+    cloud.etcd.put(keys.request(host.compute, queried), '{}')
+    cloud.etcd.put(keys.record(host.compute, recorded), json.dumps({'state': 'who knows'}))
     cloud.etcd.put(keys.attempt(tried), json.dumps({'instances': [tried]}), cloud.etcd.grant())
     data = GuestData(host.state / 'metadata')
-    data.write(Request(asked, {}), [MAC])
+    data.write(Request(queried, {}), [MAC])
     before = host.hypervisor.guests()
-    wanted = 'not removed: it is wanted now'
+    refusal = 'not removed: it is wanted now'
     try:
         assert host.clear(
             cloud.store,
-            *(Leftover('disk', each) for each in (running, asked, lives, tried)),
-            *(Leftover('seed', MAC, asked), Leftover('seed', MAC, used), Leftover('reservations', running)),
+            *(Leftover('disk', instance) for instance in (running, queried, recorded, tried)),
+            *(Leftover('seed', MAC, queried), Leftover('seed', MAC, used), Leftover('reservations', running)),
             *(Leftover('disk', '../../etc'), Leftover('domain', used), Leftover('seed', '../../x', 'y')),
         ) == [
             f'disk {running}: not removed: its domain is there',
-            *(f'disk {each}: {wanted}' for each in (asked, lives, tried)),
-            *(f'seed {MAC}: {wanted}', f'seed {MAC}: is gone already'),
+            *(f'disk {instance}: {refusal}' for instance in (queried, recorded, tried)),
+            *(f'seed {MAC}: {refusal}', f'seed {MAC}: is gone already'),
             f'reservations {running}: not removed: its domain is there',
             'disk ../../etc: not removed: it names no instance',
             f'domain {used}: not removed: it names no instance',
@@ -308,9 +314,9 @@ def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
         host.hypervisor.others = frozenset({'somebodys'})
         assert host.clear(cloud.store, Leftover('disk', used)) == [f'disk {used}: not removed: domain somebodys has it']
         assert host.hypervisor.guests() == before
-        assert data.all() == {MAC: asked}
+        assert data.all() == {MAC: queried}
     finally:
-        for key in (keys.request(host.compute, asked), keys.record(host.compute, lives), keys.attempt(tried)):
+        for key in (keys.request(host.compute, queried), keys.record(host.compute, recorded), keys.attempt(tried)):
             cloud.etcd.delete(key)
 
 
@@ -322,16 +328,16 @@ def test_half_written_files(cloud: Cloud, host: Host) -> None:
     (images / 'base-bb.part').write_text('being downloaded')
     lock = try_lock(images / LOCK, 'base-bb')
     assert lock is not None
-    found = parts(host.state)
-    assert set(found) == {'images/base-aa.part', 'metadata/.x.json.part', '.token.part'}
-    assert look(host.hypervisor, host.data, host.state).parts == found
+    partial_files = parts(host.state)
+    assert set(partial_files) == {'images/base-aa.part', 'metadata/.x.json.part', '.token.part'}
+    assert look(host.hypervisor, host.data, host.state).parts == partial_files
 
-    named = [Leftover('part', name, mark) for name, mark in found.items()]
+    leftovers = [Leftover('part', name, mark) for name, mark in partial_files.items()]
     (images / 'base-aa.part').write_text('written again')
-    named += [Leftover('part', 'images/base-bb.part', 'x'), Leftover('part', '../uuid', '')]
-    done = host.clear(cloud.store, *named)
+    leftovers += [Leftover('part', 'images/base-bb.part', 'x'), Leftover('part', '../uuid', '')]
+    report = host.clear(cloud.store, *leftovers)
 
-    assert sorted(done) == [
+    assert sorted(report) == [
         'part ../uuid: not removed: it was written again, or is gone',
         'part .token.part: removed',
         'part images/base-aa.part: not removed: it was written again, or is gone',
@@ -353,11 +359,11 @@ def test_nonsense_is_answered(cloud: Cloud, host: Host) -> None:
     until(lambda: '0' in ask(cloud.store, host), 10, 'it answers still')
 
 
-# How long an audit waits for the computes: for who goes on, however slowly, and not for ever for who says so.
+# An audit waits for computes that make progress, even slow progress, but not for ever after an acknowledgement.
 
 
 class Clock:
-    """Time that passes where it is slept, and then the compute may answer."""
+    """A clock that advances when a test sleeps, and then lets the compute answer."""
 
     def __init__(self, answers: Callable[[float], None]) -> None:
         self._answers = answers
@@ -373,7 +379,7 @@ class Clock:
 
 @pytest.fixture
 def compute(cloud: Cloud) -> Iterator[str]:
-    """One that lives, and something that an audit finds and mends."""
+    """A live compute, and a repairable finding."""
     compute, name = new(), f'n{new()[:8]}'
     lease = cloud.store.grant(600)
     cloud.store.commit([], [Put(keys.compute(compute), '{}', lease), Put(keys.name(name), name_to_json(new()))])
@@ -383,50 +389,50 @@ def compute(cloud: Cloud) -> Iterator[str]:
 
 
 def codes_of(found: Report, compute: str) -> set[str]:
-    return {each.code for each in found.findings if each.subject == compute}
+    return {finding.code for finding in found.findings if finding.subject == compute}
 
 
 def asked(cloud: Cloud) -> list[str]:
-    """The audits under way."""
+    """List the audits in flight."""
     return [keys.last(name) for name in cloud.store.snapshot(keys.AUDIT, keys_only=True).entries]
 
 
 def test_who_says_that_it_heard_and_no_more_is_waited_for_once(
     cloud: Cloud, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four minutes each of the three audits of --fix."""
+    """--fix runs three audits; waiting in each would take four minutes every time."""
 
-    def heard(_: float) -> None:
-        for asked_for in asked(cloud):
-            cloud.etcd.put(keys.digest(asked_for, compute, 'heard'), '')
+    def acknowledge(_: float) -> None:
+        for audit_name in asked(cloud):
+            cloud.etcd.put(keys.digest(audit_name, compute, 'heard'), '')
 
-    clock = Clock(heard)
+    clock = Clock(acknowledge)
     monkeypatch.setattr(auditing, 'time', clock)
-    told: list[str] = []
-    found = fix(cloud.store, cloud.placement, told.append, apart=0.1)
-    assert 'compute-mute' in codes_of(found, compute)
-    assert any(line.startswith('name-orphaned') for line in told)
+    lines: list[str] = []
+    report = fix(cloud.store, cloud.placement, lines.append, apart=0.1)
+    assert 'compute-mute' in codes_of(report, compute)
+    assert any(line.startswith('name-orphaned') for line in lines)
     assert auditing.ANSWER_SECONDS < clock.now < 2 * auditing.ANSWER_SECONDS
 
 
 def test_who_was_late_once_is_not_mute_for_telling_slowly(
     cloud: Cloud, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was starting when the audit first looked, and its ten thousand domains take libvirt a minute."""
-    first: set[str] = set()
-    since: dict[str, float] = {}
+    """The compute starts during the audit, and libvirt takes a minute to list its domains."""
+    first_audit: set[str] = set()
+    heard_at: dict[str, float] = {}
 
-    def tells(now: float) -> None:
-        for asked_for in asked(cloud):
-            first.update([] if first else [asked_for])
-            if asked_for in first:
+    def answer_late(now: float) -> None:
+        for audit_name in asked(cloud):
+            first_audit.update([] if first_audit else [audit_name])
+            if audit_name in first_audit:
                 continue
-            cloud.etcd.put(keys.digest(asked_for, compute, 'heard'), '')
-            if now - since.setdefault(asked_for, now) > 60:
+            cloud.etcd.put(keys.digest(audit_name, compute, 'heard'), '')
+            if now - heard_at.setdefault(audit_name, now) > 60:
                 for number, page in enumerate(to_pages(Digest())):
-                    cloud.etcd.put(keys.digest(asked_for, compute, str(number)), page)
+                    cloud.etcd.put(keys.digest(audit_name, compute, str(number)), page)
 
-    monkeypatch.setattr(auditing, 'time', Clock(tells))
-    found = auditing.audit(cloud.store, cloud.placement, 0.1)
-    assert 'compute-mute' not in codes_of(found, compute)
-    assert len(since) > 0
+    monkeypatch.setattr(auditing, 'time', Clock(answer_late))
+    report = auditing.audit(cloud.store, cloud.placement, 0.1)
+    assert 'compute-mute' not in codes_of(report, compute)
+    assert len(heard_at) > 0

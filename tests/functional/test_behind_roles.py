@@ -1,4 +1,4 @@
-"""What we do with etcd, behind roles; and while roles are changed, or are another compute's."""
+"""etcd clients behind roles: while roles change, and with another compute's certificate."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.kit.servers import PlacementServer, environment, until
 
 @pytest.fixture
 def cloud(tmp_path: Path) -> Iterator[BehindRoles]:
-    with behind_roles(tmp_path) as made:
-        yield made
+    with behind_roles(tmp_path) as roles_cloud:
+        yield roles_cloud
 
 
 def test_reads_transactions_leases_and_watches(cloud: BehindRoles) -> None:
@@ -70,10 +70,10 @@ def test_presence(cloud: BehindRoles) -> None:
     cloud.enable()
     lost: list[str] = []
     first, second = (keys.compute(cloud.computes[f'compute-hv{number}']) for number in (1, 2))
-    theirs = Presence(cloud.stores['compute-hv1'], second, {'token': 'a'}, lost.append)
-    for deed in (theirs.check, theirs.start):
+    foreign = Presence(cloud.stores['compute-hv1'], second, {'token': 'a'}, lost.append)
+    for write in (foreign.check, foreign.start):
         with pytest.raises(Denied, match=f'compute-hv1/client.crt write {second}: it is for another certificate'):
-            deed()
+            write()
     assert cloud.stores['operator-ann'].get(second) is None
     alive = Presence(cloud.stores['compute-hv1'], first, {'token': 'a'}, lost.append)
     alive.check()
@@ -85,22 +85,22 @@ def test_presence(cloud: BehindRoles) -> None:
 
 
 def test_nobody_is_refused_while_roles_are_changed(cloud: BehindRoles) -> None:
-    """etcd refuses what was asked before a role was changed and comes to be done after it: it is asked again."""
+    """A request that etcd receives before a role change and applies after it is sent again."""
     cloud.enable()
-    wrong: list[Exception] = []
-    done, stopped = [0, 0, 0], threading.Event()
+    errors: list[Exception] = []
+    commits, stop = [0, 0, 0], threading.Event()
 
     def work(number: int) -> None:
         store, key = cloud.store('compute-hv1'), f'/hosts/{cloud.computes["compute-hv1"]}/{number}'
-        while not stopped.is_set():
+        while not stop.is_set():
             try:
                 entry = store.get(key)
                 assert store.commit([Unchanged(key, entry.revision if entry else 0)], [Put(key, 'x')])
-                done[number] += 1
+                commits[number] += 1
             except Exception as error:
-                wrong.append(error)
+                errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(done))]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(commits))]
     for thread in threads:
         thread.start()
     try:
@@ -109,15 +109,15 @@ def test_nobody_is_refused_while_roles_are_changed(cloud: BehindRoles) -> None:
         cloud.disable()
         cloud.enable()
     finally:
-        stopped.set()
+        stop.set()
         for thread in threads:
             thread.join()
-    assert wrong == []
-    assert all(done)
+    assert errors == []
+    assert all(commits)
 
 
 def ecompute(cloud: BehindRoles, compute: str, placement: PlacementServer) -> list[str]:
-    """The command of a pretended one with the certificate of compute-hv1."""
+    """Return the command of a fake ecompute that uses the certificate of compute-hv1."""
     state = str(cloud.certs / 'compute-hv1/state')
     config = cloud.configured('compute-hv1', placement.url, uuid=compute, state=state)
     inventory = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
@@ -125,7 +125,7 @@ def ecompute(cloud: BehindRoles, compute: str, placement: PlacementServer) -> li
 
 
 def test_an_ecompute_that_loses_its_role_waits(cloud: BehindRoles, own_placement: PlacementServer) -> None:
-    """It says so once, goes on trying, not often, and keeps what it was asked for."""
+    """It logs the refusal once, retries with a back-off, and its request stays in etcd."""
     cloud.enable()
     compute = cloud.computes['compute-hv1']
     log = cloud.certs / 'compute-hv1/log'
@@ -141,15 +141,15 @@ def test_an_ecompute_that_loses_its_role_waits(cloud: BehindRoles, own_placement
         config = cloud.configured('scheduler-shell', own_placement.url)
         command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config)]
         command += ['resources=VCPU:1,DISK_GB:1,MEMORY_MB:256', 'http://images.example/x.img']
-        asked = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
-        assert asked.stdout.startswith(f'NOTIFIED TARGET, {compute}, OF INSTANCE '), asked
+        result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
+        assert result.stdout.startswith(f'NOTIFIED TARGET, {compute}, OF INSTANCE '), result
         until(lambda: 'does not let' in log.read_text(), 20, 'it says that it may not')
-        before = _jiffies(child.pid)
+        jiffies_before = _jiffies(child.pid)
         time.sleep(5)
-        assert _jiffies(child.pid) - before < 100  # of 500
-        said = [line for line in log.read_text().splitlines() if 'does not let' in line]
-        assert len(said) == 1
-        assert 'client.crt write /instances/' in said[0]
+        assert _jiffies(child.pid) - jiffies_before < 100  # of 500
+        refusals = [line for line in log.read_text().splitlines() if 'does not let' in line]
+        assert len(refusals) == 1
+        assert 'client.crt write /instances/' in refusals[0]
         assert 'Traceback' not in log.read_text()
         assert cloud.stores['operator-ann'].count(keys.request_prefix(compute)) == 1
     finally:
@@ -158,21 +158,21 @@ def test_an_ecompute_that_loses_its_role_waits(cloud: BehindRoles, own_placement
 
 
 def _jiffies(pid: int) -> int:
-    """Hundredths of a second of processor. proc(5)"""
+    """Return the processor time of a process in hundredths of a second, see proc(5)."""
     return sum(map(int, Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[11:13]))
 
 
 def test_an_ecompute_with_another_s_certificate(cloud: BehindRoles, own_placement: PlacementServer) -> None:
-    """One line, and it ends before placement is told of a compute that does not work."""
+    """It prints one line, and exits before it creates a provider that no compute serves."""
     cloud.enable()
-    own, other = cloud.certs / 'compute-hv1', cloud.computes['compute-hv2']
-    command = ecompute(cloud, other, own_placement)
-    began = time.monotonic()
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
-    assert time.monotonic() - began < 60
-    assert ended.returncode == 1
-    said = f'etcd at localhost:{cloud.etcd.port} does not let {own}/client.crt write {keys.compute(other)}: '
-    assert ended.stderr.splitlines()[-1].startswith(f'ecompute: {said}')
-    assert 'Traceback' not in ended.stderr
+    own, other_compute = cloud.certs / 'compute-hv1', cloud.computes['compute-hv2']
+    command = ecompute(cloud, other_compute, own_placement)
+    started_at = time.monotonic()
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
+    assert time.monotonic() - started_at < 60
+    assert result.returncode == 1
+    message = f'etcd at localhost:{cloud.etcd.port} does not let {own}/client.crt write {keys.compute(other_compute)}: '
+    assert result.stderr.splitlines()[-1].startswith(f'ecompute: {message}')
+    assert 'Traceback' not in result.stderr
     assert own_placement.call('GET', '/resource_providers')['resource_providers'] == []
     assert cloud.stores['operator-ann'].snapshot('/').entries.keys() == {'/cluster'}
