@@ -1,4 +1,4 @@
-"""`elab certs`: what it makes is believed by openssl, etcd and each other, and by nobody else."""
+"""Certificates of `elab certs`: openssl and etcd accept them, and only for their purpose."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def cluster(**changed: tuple[str, ...]) -> certs.Cluster:
 
 
 def made(directory: Path, now: datetime = NOW, **changed: tuple[str, ...]) -> list[str]:
-    """Make them; what is said."""
-    said: list[str] = []
-    certs.make(directory, cluster(**changed), now, said.append)
-    return said
+    """Make the certificates; return the log lines."""
+    lines: list[str] = []
+    certs.make(directory, cluster(**changed), now, lines.append)
+    return lines
 
 
 def openssl(*words: str | Path) -> str:
-    done = subprocess.run(['openssl', *map(str, words)], check=True, capture_output=True, text=True)
-    return done.stdout
+    result = subprocess.run(['openssl', *map(str, words)], check=True, capture_output=True, text=True)
+    return result.stdout
 
 
 def everything(directory: Path) -> dict[str, bytes]:
@@ -48,10 +48,10 @@ def everything(directory: Path) -> dict[str, bytes]:
 
 def test_each_has_a_directory_that_is_whole(tmp_path: Path) -> None:
     top = tmp_path / 'certs'
-    said = made(top)
+    lines = made(top)
     clients = ('compute-hv1', 'compute-hv2', 'scheduler-shell', 'operator-ann')
     assert {path.name for path in top.iterdir()} == {'ca.crt', 'ca.key', 'etcd', 'placement', *clients}
-    assert len(said) == 7
+    assert len(lines) == 7
     for server in ('etcd', 'placement'):
         openssl('verify', '-CAfile', top / 'ca.crt', '-purpose', 'sslserver', top / server / 'server.crt')
         names = openssl('x509', '-in', top / server / 'server.crt', '-noout', '-ext', 'subjectAltName')
@@ -62,11 +62,11 @@ def test_each_has_a_directory_that_is_whole(tmp_path: Path) -> None:
         subject = openssl('x509', '-in', certificate, '-noout', '-subject', '-nameopt', 'RFC2253').strip()
         assert subject == f'subject=CN={client}'
         assert (top / client / 'token').read_bytes() == (top / 'placement/token').read_bytes()
-        # A client is no server: one that is taken over is not etcd to the others.
-        wrong = subprocess.run(
+        # A client's certificate is not valid for a server, so a compromised client cannot pose as etcd.
+        result = subprocess.run(
             ['openssl', 'verify', '-CAfile', top / 'ca.crt', '-purpose', 'sslserver', certificate], capture_output=True
         )
-        assert wrong.returncode != 0
+        assert result.returncode != 0
     for path in (top, *top.rglob('*')):
         assert path.stat().st_mode & 0o077 == 0, path
 
@@ -78,8 +78,8 @@ def test_what_holds_stays_and_what_ends_soon_is_made_anew(tmp_path: Path) -> Non
     assert made(tmp_path) == []
     assert made(tmp_path, NOW + timedelta(days=certs.DAYS - certs.LEFT_DAYS - 1)) == []
     assert everything(tmp_path) == {**before, 'compute-hv1/compute.yaml': b'# mine\n'}
-    said = made(tmp_path, NOW + timedelta(days=certs.DAYS - certs.LEFT_DAYS + 1))
-    assert len(said) == 6
+    lines = made(tmp_path, NOW + timedelta(days=certs.DAYS - certs.LEFT_DAYS + 1))
+    assert len(lines) == 6
     after = everything(tmp_path)
     changed = {name for name in after if after[name] != before[name]} - {'compute-hv1/compute.yaml'}
     assert {name.rpartition('/')[2] for name in changed} == {'server.crt', 'server.key', 'client.crt', 'client.key'}
@@ -90,7 +90,7 @@ def test_what_holds_stays_and_what_ends_soon_is_made_anew(tmp_path: Path) -> Non
 def test_said_without_a_name_it_makes_anew_what_ends_soon_of_everybody(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever renews them has no list of the names."""
+    """The operator who renews them has no list of the names."""
     long_ago = NOW - timedelta(days=certs.DAYS - certs.LEFT_DAYS + 1)
     made(tmp_path, long_ago)
     (tmp_path / 'operator-ann (old)').mkdir()
@@ -98,18 +98,18 @@ def test_said_without_a_name_it_makes_anew_what_ends_soon_of_everybody(
         (tmp_path / 'operator-ann (old)' / name).write_bytes((tmp_path / 'operator-ann' / name).read_bytes())
     (tmp_path / 'compute-hv3').mkdir()
     (tmp_path / 'compute-hv2/compute.yaml').unlink()
-    # Its key is on the machine alone: another one here would fit no certificate there.
+    # The only copy of this key is on its machine. A new key here would not match the certificate there.
     (tmp_path / 'scheduler-shell/client.key').unlink()
     before = everything(tmp_path)
-    everybody = ('etcd', 'placement', 'compute-hv1', 'compute-hv2', 'operator-ann')
+    renewed = ('etcd', 'placement', 'compute-hv1', 'compute-hv2', 'operator-ann')
     assert elab.main(['certs', str(tmp_path)]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert [line.partition(':')[0] for line in said] == [str(tmp_path / each) for each in everybody]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(':')[0] for line in lines] == [str(tmp_path / machine) for machine in renewed]
     after = everything(tmp_path)
-    # No compute.yaml with a new uuid comes to where there was one: etcd would hold that compute to another one's role.
+    # A deleted compute.yaml is not written again: with a new uuid, etcd would give the compute another one's role.
     assert after.keys() == before.keys()
     changed = {name for name in after if after[name] != before[name]}
-    assert {name.partition('/')[0] for name in changed} == {*everybody}
+    assert {name.partition('/')[0] for name in changed} == {*renewed}
     assert {name.rpartition('/')[2] for name in changed} == {'server.crt', 'server.key', 'client.crt', 'client.key'}
     subject = openssl('x509', '-in', tmp_path / 'operator-ann/client.crt', '-noout', '-subject', '-nameopt', 'RFC2253')
     assert subject.strip() == 'subject=CN=operator-ann'
@@ -118,7 +118,7 @@ def test_said_without_a_name_it_makes_anew_what_ends_soon_of_everybody(
 
 
 def test_after_the_clock_was_put_back_they_are_made_anew(tmp_path: Path) -> None:
-    """A day ago nobody would have believed them."""
+    """A certificate that is not valid yet would be refused."""
     made(tmp_path, NOW - timedelta(days=3))
     (tmp_path / 'etcd/server.crt').unlink()
     made(tmp_path)
@@ -129,20 +129,20 @@ def test_after_the_clock_was_put_back_they_are_made_anew(tmp_path: Path) -> None
 def test_none_outlives_the_authority(tmp_path: Path) -> None:
     made(tmp_path)
     end = NOW + timedelta(days=certs.AUTHORITY_DAYS)
-    for last in (end - timedelta(days=certs.LEFT_DAYS + 1), end - timedelta(days=1)):
-        said = made(tmp_path, last)
-        assert [line.partition(': until ')[2] for line in said] == len(said) * [end.date().isoformat()]
-        assert made(tmp_path, last) == []
+    for late in (end - timedelta(days=certs.LEFT_DAYS + 1), end - timedelta(days=1)):
+        lines = made(tmp_path, late)
+        assert [line.partition(': until ')[2] for line in lines] == len(lines) * [end.date().isoformat()]
+        assert made(tmp_path, late) == []
     before = everything(tmp_path)
-    for when in (end, end + timedelta(days=1), NOW - timedelta(days=1)):
+    for moment in (end, end + timedelta(days=1), NOW - timedelta(days=1)):
         with pytest.raises(EcompError, match='set the clock right, or move .* away') as caught:
-            made(tmp_path, when)
+            made(tmp_path, moment)
         assert '\n' not in str(caught.value)
     assert everything(tmp_path) == before
 
 
 def test_what_is_right_is_not_written_again(tmp_path: Path) -> None:
-    """Whoever was given it would lose it to who runs elab."""
+    """A rewritten file would lose the owner that the operator gave it."""
     made(tmp_path)
     before = {path: path.stat().st_ino for path in tmp_path.rglob('*')}
     made(tmp_path)
@@ -164,38 +164,38 @@ def test_other_names_are_another_certificate_and_others_stay(tmp_path: Path) -> 
 
 
 def test_whom_the_servers_are_no_more_for_is_said(tmp_path: Path) -> None:
-    """Who asks by that address is cut off at the next connection."""
-    nobody: dict[str, tuple[str, ...]] = {'computes': (), 'schedulers': (), 'operators': ()}
-    made(tmp_path, servers=('fd00:0::5', 'ds1', '10.0.0.5'), **nobody)
+    """Clients that connect by a dropped address fail at the next connection."""
+    no_clients: dict[str, tuple[str, ...]] = {'computes': (), 'schedulers': (), 'operators': ()}
+    made(tmp_path, servers=('fd00:0::5', 'ds1', '10.0.0.5'), **no_clients)
     until = (NOW + timedelta(days=certs.DAYS)).date().isoformat()
-    assert made(tmp_path, servers=('ds1',), **nobody) == [
-        line for each in ('etcd', 'placement')
-        for line in (f'{tmp_path}/{each}: until {until}', f'{tmp_path}/{each}: no more for fd00::5, 10.0.0.5')
+    assert made(tmp_path, servers=('ds1',), **no_clients) == [
+        line for server in ('etcd', 'placement')
+        for line in (f'{tmp_path}/{server}: until {until}', f'{tmp_path}/{server}: no more for fd00::5, 10.0.0.5')
     ]  # fmt: skip
-    assert made(tmp_path, servers=('ds1', 'fd00::5'), **nobody) == [
-        f'{tmp_path}/{each}: until {until}' for each in ('etcd', 'placement')
+    assert made(tmp_path, servers=('ds1', 'fd00::5'), **no_clients) == [
+        f'{tmp_path}/{server}: until {until}' for server in ('etcd', 'placement')
     ]
-    assert made(tmp_path, servers=('ds1', 'fd00:0::5'), **nobody) == []
+    assert made(tmp_path, servers=('ds1', 'fd00:0::5'), **no_clients) == []
 
 
 def test_the_servers_names_need_not_be_said_again(tmp_path: Path) -> None:
     made(tmp_path)
     before = everything(tmp_path)
-    said = made(tmp_path, servers=(), computes=('hv3',), schedulers=(), operators=())
-    assert [line.partition(':')[0] for line in said] == [str(tmp_path / 'compute-hv3')]
+    lines = made(tmp_path, servers=(), computes=('hv3',), schedulers=(), operators=())
+    assert [line.partition(':')[0] for line in lines] == [str(tmp_path / 'compute-hv3')]
     after = everything(tmp_path)
     assert {name: after[name] for name in before} == before
-    own, other = (yaml.splitlines() for yaml in (after['compute-hv3/compute.yaml'], before['compute-hv1/compute.yaml']))
-    assert own[:-1] == other[:-1]  # the last is the uuid
+    new, old = (yaml.splitlines() for yaml in (after['compute-hv3/compute.yaml'], before['compute-hv1/compute.yaml']))
+    assert new[:-1] == old[:-1]  # the last is the uuid
 
 
 def test_a_compute_yaml_says_which_compute_it_is(tmp_path: Path) -> None:
     made(tmp_path)
-    told = {name: load_compute(tmp_path / f'compute-{name}/compute.yaml').uuid for name in ('hv1', 'hv2')}
-    assert None not in told.values()
-    assert told['hv1'] != told['hv2']
+    uuids = {name: load_compute(tmp_path / f'compute-{name}/compute.yaml').uuid for name in ('hv1', 'hv2')}
+    assert None not in uuids.values()
+    assert uuids['hv1'] != uuids['hv2']
     made(tmp_path)
-    assert load_compute(tmp_path / 'compute-hv1/compute.yaml').uuid == told['hv1']
+    assert load_compute(tmp_path / 'compute-hv1/compute.yaml').uuid == uuids['hv1']
     assert 'uuid' not in (tmp_path / 'operator-ann/schedule.yaml').read_text()
 
 
@@ -203,20 +203,20 @@ def test_the_uuid_of_a_compute_that_has_one(tmp_path: Path, capsys: pytest.Captu
     own, other = str(uuid.uuid4()), str(uuid.uuid4())
     top, path = str(tmp_path / 'x'), tmp_path / 'x/compute-hv1/compute.yaml'
 
-    def asked(*words: str) -> tuple[int, str]:
+    def certify(*words: str) -> tuple[int, str]:
         return elab.main(['certs', top, '--control', 'ds1', '--compute', *words]), capsys.readouterr().err
 
-    for wrong in ('', 'x', own.upper(), own.replace('-', '')):
-        code, said = asked(f'hv1={wrong}')
-        assert (code, said.count('\n')) == (2, 1)
-        assert said.startswith(f'elab: --compute hv1={wrong}: a uuid is like ')
+    for malformed in ('', 'x', own.upper(), own.replace('-', '')):
+        code, message = certify(f'hv1={malformed}')
+        assert (code, message.count('\n')) == (2, 1)
+        assert message.startswith(f'elab: --compute hv1={malformed}: a uuid is like ')
     assert not (tmp_path / 'x').exists()
-    assert asked(f'hv1={own}', 'hv2')[0] == 0
+    assert certify(f'hv1={own}', 'hv2')[0] == 0
     assert load_compute(path).uuid == own
-    assert asked(f'hv1={own}') == (0, '')
-    assert asked(f'hv1={other}', 'hv3') == (2, f'elab: {path} is there, with uuid {own}: say `uuid: {other}` in it\n')
+    assert certify(f'hv1={own}') == (0, '')
+    assert certify(f'hv1={other}', 'hv3') == (2, f'elab: {path} is there, with uuid {own}: say `uuid: {other}` in it\n')
     path.write_text(path.read_text().replace(f'uuid: {own}\n', ''))
-    assert asked(f'hv1={own}') == (2, f'elab: {path} is there, with no uuid: say `uuid: {own}` in it\n')
+    assert certify(f'hv1={own}') == (2, f'elab: {path} is there, with no uuid: say `uuid: {own}` in it\n')
     assert not (tmp_path / 'x/compute-hv3').exists()
 
 
@@ -232,14 +232,14 @@ def test_another_authority_s_are_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_pair_that_does_not_belong_together_is_made_anew(tmp_path: Path) -> None:
-    """As one is whose maker was killed after the key."""
+    """Such a pair remains if elab is killed between the key and its certificate."""
     made(tmp_path)
     before = everything(tmp_path)
-    for place, kind in (('etcd', 'server'), ('compute-hv1', 'client')):
-        (tmp_path / place / f'{kind}.key').write_bytes(before['compute-hv2/client.key'])
-        assert [line.partition(':')[0] for line in made(tmp_path)] == [str(tmp_path / place)]
-        (tmp_path / place / f'{kind}.key').write_text('none')
-        assert [line.partition(':')[0] for line in made(tmp_path)] == [str(tmp_path / place)]
+    for machine, kind in (('etcd', 'server'), ('compute-hv1', 'client')):
+        (tmp_path / machine / f'{kind}.key').write_bytes(before['compute-hv2/client.key'])
+        assert [line.partition(':')[0] for line in made(tmp_path)] == [str(tmp_path / machine)]
+        (tmp_path / machine / f'{kind}.key').write_text('none')
+        assert [line.partition(':')[0] for line in made(tmp_path)] == [str(tmp_path / machine)]
     assert made(tmp_path) == []
     for key in (before['compute-hv1/client.key'], b'none'):
         (tmp_path / 'ca.key').write_bytes(key)
@@ -252,8 +252,8 @@ def test_a_pair_that_does_not_belong_together_is_made_anew(tmp_path: Path) -> No
 
 def test_two_at_once_make_one_authority(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        said = list(pool.map(lambda name: made(tmp_path / 'certs', computes=(name,)), ('a', 'b', 'c', 'd')))
-    assert sum(line.startswith(f'{tmp_path}/certs/ca.crt') for lines in said for line in lines) == 1
+        outputs = list(pool.map(lambda name: made(tmp_path / 'certs', computes=(name,)), ('a', 'b', 'c', 'd')))
+    assert sum(line.startswith(f'{tmp_path}/certs/ca.crt') for lines in outputs for line in lines) == 1
     for name in 'abcd':
         openssl('verify', '-CAfile', tmp_path / 'certs/ca.crt', tmp_path / f'certs/compute-{name}/client.crt')
     tokens = {path.read_bytes() for path in (tmp_path / 'certs').glob('*/token')}
@@ -262,7 +262,7 @@ def test_two_at_once_make_one_authority(tmp_path: Path) -> None:
 
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[tuple[Path, Secured]]:
-    """The directory, and an etcd that takes nobody without a certificate."""
+    """The directory of certificates, and an etcd that requires one of its clients."""
     top = tmp_path / 'certs'
     made(top)
     with Secured(tmp_path / 'etcd', top) as etcd:
@@ -288,18 +288,18 @@ def test_etcd_takes_those_it_was_made_for(secured: tuple[Path, Secured]) -> None
 
 @pytest.mark.parametrize('name', ['', '../x', '-x', 'a b', 'é', 'a/b', 'ds1:2379', 'fe80::1%eth0', '[::1]'])
 def test_a_name_that_is_none(tmp_path: Path, name: str) -> None:
-    for changed in ('servers', 'computes', 'operators'):
+    for kind in ('servers', 'computes', 'operators'):
         with pytest.raises(UsageError, match='no name of a machine'):
-            made(tmp_path / 'certs', **{changed: (name,)})
+            made(tmp_path / 'certs', **{kind: (name,)})
     assert not (tmp_path / 'certs').exists()
 
 
 def test_the_longest_names(tmp_path: Path) -> None:
     made(tmp_path, schedulers=(50 * 'a',), servers=('.'.join(4 * [60 * 'a']),))
     openssl('verify', '-CAfile', tmp_path / 'ca.crt', tmp_path / f'scheduler-{50 * "a"}' / 'client.crt')
-    for changed, name in (('schedulers', 51 * 'a'), ('servers', 254 * 'a')):
+    for kind, name in (('schedulers', 51 * 'a'), ('servers', 254 * 'a')):
         with pytest.raises(UsageError, match='no name of a machine'):
-            made(tmp_path, **{changed: (name,)})
+            made(tmp_path, **{kind: (name,)})
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
