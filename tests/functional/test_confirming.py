@@ -1,4 +1,7 @@
-"""Rule 2: a build waits for what placement says of its claim, which is asked while all before it is written."""
+"""Rule 2: a build waits until placement confirms its claim.
+
+The question is sent while a build prepares.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.parametrize('says', [Unreachable('placement is away', 'placement'), EcompError('too old'), NotFound('no')])
 def test_a_build_waits_as_long_as_placement_does_not_confirm(one: Toy, cloud: Cloud, says: EcompError) -> None:
-    """It says nothing to etcd, does nothing twice, and no answer but a claim that differs ends it."""
+    """It writes nothing to etcd and repeats no step; only a different claim ends it."""
     instance = one.place()
 
-    def asked(*_: object) -> Consumer:
+    def raise_error(*_: object) -> Consumer:
         raise says
 
     revision = cloud.store.snapshot('/').revision
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocations, 'consumer', asked)
+        patch.setattr(allocations, 'consumer', raise_error)
         assert one.step() == [f'build {instance}']
         remembered = one.memory.all()[instance].record
         assert (remembered.state, remembered.attempts) == (BUILDING, 0)
@@ -50,12 +53,12 @@ def test_a_build_waits_as_long_as_placement_does_not_confirm(one: Toy, cloud: Cl
 def test_what_was_begun_and_is_not_asked_for_any_more_is_taken_back(
     one: Toy, cloud: Cloud, tmp_path: Path, restarts: bool
 ) -> None:
-    """Its request was deleted by hand while placement did not answer, or its compute was down."""
+    """The request is deleted manually while placement is unreachable or the compute is down."""
     instance = one.place()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allocations, 'consumer', lambda *_: (_ for _ in ()).throw(Unreachable('placement is away')))
         one.step()
-    assert [each.instance for each in one.hypervisor.reservations().values()] == [instance]
+    assert [reservation.instance for reservation in one.hypervisor.reservations().values()] == [instance]
     cloud.store.commit([], [Delete(keys.request(one.compute, instance))])
     if restarts:
         one.restart()
@@ -72,14 +75,14 @@ def test_what_was_begun_and_is_not_asked_for_any_more_is_taken_back(
 
 @pytest.mark.parametrize('restarts', [False, True])
 def test_what_ended_while_its_host_was_down_does_not_come_back(one: Toy, cloud: Cloud, restarts: bool) -> None:
-    """It died in a build, was destroyed and forgotten, and its record has gone since: nothing is given back twice."""
+    """Its host died during the build; then `host forget` and `clear` removed all of it."""
     instance = one.place()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one.host.runner, 'run', lambda _: (_ for _ in ()).throw(Unreachable('its host died')))
         one.step()
     assert one.record(instance).state == BUILDING
     key = keys.record(one.compute, instance)
-    # As host forget does, and clear.
+    # As `host forget` and `clear` do.
     allocations.release_once(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
     cloud.store.commit([], [Delete(key), Delete(keys.request(one.compute, instance))])
     if restarts:
@@ -105,7 +108,7 @@ def test_nothing_is_left_of_what_placement_does_not_confirm(one: Toy, cloud: Clo
 
 
 def test_placement_is_asked_while_an_address_is_reserved(one: Toy) -> None:
-    """The one waits here until the other was begun."""
+    """The query of placement blocks until the reservation has begun."""
     instance = one.place()
     reserving, consumer, reserve = threading.Event(), allocations.consumer, one.hypervisor.reserve
 
@@ -125,15 +128,15 @@ def test_placement_is_asked_while_an_address_is_reserved(one: Toy) -> None:
 
 
 def test_what_cannot_be_asked_aside_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(_: threading.Thread) -> None:
+    def fail_to_start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, 'start', none)
-    found = Consumer({}, 7)
+    monkeypatch.setattr(threading.Thread, 'start', fail_to_start)
+    consumer = Consumer({}, 7)
 
-    def away() -> Consumer:
+    def fail_to_query() -> Consumer:
         raise Unreachable('placement is away')
 
-    assert aside(lambda: found).result(0) == found
+    assert aside(lambda: consumer).result(0) == consumer
     with pytest.raises(Unreachable, match='is away'):
-        aside(away).result(0)
+        aside(fail_to_query).result(0)
