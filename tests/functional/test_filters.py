@@ -1,4 +1,4 @@
-"""What libvirt's filters let through of real frames, on an interface that is ours; and which rules a guest has."""
+"""Send real frames through libvirt's filters on a test interface; check a guest's rules."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from ecomp.virt import xml  # noqa: E402
 from ecomp.virt.libvirt_host import NO_FILTERS, Libvirt  # noqa: E402
 from ecomp.virt.xml import Service  # noqa: E402
 
-MAC, NEIGHBOUR = '52:54:00:00:00:0a', '52:54:00:00:00:0b'
+MAC = '52:54:00:00:00:0a'
+NEIGHBOUR = '52:54:00:00:00:0b'
 IP = '10.88.0.66'
 CONTROL = Service(IPv4Address('10.88.0.1'), 2379)
-# Sends each frame of its input from the guest's end of the link; prints the numbers of those the bridge has received.
+# Sends each frame of its input from the guest's end of the link; prints the numbers of the frames the bridge receives.
 SEND = """
 import json, socket, sys
 frames = json.load(sys.stdin)
@@ -43,7 +44,8 @@ while not seen or seen[-1] != len(frames) - 1:
         seen.append(int(said[6:]))
 print(json.dumps(seen))
 """
-ALL, ZERO = 'ff' * 6, '00' * 6
+ALL = 'ff' * 6
+ZERO = '00' * 6
 TAGS = {'vlan 0': '81000000', 'vlan 7': '81000007', '802.1ad': '88a80000', 'two': '88a8000081000000'}
 BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 DRIVERS = '/usr/lib/x86_64-linux-gnu/libvirt/connection-driver'
@@ -54,18 +56,18 @@ def hexed(mac: str) -> str:
 
 
 def ipv4(source: str, port: int = 9, tag: str = '', mac: str = MAC) -> str:
-    """A TCP segment with eight bytes, to come, for the address of etcd."""
+    """Return a TCP segment to etcd's address, ready for eight bytes of payload."""
     before, after = '45000030000100004006', f'{IPv4Address(source).packed.hex()}{CONTROL.address.packed.hex()}'
-    # A bridge may drop what has a wrong checksum: RFC 1071.
+    # A bridge may drop packets with a wrong checksum (RFC 1071).
     words = sum(int((before + after)[at : at + 4], 16) for at in range(0, 36, 4))
     checksum = 0xFFFF - (words % 0xFFFF)
     return f'{ALL}{hexed(mac)}{tag}0800{before}{checksum:04x}{after}a029{port:04x}{"00" * 8}5002faf000000000'
 
 
 def arp(mac: str = MAC, address: str = IP, operation: int = 1, target: str = '10.88.0.1', hardware: int = 1) -> str:
-    """ARP from the guest's own MAC; `mac` is what it says."""
-    sender, whom = hexed(mac) + IPv4Address(address).packed.hex(), ZERO + IPv4Address(target).packed.hex()
-    return f'{ALL}{hexed(MAC)}0806{hardware:04x}08000604{operation:04x}{sender}{whom}'
+    """Return an ARP frame from the guest's own MAC that announces `mac`."""
+    sender, target_fields = hexed(mac) + IPv4Address(address).packed.hex(), ZERO + IPv4Address(target).packed.hex()
+    return f'{ALL}{hexed(MAC)}0806{hardware:04x}08000604{operation:04x}{sender}{target_fields}'
 
 
 NEIGHBOUR_SOLICITATION = (
@@ -84,10 +86,10 @@ FORGED = {
     'etcd': ipv4(IP, CONTROL.port),
     **{f'{name} etcd': ipv4(IP, CONTROL.port, tag) for name, tag in TAGS.items()},
     **{f'{name} own': ipv4(IP, tag=tag) for name, tag in TAGS.items()},
-    # Linux believes ARP of both kinds of hardware.
+    # Linux accepts ARP of both hardware types.
     **{f'arp {kind}': arp(NEIGHBOUR, hardware=kind) for kind in (1, 6)},
     'arp reply': arp(NEIGHBOUR, operation=2),
-    # What a switch listens to: spanning tree, LLDP, a tag that it takes for a VLAN's, RARP, PPPoE.
+    # Frames that a switch interprets: spanning tree, LLDP, a tag that it takes as a VLAN tag, RARP, PPPoE.
     'spanning tree': f'0180c2000000{hexed(MAC)}0026424203{"00" * 35}',
     **{f'protocol {kind}': f'{ALL}{hexed(MAC)}{kind}{"00" * 46}' for kind in ('88cc', '9100', '8035', '8863')},
 }
@@ -99,7 +101,7 @@ NEIGHBOUR_ADVERTISEMENT = (
 
 @pytest.fixture
 def link(host: LibvirtHost, real: Libvirt) -> Iterator[LibvirtHost]:
-    """A host with a bridge and a link to it, evf0 to evf1."""
+    """A host with a bridge and a veth pair to it, evf0 to evf1."""
     del real
     for command in (
         'link add brf type bridge', f'link add evf0 address {MAC} type veth peer name evf1',
@@ -108,8 +110,8 @@ def link(host: LibvirtHost, real: Libvirt) -> Iterator[LibvirtHost]:
         host.inside(['ip', *command.split()])
     until(lambda: 'state forwarding' in host.inside(['bridge', 'link']).stdout, 20, 'the bridge forwards')
     yield host
-    for each in ('evf0', 'brf'):
-        host.inside(['ip', 'link', 'del', each])
+    for device in ('evf0', 'brf'):
+        host.inside(['ip', 'link', 'del', device])
 
 
 def let_through(
@@ -120,9 +122,15 @@ def let_through(
     by_dhcp: bool = False,
     before: Callable[[], object] = lambda: None,
 ) -> set[str]:
-    """Which of the frames a guest gets out, with this reserved address or none, where the network has IPv6 or not.
+    """Return the names of the frames that get from the guest to the bridge.
 
-    `before` is called first; with `by_dhcp` it has to get the guest its address.
+    Args:
+        link: the host of the bridge and of the guest's link.
+        frames: hexadecimal frames by name.
+        address: the guest's reserved address, if any.
+        ipv6: False if the network has no IPv6.
+        by_dhcp: the filter learns the address from DHCP; `before` must make the guest request it.
+        before: called after the filter is set and before the frames are sent.
     """
     interface = ET.Element('filterbinding')
     owner = ET.SubElement(interface, 'owner')
@@ -136,25 +144,25 @@ def let_through(
         binding = connection.nwfilterBindingCreateXML(ET.tostring(interface, 'unicode'))
         try:
             before()
-            # What comes last is let through: then all before it has been.
-            sent = json.dumps([*frames.values(), ipv4(IP)])
-            seen = json.loads(link.inside([sys.executable, '-c', SEND], input=sent).stdout)
+            # The last frame is always let through: when it arrives, all earlier ones have been handled.
+            frames_json = json.dumps([*frames.values(), ipv4(IP)])
+            numbers = json.loads(link.inside([sys.executable, '-c', SEND], input=frames_json).stdout)
         finally:
             binding.delete()
     finally:
         connection.close()
-    return {list(frames)[number] for number in seen[:-1]}
+    return {list(frames)[number] for number in numbers[:-1]}
 
 
 def test_on_a_lan_s_bridge(link: LibvirtHost) -> None:
-    """VLAN 0 led past all rules to etcd, and ARP in a neighbour's name had ecompute write down a wrong address."""
+    """Frames of VLAN 0 bypassed all rules, and forged ARP made ecompute record a wrong address."""
     assert let_through(link, None, {**LEGITIMATE, **FORGED}) == LEGITIMATE.keys()
 
 
 def test_with_a_reserved_address(link: LibvirtHost) -> None:
     others = {'another address': ipv4('10.88.0.67'), 'arp another address': arp(address='10.88.0.67')}
-    found = let_through(link, IP, {**LEGITIMATE, **FORGED, **others})
-    assert found == LEGITIMATE.keys() - {'probe'}, 'it asks for no address but this one'
+    passed = let_through(link, IP, {**LEGITIMATE, **FORGED, **others})
+    assert passed == LEGITIMATE.keys() - {'probe'}, 'it asks for no address but this one'
 
 
 @pytest.mark.parametrize('address', [None, IP])
@@ -167,7 +175,7 @@ def test_guest_sends_no_ipv6_where_the_network_has_none(link: LibvirtHost, addre
 
 @pytest.fixture
 def lan(link: LibvirtHost) -> Iterator[LibvirtHost]:
-    """The same link, and a DHCP server on its bridge that has one address to give."""
+    """The same link, with a DHCP server on its bridge that has one address."""
     link.inside(['ip', 'address', 'add', f'{CONTROL.address}/24', 'dev', 'brf'])
     server = ['dnsmasq', '--conf-file=/dev/null', '--port=0', '--interface=brf', '--bind-interfaces']
     server += [f'--dhcp-range={IP},{IP},1h', f'--dhcp-leasefile={link.root}/lan.leases']
@@ -182,21 +190,21 @@ def test_guest_on_a_bridge_is_held_to_the_address_that_dhcp_gave_it_where_the_op
     others = {'another address': ipv4('10.88.0.67'), 'arp another address': arp(address='10.88.0.67')}
 
     def has_learned() -> bool:
-        # Asked again each time: libvirt may not listen yet, or its ebtables may meet ours, which lists the same table.
+        # Request it each time: libvirt may not listen yet, or its ebtables may conflict with ours on the table's lock.
         lan.inside(['busybox', 'udhcpc', '-i', 'evf0', '-n', '-q', '-t', '30', '-T', '2', '-s', '/bin/true'])
-        there = rules(lan)
-        return f'--ip-src {IP}' in there and 'libvirt-J' not in there
+        rule_list = rules(lan)
+        return f'--ip-src {IP}' in rule_list and 'libvirt-J' not in rule_list
 
     def ask_dhcp() -> None:
         until(has_learned, 20, 'libvirt has learned it')
 
-    found = let_through(lan, None, {**LEGITIMATE, **FORGED, **others}, by_dhcp=True, before=ask_dhcp)
-    assert found == LEGITIMATE.keys() - {'probe'}
+    passed = let_through(lan, None, {**LEGITIMATE, **FORGED, **others}, by_dhcp=True, before=ask_dhcp)
+    assert passed == LEGITIMATE.keys() - {'probe'}
 
 
 def rules(host: LibvirtHost) -> str:
-    """All that filters frames on the host, as ebtables prints it."""
-    # --concurrent: libvirt of another host of these tests may hold the lock.
+    """Return all frame filters of the host, as ebtables prints them."""
+    # --concurrent: the libvirt of another test host may hold the lock.
     return host.inside(['ebtables', '--concurrent', '-t', 'nat', '-L']).stdout
 
 
@@ -217,20 +225,20 @@ def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost
     try:
         build(real, replace(spec, networks=BRIDGED, reserved=('10.77.0.50', None)))
         for _ in range(2):
-            bindings = {each.portDev(): each.filterName() for each in connection.listAllNWFilterBindings()}
+            bindings = {binding.portDev(): binding.filterName() for binding in connection.listAllNWFilterBindings()}
             assert sorted(bindings.values()) == [xml.GUEST_ADDRESS, xml.GUEST_MAC]
-            known, bridged = sorted(bindings, key=bindings.__getitem__)
+            reserved_port, bridged_port = sorted(bindings, key=bindings.__getitem__)
             first, second = replace(spec, networks=BRIDGED).macs
             chains = {text.split(',')[0]: text.splitlines()[1:] for text in rules(host).split('Bridge chain: ')}
-            assert [line.strip() for line in chains[f'libvirt-I-{known}'] if line.strip()] == [
+            assert [line.strip() for line in chains[f'libvirt-I-{reserved_port}'] if line.strip()] == [
                 *for_all,
                 f'-p IPv4 -s {first} --ip-src 10.77.0.50 -j ACCEPT',
                 f'-p IPv4 -s {first} --ip-dst 255.255.255.255 -j ACCEPT',
                 f'-p ARP -s {first} --arp-ip-src 10.77.0.50 --arp-mac-src {first} -j ACCEPT',
-                '-p IPv6 -s 00:00:00:00:00:00 -j ACCEPT',  # the network has none
+                '-p IPv6 -s 00:00:00:00:00:00 -j ACCEPT',  # the network has no IPv6
                 '-j DROP',
             ]
-            assert [line.strip() for line in chains[f'libvirt-I-{bridged}'] if line.strip()] == [
+            assert [line.strip() for line in chains[f'libvirt-I-{bridged_port}'] if line.strip()] == [
                 *for_all,
                 f'-p IPv4 -s {second} -j ACCEPT',
                 f'-p ARP -s {second} --arp-mac-src {second} -j ACCEPT',
@@ -239,7 +247,7 @@ def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost
             ]
             real.switch_off(spec.instance, COMPUTE)
             assert 'libvirt-I' not in rules(host)
-            # Nobody has them now, so somebody can remove them; and they are there again when they are needed.
+            # The filters are unused now and can be removed manually; they are defined again when they are needed.
             for name in xml.FILTERS:
                 connection.nwfilterLookupByName(name).undefine()
             real.resume(spec.instance, COMPUTE)
@@ -250,21 +258,21 @@ def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost
 
 
 def test_filters_that_are_there_stay(real: Libvirt, connection: object) -> None:
-    before = {name: connection.nwfilterLookupByName(name).UUIDString() for name in xml.FILTERS}
-    for name, number in before.items():
-        theirs = connection.nwfilterLookupByName(name)
-        theirs.undefine()
+    uuids = {name: connection.nwfilterLookupByName(name).UUIDString() for name in xml.FILTERS}
+    for name, uuid in uuids.items():
+        libvirt_filter = connection.nwfilterLookupByName(name)
+        libvirt_filter.undefine()
         connection.nwfilterDefineXML(f"<filter name='{name}' chain='root'/>")
-        own = connection.nwfilterLookupByName(name).UUIDString()
+        own_uuid = connection.nwfilterLookupByName(name).UUIDString()
         real.prepare()
-        assert connection.nwfilterLookupByName(name).UUIDString() == own != number
+        assert connection.nwfilterLookupByName(name).UUIDString() == own_uuid != uuid
         connection.nwfilterLookupByName(name).undefine()
     real.prepare()
-    assert {name: connection.nwfilterLookupByName(name).UUIDString() for name in xml.FILTERS} == before
+    assert {name: connection.nwfilterLookupByName(name).UUIDString() for name in xml.FILTERS} == uuids
 
 
 def unfiltered(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said of filters."""
+    """Return the log messages about filters."""
     return [record.getMessage() for record in caplog.records if 'filter' in record.getMessage()]
 
 
@@ -298,6 +306,6 @@ def test_a_libvirtd_without_the_driver(
         host.start_libvirtd()
     why = 'this function is not supported by the connection driver: virNWFilterLookupByName'
     assert unfiltered(caplog) == [NO_FILTERS.format(why=why)]
-    again = libvirt.open(host.uri)
-    assert 'filterref' not in again.lookupByUUIDString(spec.instance).XMLDesc()
-    again.close()
+    new_connection = libvirt.open(host.uri)
+    assert 'filterref' not in new_connection.lookupByUUIDString(spec.instance).XMLDesc()
+    new_connection.close()

@@ -1,4 +1,4 @@
-"""`host forget` on real etcd and placement: what only these do."""
+"""`host forget` on real etcd and placement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.functional.cloud import Cloud
 
 
 def etcdctl(cloud: Cloud, *words: str | bytes) -> bytes:
-    """What it says."""
+    """Run etcdctl; return its output."""
     command = ['etcdctl', f'--endpoints={cloud.etcd.endpoint}', *words]
     environment = {**os.environ, 'ETCDCTL_API': '3'}
     return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout
@@ -24,37 +24,37 @@ def etcdctl(cloud: Cloud, *words: str | bytes) -> bytes:
 
 def test_a_key_that_is_no_text_is_said_to_be_etcdctl_s(cloud: Cloud) -> None:
     compute = cloud.compute(alive=False)
-    prefix, said = keys.request_prefix(compute), list[str]()
-    # Three bytes that are no UTF-8; and the character that stands for such, which is.
+    prefix, messages = keys.request_prefix(compute), list[str]()
+    # One key ends in three bytes that are not UTF-8, the other in the replacement character, which is valid UTF-8.
     cloud.store.commit([], [Put(f'{prefix}\udcff', 'x'), Put(f'{prefix}\ufffd', 'x')])
 
-    def forgets() -> None:
-        forget(cloud.store, cloud.placement, compute, 'hv1', lambda: 'now', said.append, fenced=True)
+    def forget_compute() -> None:
+        forget(cloud.store, cloud.placement, compute, 'hv1', lambda: 'now', messages.append, fenced=True)
 
     with pytest.raises(Conflict, match=f'compute hv1 is not forgotten: a key below {prefix} is no text, so etcdctl'):
-        forgets()
-    shown = etcdctl(cloud, 'get', '--keys-only', '--prefix', prefix)
-    etcdctl(cloud, 'del', shown.strip())
-    forgets()
-    assert said == [
+        forget_compute()
+    key = etcdctl(cloud, 'get', '--keys-only', '--prefix', prefix)
+    etcdctl(cloud, 'del', key.strip())
+    forget_compute()
+    assert messages == [
         f'{prefix}\ufffd: removed: no compute would have carried it out',
         'hv1: its resource provider is removed',
     ]
 
 
 def test_forget_needs_fenced_while_a_request_waits_in_a_queue(cloud: Cloud) -> None:
-    """After a restore of etcd and placement the compute may run what waits, and no claim says so."""
+    """After a restore of etcd and placement, the compute may run a queued guest unclaimed."""
     compute, unknown = cloud.compute(alive=False), str(uuid.uuid4())
     cloud.etcd.put(keys.queue('small', str(uuid.uuid4())), '{}')
 
-    def forgets(which: str, fenced: bool) -> None:
+    def forget_compute(which: str, fenced: bool) -> None:
         forget(cloud.store, cloud.placement, which, which, lambda: 'now', lambda _: None, fenced)
 
-    said = f'after a restore it may run what waits in a queue. Fix: .* host forget {compute} --fenced'
-    with pytest.raises(Conflict, match=said):
-        forgets(compute, fenced=False)
+    message = f'after a restore it may run what waits in a queue. Fix: .* host forget {compute} --fenced'
+    with pytest.raises(Conflict, match=message):
+        forget_compute(compute, fenced=False)
     with pytest.raises(NotFound):
-        forgets(unknown, fenced=False)
-    forgets(compute, fenced=True)
+        forget_compute(unknown, fenced=False)
+    forget_compute(compute, fenced=True)
     with pytest.raises(NotFound):
-        forgets(compute, fenced=True)
+        forget_compute(compute, fenced=True)
