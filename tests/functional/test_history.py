@@ -1,4 +1,4 @@
-"""What has happened: history, and what a witness saw."""
+"""The history of etcd's changes, and the history that the tests' own witness records."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ from tests.kit.store_client import config, connected
 from tests.kit.story import SMALL, place, reached
 from tests.kit.witness import Compacted, Revisions, judged
 
-# The past is told whole or not at all, however etcd stalls, and whatever is in it.
+# The past is read completely or not at all, even if etcd stalls, and with any content.
 
 
-FIRST, LAST = 2, FULL + 101
-"""The revisions that are ours, of which one answer of etcd's has the first FULL. One more is another's."""
+# The first and last revision of the test's own changes. etcd's first answer has FULL of them. The revision after LAST
+# is another change.
+FIRST = 2
+LAST = FULL + 101
+# etcd stalls this long in the middle of an answer.
 FROZEN = 2.6
-"""Seconds for which etcd stalls in the middle of an answer."""
 
 
 @pytest.fixture(scope='module')
 def stalling() -> Iterator[Etcd]:
-    """An etcd with a past, to be frozen and woken."""
+    """An etcd with many changes, for tests to freeze and resume."""
     with Etcd() as etcd:
         with connected(etcd.endpoint) as store:
             for number in range(FIRST, LAST + 1):
@@ -50,7 +52,7 @@ def stalling() -> Iterator[Etcd]:
 
 
 class Reading:
-    """A thread that reads a history to its end; whoever waits for that has a limit."""
+    """A thread that reads a history to its end; a wait for the end has a timeout."""
 
     def __init__(self, history: History, on_first: Any = None) -> None:
         self.told: list[list[Change]] = []
@@ -87,17 +89,17 @@ def test_an_etcd_that_stalls_in_the_middle_of_the_past_does_not_end_it(stalling:
     reading = Reading(history, stall)
     assert reading.end() == 'at the end'
     assert reading.revisions == list(range(FIRST, LAST + 1))
-    assert history.upcoming == LAST + 2  # what is watched from there on begins behind all that was told
+    assert history.upcoming == LAST + 2  # a watch from there repeats no change
 
 
 def test_an_etcd_that_stays_silent_is_unreachable(stalling: Etcd) -> None:
     reading = Reading(History(config(stalling.endpoint, timeout=1.0), False, print), stalling.pause)
     try:
-        ended = reading.end()
+        outcome = reading.end()
     finally:
         stalling.resume()
-    # All of it may have been on its way before etcd was frozen, on a machine that is busy with others.
-    assert isinstance(ended, Unreachable) or len(reading.told) == LAST + 1 - FIRST, ended
+    # On a busy machine the whole answer may have been sent before etcd was frozen.
+    assert isinstance(outcome, Unreachable) or len(reading.told) == LAST + 1 - FIRST, outcome
     assert reading.revisions == list(range(FIRST, FIRST + len(reading.told)))
     until(stalling.is_ready, 10, 'etcd is awake')
 
@@ -125,26 +127,26 @@ def test_the_past_ends_where_the_last_answer_says_not_that_it_is_the_last(stalli
 
 @pytest.mark.parametrize('answers', [ANSWERS, 3 * ANSWERS])
 def test_a_key_that_was_changed_is_waited_for(stalling: Etcd, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
-    """Of an etcd that looks long for the first changes, and says meanwhile that it has told all, as 3.4.23 does."""
+    """An etcd 3.4.23 may report that all changes were sent while it still reads the first ones."""
     monkeypatch.setattr(room, 'SPACED', 0.0)
 
     class Late:
-        """A watch that says so many times that all was told before it tells anything."""
+        """A watch that reports `answers` times that all was sent, before its first change."""
 
         def __init__(self, watch: Any) -> None:
             self._watch, self.cancel = watch, watch.cancel
 
         def __iter__(self) -> Iterator[Any]:
-            left = answers
+            remaining = answers
             for reply in self._watch:
                 nothing = {'events': [], 'created': False, 'canceled': False, 'compact_revision': 0, 'fragment': False}
-                for _ in range(left if reply.events else 0):
+                for _ in range(remaining if reply.events else 0):
                     yield SimpleNamespace(header=reply.header, **nothing)
-                left = 0 if reply.events else left
+                remaining = 0 if reply.events else remaining
                 yield reply
 
     with connected(stalling.endpoint) as store:
-        assert [store.has_changed('/', each) for each in (1, LAST, LAST + 1, LAST + 2)] == [True, True, False, False]
+        assert [store.has_changed('/', first) for first in (1, LAST, LAST + 1, LAST + 2)] == [True, True, False, False]
     history = History(config(stalling.endpoint), False, print)
     watch = history._store.watch
     history._store.watch = lambda *how: Late(watch(*how))  # type: ignore[method-assign]
@@ -154,8 +156,11 @@ def test_a_key_that_was_changed_is_waited_for(stalling: Etcd, monkeypatch: pytes
 
 
 def test_what_is_longer_than_any_answer_is_told_in_whole_revisions(own_etcd: Etcd) -> None:
-    """With what was there before each change: 72 MiB. A revision of three keys does not come in one piece."""
-    large, three = 'x' * 1_400_000, [Put(f'/names/{each}', each * 450_000) for each in 'abc']
+    """All changes take 72 MiB with their previous values.
+
+    A revision of three keys comes in several pieces.
+    """
+    large, three = 'x' * 1_400_000, [Put(f'/names/{item}', item * 450_000) for item in 'abc']
     with connected(own_etcd.endpoint) as store:
         for _ in range(23):
             store.commit([], [Put('/names/large', large)])
@@ -169,34 +174,37 @@ def test_what_is_longer_than_any_answer_is_told_in_whole_revisions(own_etcd: Etc
     reading = Reading(history)
     assert reading.end(30) == 'at the end'
     assert reading.revisions == list(range(2, 30))
-    assert [[each.key for each in changes] for changes in reading.told] == [
+    assert [[item.key for item in changes] for changes in reading.told] == [
         *[['/names/large']] * 23,
         *[['/names/a', '/names/b', '/names/c']] * 2,
         *[['/names/large']] * 3,
     ]
-    sizes = [(len(each.before or b''), len(each.after or b'')) for changes in reading.told for each in changes]
-    one, other = len(large), 450_000
-    assert sizes == [(0, one), *[(one, one)] * 22, *[(0, other)] * 3, *[(other, other)] * 3, *[(one, one)] * 3]
+    sizes = [(len(item.before or b''), len(item.after or b'')) for changes in reading.told for item in changes]
+    big, small = len(large), 450_000
+    assert sizes == [(0, big), *[(big, big)] * 22, *[(0, small)] * 3, *[(small, small)] * 3, *[(big, big)] * 3]
     assert len(streams) == 1
 
 
 def counted(history: History) -> Sequence[int]:
-    """The revisions from which it asks for a stream; it fails where that is done again and again."""
-    begun: list[int] = []
+    """Record the revisions from which the history requests a stream; fail after ten streams."""
+    revisions: list[int] = []
     watch = history._store.watch
 
     def watches(wanted: Sequence[WatchCreate], *rest: Any) -> Any:
-        begun.append(wanted[0].revision)
-        assert len(begun) < 10, 'it asks for ever'
+        revisions.append(wanted[0].revision)
+        assert len(revisions) < 10, 'it asks for ever'
         return watch(wanted, *rest)
 
     history._store.watch = watches  # type: ignore[method-assign]
-    return begun
+    return revisions
 
 
 @pytest.fixture
 def unheard(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Each stream begins, and breaks before it brought anything: no answer may be as long as the past. To be undone."""
+    """Make each stream break before it brings a change: answers longer than 1000 bytes fail.
+
+    A test may undo it.
+    """
     monkeypatch.setattr(by_h2, 'LONGEST', 1000)
     return monkeypatch
 
@@ -207,20 +215,20 @@ def test_a_stream_that_begins_and_brings_nothing_is_a_failure(stalling: Etcd, mo
     history = History(config(stalling.endpoint), False, print)
     streams = counted(history)
     reading = Reading(history)
-    ended = reading.end()
-    assert isinstance(ended, Unreachable), ended
-    assert 'RESOURCE_EXHAUSTED' in str(ended)
+    outcome = reading.end()
+    assert isinstance(outcome, Unreachable), outcome
+    assert 'RESOURCE_EXHAUSTED' in str(outcome)
     assert (reading.told, list(streams)) == ([], [1, 1, 1])
 
 
 def test_who_follows_hears_of_such_a_stream_once(stalling: Etcd, unheard: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    history = History(config(stalling.endpoint), True, said.append)
+    messages: list[str] = []
+    history = History(config(stalling.endpoint), True, messages.append)
     streams = counted(history)
     reading = Reading(history)
     until(lambda: len(streams) > 3, 10, 'it is asked again')
-    assert [each for each in said if 'RESOURCE_EXHAUSTED' in each] == said
-    assert len(said) == 1
+    assert [message for message in messages if 'RESOURCE_EXHAUSTED' in message] == messages
+    assert len(messages) == 1
     unheard.undo()
     until(lambda: len(reading.told) == LAST - FIRST + 1, 20, 'and hears all once it can')
     assert not reading.ended
@@ -229,21 +237,21 @@ def test_who_follows_hears_of_such_a_stream_once(stalling: Etcd, unheard: pytest
 @pytest.mark.parametrize('follow', [False, True])
 def test_no_end_of_the_thread_that_hears_goes_unnoticed(stalling: Etcd, follow: bool) -> None:
     class Junk:
-        """A watch that has a fault of ours."""
+        """A watch that fails with a bug of ours."""
 
         def __iter__(self) -> Iterator[Any]:
             raise RuntimeError('a fault')
 
         def cancel(self) -> None:
-            """Nothing is there to end."""
+            """Do nothing."""
 
     history = History(config(stalling.endpoint), follow, print)
     history._store.watch = lambda *_: Junk()  # type: ignore[method-assign]
-    ended = Reading(history).end(5)
-    assert isinstance(ended, RuntimeError), ended
+    outcome = Reading(history).end(5)
+    assert isinstance(outcome, RuntimeError), outcome
 
 
-# The history that the judge is given is what the servers hold: etcd change by change, placement by its database.
+# The judge of the tests reads what the servers hold: etcd change by change, placement from its database.
 
 
 @pytest.fixture
@@ -299,15 +307,15 @@ def test_claims_are_what_placement_says(own_placement: PlacementServer) -> None:
         'consumer_type': 'INSTANCE',
     }
     own_placement.call('PUT', f'/allocations/{consumer}', body)
-    held = {consumer: {provider: own_placement.allocations(consumer)[provider]}}
-    assert held == {consumer: {provider: {'VCPU': 3, 'DISK_GB': 1}}}
-    assert (database.allocations(), database.capacities()) == (held, {provider: {'VCPU': 4, 'DISK_GB': 9}})
+    claims = {consumer: {provider: own_placement.allocations(consumer)[provider]}}
+    assert claims == {consumer: {provider: {'VCPU': 3, 'DISK_GB': 1}}}
+    assert (database.allocations(), database.capacities()) == (claims, {provider: {'VCPU': 4, 'DISK_GB': 9}})
     assert idle not in database.capacities()
 
-    # What is made smaller afterwards may be less than what is claimed.
-    with contextlib.closing(sqlite3.connect(database.path)) as opened, opened:
-        opened.execute("UPDATE inventories SET total = 1, updated_at = '2999-01-01' WHERE total = 4")
-    assert (database.allocations(), database.capacities()) == (held, {provider: {'DISK_GB': 9}})
+    # An inventory that is reduced afterwards may be smaller than its claims.
+    with contextlib.closing(sqlite3.connect(database.path)) as connection, connection:
+        connection.execute("UPDATE inventories SET total = 1, updated_at = '2999-01-01' WHERE total = 4")
+    assert (database.allocations(), database.capacities()) == (claims, {provider: {'DISK_GB': 9}})
 
 
 @pytest.mark.usefixtures('journal')  # before the cluster
@@ -318,7 +326,7 @@ def test_a_test_is_judged_by_what_it_left(cluster: Control) -> None:
     reached(cluster, instance, 'active')
     judged(cluster.watched)
     assert not is_broken(cluster.watched)
-    # Not by the journal's etcd, as somebody else would.
+    # Write past the journal, as another process would.
     key, value = cluster.etcd.record_key(instance), cluster.etcd.record(instance)
     assert value is not None
     with connected(cluster.etcd.endpoint) as store:
@@ -326,8 +334,8 @@ def test_a_test_is_judged_by_what_it_left(cluster: Control) -> None:
     with pytest.raises(AssertionError, match=f'{instance}: active, then building'):
         judged(cluster.watched)
     assert is_broken(cluster.watched)
-    assert [each.words for each in JOURNAL.asks] == [(SMALL,)]
-    assert [each.uuid for each in JOURNAL.computes] == [compute.uuid]
+    assert [item.words for item in JOURNAL.asks] == [(SMALL,)]
+    assert [item.uuid for item in JOURNAL.computes] == [compute.uuid]
     assert JOURNAL.leave(cluster.watched)  # or it would be judged once more when it ends
 
 
@@ -348,5 +356,5 @@ def test_the_words_of_an_eschedule_are_written_down_without_its_configuration() 
     words = own(['sh', '-c', 'exec', 'python', '-m', 'ecomp.schedule', '--config', '/x/schedule.yaml', 'list'])
     assert words is not None
     JOURNAL.ended(words, 0, ('out', ''), 0.0, 7)
-    assert [(each.words, each.code, each.stdout, each.pid) for each in JOURNAL.asks] == [(('list',), 0, 'out', 7)]
+    assert [(ask.words, ask.code, ask.stdout, ask.pid) for ask in JOURNAL.asks] == [(('list',), 0, 'out', 7)]
     assert own(['python', '-m', 'ecomp.compute']) is None

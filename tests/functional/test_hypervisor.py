@@ -1,6 +1,6 @@
-"""The common test over both hypervisors, pretended and real.
+"""Tests that both hypervisors pass, the fake one and libvirt.
 
-Guests have a disk with a boot signature and nothing to boot: they run, which is all that is asked of them here.
+The guests' disks have a boot signature and no system: the guests run, which is all that these tests need.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def hypervisor(request: pytest.FixtureRequest, tmp_path: Path) -> Hypervisor:
 
 @pytest.fixture
 def power_off(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], object]:
-    """Has a guest go off without our doing."""
+    """A function that powers off a guest without ecompute."""
     if isinstance(hypervisor, FakeHypervisor):
         fake, path = hypervisor, tmp_path / 'fake.json'
 
         def off(instance: str) -> None:
             guests = json.loads(path.read_text())
-            path.write_text(json.dumps([{**each, 'running': each['instance'] != instance} for each in guests]))
+            path.write_text(json.dumps([{**guest, 'running': guest['instance'] != instance} for guest in guests]))
             fake.prepare()
 
         return off
@@ -73,30 +73,30 @@ def test_life_of_a_guest(hypervisor: Hypervisor, spec: GuestSpec) -> None:
 
 def test_a_seed_goes_with_the_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     instance = spec.instance
-    told = replace(spec, seed={'meta-data': b'{}', 'user-data': b''})
-    assert told.seed is not None
+    seeded = replace(spec, seed={'meta-data': b'{}', 'user-data': b''})
+    assert seeded.seed is not None
     assert hypervisor.seeds() == set()
-    hypervisor.create_disk(told)
-    with pytest.raises(BuildFailed) as refused:
-        hypervisor.start(told)
-    assert refused.value.stage == 'started'
-    assert '\n' not in refused.value.reason
+    hypervisor.create_disk(seeded)
+    with pytest.raises(BuildFailed) as caught:
+        hypervisor.start(seeded)
+    assert caught.value.stage == 'started'
+    assert '\n' not in caught.value.reason
     hypervisor.destroy(instance, COMPUTE)
     for _ in range(2):
-        hypervisor.create_seed(instance, told.seed)
+        hypervisor.create_seed(instance, seeded.seed)
         assert hypervisor.seeds() == {instance}
-    hypervisor.start(told)
-    there = Guest(instance, COMPUTE, defined=True, running=True, disk=True)
-    assert hypervisor.guests() == {instance: there}
+    hypervisor.start(seeded)
+    running_guest = Guest(instance, COMPUTE, defined=True, running=True, disk=True)
+    assert hypervisor.guests() == {instance: running_guest}
     assert hypervisor.users(instance) == {instance}
     assert hypervisor.without_base() == {}
     with pytest.raises(BuildFailed, match='disk: .*not made again'):
-        hypervisor.create_seed(instance, told.seed)
+        hypervisor.create_seed(instance, seeded.seed)
     with pytest.raises(Conflict, match='not removed'):
         hypervisor.delete_seed(instance)
     hypervisor.switch_off(instance, COMPUTE)
     hypervisor.resume(instance, COMPUTE)
-    assert hypervisor.guests() == {instance: there}
+    assert hypervisor.guests() == {instance: running_guest}
     hypervisor.destroy(instance, COMPUTE)
     assert hypervisor.seeds() == {instance}
     for _ in range(2):
@@ -117,27 +117,27 @@ def test_a_seed_without_its_disk(hypervisor: Hypervisor, spec: GuestSpec) -> Non
 
 def test_an_address_is_reserved_until_it_is_released(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
     spec, other = make_spec(), make_spec()
-    (mac,), (others,) = spec.macs, other.macs
+    (mac,), (other_mac,) = spec.macs, other.macs
     hypervisor.release(spec.instance)
     address = hypervisor.reserve(spec.instance, mac, 'default')
     assert address is not None
-    kept = hypervisor.reserve(other.instance, others, 'default')
-    assert kept not in (None, address)
+    other_address = hypervisor.reserve(other.instance, other_mac, 'default')
+    assert other_address not in (None, address)
     for _ in range(2):
         assert hypervisor.reserve(spec.instance, mac, 'default') == address
-        both = {mac: ReservedAddress(spec.instance, address), others: ReservedAddress(other.instance, kept)}
+        both = {mac: ReservedAddress(spec.instance, address), other_mac: ReservedAddress(other.instance, other_address)}
         assert hypervisor.reservations() == both
     for _ in range(2):
         hypervisor.release(spec.instance)
-        assert hypervisor.reservations() == {others: ReservedAddress(other.instance, kept)}
+        assert hypervisor.reservations() == {other_mac: ReservedAddress(other.instance, other_address)}
     assert hypervisor.reserve(spec.instance, mac, 'default') == address, 'the same one again, while it is free'
-    for each in (spec, other):
-        hypervisor.release(each.instance)
+    for released in (spec, other):
+        hypervisor.release(released.instance)
     assert hypervisor.reservations() == {}
 
 
 def test_a_mac_is_that_of_the_instance_that_had_it_first(hypervisor: Hypervisor) -> None:
-    """A MAC is 24 bits of a uuid's hash: some pair of 5,000 has the same."""
+    """A MAC contains 24 bits of the uuid's hash: some pair of 5,000 instances has the same."""
     first, second = SAME_MAC
     mac = mac_address(first, 0)
     assert mac_address(second, 0) == mac
@@ -152,25 +152,25 @@ def test_a_mac_is_that_of_the_instance_that_had_it_first(hypervisor: Hypervisor)
         hypervisor.release(first)
         assert hypervisor.reserve(second, mac, 'default') is not None
     finally:
-        for each in SAME_MAC:
-            hypervisor.release(each)
+        for instance in SAME_MAC:
+            hypervisor.release(instance)
 
 
 def test_who_has_a_disk(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
-    running, alone = make_spec(), make_spec()
+    running, disk_only = make_spec(), make_spec()
     build(hypervisor, running)
-    hypervisor.create_disk(alone)
+    hypervisor.create_disk(disk_only)
     assert hypervisor.users(running.instance) == {running.instance}
-    assert hypervisor.users(alone.instance) == set()
+    assert hypervisor.users(disk_only.instance) == set()
     assert hypervisor.users(str(uuid4())) == set()
     assert hypervisor.without_base() == {}
 
 
 def test_a_running_guests_disk_is_safe(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     build(hypervisor, spec)
-    with pytest.raises(BuildFailed) as refused:
+    with pytest.raises(BuildFailed) as caught:
         hypervisor.create_disk(spec)
-    assert refused.value.stage == 'disk'
+    assert caught.value.stage == 'disk'
     with pytest.raises(Conflict, match='not removed'):
         hypervisor.delete_disk(spec.instance)
     assert hypervisor.guests()[spec.instance].running
@@ -186,12 +186,12 @@ def test_another_computes_guest_is_left_alone(hypervisor: Hypervisor, spec: Gues
 
 
 def test_resume(hypervisor: Hypervisor, spec: GuestSpec, power_off: Callable[[str], object]) -> None:
-    """A guest that is off, as after a reboot of its host, runs again as it was defined; one that runs goes on."""
+    """A guest that is off, as after a reboot of its host, runs again as it was defined."""
     instance = spec.instance
     build(hypervisor, spec)
-    there = Guest(instance, COMPUTE, defined=True, running=True, disk=True)
+    running_guest = Guest(instance, COMPUTE, defined=True, running=True, disk=True)
     hypervisor.resume(instance, COMPUTE)
-    assert hypervisor.guests() == {instance: there}
+    assert hypervisor.guests() == {instance: running_guest}
     power_off(instance)
     assert not hypervisor.guests()[instance].running
     with pytest.raises(Conflict, match=COMPUTE):
@@ -199,7 +199,7 @@ def test_resume(hypervisor: Hypervisor, spec: GuestSpec, power_off: Callable[[st
     assert not hypervisor.guests()[instance].running
     for _ in range(2):
         hypervisor.resume(instance, COMPUTE)
-        assert hypervisor.guests() == {instance: there}
+        assert hypervisor.guests() == {instance: running_guest}
 
 
 def test_switched_off(hypervisor: Hypervisor, spec: GuestSpec) -> None:
@@ -217,20 +217,20 @@ def test_switched_off(hypervisor: Hypervisor, spec: GuestSpec) -> None:
 
 
 def test_shut_down(hypervisor: Hypervisor, spec: GuestSpec) -> None:
-    """A guest that listens to its power button goes off, and starts again as it was defined."""
+    """A guest that reacts to its power button goes off, and starts again as defined."""
     instance = spec.instance
-    listens = Path(spec.base.path).with_name('power-button.raw')
-    listens.write_bytes(boot_disk(POWER_BUTTON))
-    build(hypervisor, replace(spec, base=replace(spec.base, path=str(listens))))
+    image = Path(spec.base.path).with_name('power-button.raw')
+    image.write_bytes(boot_disk(POWER_BUTTON))
+    build(hypervisor, replace(spec, base=replace(spec.base, path=str(image))))
     with pytest.raises(Conflict, match=COMPUTE):
         hypervisor.shutdown(instance, str(uuid4()))
 
-    def off() -> bool:
-        hypervisor.shutdown(instance, COMPUTE)  # again and again: while its firmware starts it does not listen
+    def shut_down() -> bool:
+        hypervisor.shutdown(instance, COMPUTE)  # repeat it: a guest ignores the button while its firmware starts
         return not hypervisor.guests()[instance].running
 
     for _ in range(2):
-        until(off, 60, 'the guest has turned itself off')
+        until(shut_down, 60, 'the guest has turned itself off')
         assert hypervisor.guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
         hypervisor.shutdown(instance, COMPUTE)
         hypervisor.resume(instance, COMPUTE)
@@ -266,18 +266,18 @@ def test_an_image_larger_than_the_disk(hypervisor: Hypervisor, spec: GuestSpec) 
 
 
 def test_a_start_without_a_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
-    with pytest.raises(BuildFailed) as refused:
+    with pytest.raises(BuildFailed) as caught:
         hypervisor.start(spec)
-    assert refused.value.stage == 'started'
-    assert '\n' not in refused.value.reason
+    assert caught.value.stage == 'started'
+    assert '\n' not in caught.value.reason
 
 
 def test_changes_are_told(hypervisor: Hypervisor, spec: GuestSpec) -> None:
-    told: queue.Queue[str] = queue.Queue()
-    hypervisor.on_change(told.put)
+    changes: queue.Queue[str] = queue.Queue()
+    hypervisor.on_change(changes.put)
     hypervisor.create_disk(spec)
     hypervisor.start(spec)
-    until(lambda: spec.instance in told.get(timeout=60), 60, 'the start is told')
+    until(lambda: spec.instance in changes.get(timeout=60), 60, 'the start is told')
 
 
 def test_several_at_once(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
