@@ -1,6 +1,6 @@
-"""Which foreign modules a short command loads: its time is nearly all imports, so they are counted, and some banned.
+"""Limit the modules that a short command loads, because its time is nearly all imports.
 
-Modules of ours are not counted: forty modules and one of the same content import in the same time.
+Modules of ecomp are not counted: forty modules and one with the same content import in the same time.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ NEVER = {
     *('multiprocessing', 'tempfile', 'concurrent.futures.thread', 'signal', 'encodings.ascii'),
     *('ecomp.store.roles', 'ecomp.store.watch', 'ecomp.compute_conf'),
 }
+# Third-party libraries that a command loads.
 THEIRS = {'h2', 'hpack', 'hyperframe'}
-"""Other people's libraries that are loaded."""
+# Modules that no command loads if it queries etcd alone.
 OF_PLACEMENT = {'http.client', 'email.parser', 'concurrent.futures'}
-"""What no command loads that asks etcd alone."""
+# Modules of Python's standard library, which differ between versions of Python.
 MOST = {'create': 160, 'list': 135, 'show': 135, 'query': 135, 'names': 135}
-"""Modules of Python's own, which differ from one Python to the next."""
 PYTHON = {each.lstrip('_') for each in sys.stdlib_module_names}
 
 
 @pytest.fixture
 def cloud(placement: PlacementServer) -> Iterator[Cloud]:
-    """One with an etcd in which nobody else has anything: what is read decides what is loaded."""
+    """A cloud with its own, empty etcd.
+
+    A command's modules depend on the keys that it reads.
+    """
     with Etcd() as etcd, closing(Store(EtcdConfig((etcd.endpoint,)))) as store, closing(Placement(placement.url)) as at:
         yield Cloud(etcd, placement, store, at)
 
@@ -64,42 +67,42 @@ def config(cloud: Cloud, tmp_path: Path) -> Path:
 
 
 def loaded(config: Path, *words: str) -> tuple[str, set[str]]:
-    """What a command printed, and the modules that it had at its end."""
+    """Run a command; return its output and the modules that are loaded at its end."""
     command = [sys.executable, '-c', COUNTED, '--config', str(config), *words]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, set(json.loads(done.stderr.splitlines()[-1])[1])
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout, set(json.loads(result.stderr.splitlines()[-1])[1])
 
 
 def check(what: str, modules: set[str]) -> None:
-    """The budget of a command."""
-    tops = {each.partition('.')[0] for each in modules}
+    """Assert that the modules of a command are within its budget."""
+    tops = {module.partition('.')[0] for module in modules}
     assert (modules | tops) & NEVER == set()
-    ours = {each for each in modules if each.partition('.')[0] == 'ecomp'}
-    python = {each for each in modules - ours if each.partition('.')[0].lstrip('_') in PYTHON}
-    # The machine's own, not of Python: what Debian has it load at each start, and how this tree is installed here.
+    ours = {module for module in modules if module.partition('.')[0] == 'ecomp'}
+    python = {module for module in modules - ours if module.partition('.')[0].lstrip('_') in PYTHON}
+    # Modules of this machine: those that Debian loads at each start, and the finder of the editable installation.
     installed = {'_distutils_hack', '__editable___ecomp_1_0_0_finder', '__main__', '__mp_main__', 'sitecustomize'}
-    assert {each for each in tops - {'ecomp'} if each.lstrip('_') not in PYTHON} - installed == THEIRS
+    assert {module for module in tops - {'ecomp'} if module.lstrip('_') not in PYTHON} - installed == THEIRS
     assert len(python) <= MOST[what], sorted(python)
 
 
 def test_no_command_loads_more_than_its_budget(cloud: Cloud, config: Path) -> None:
     compute = cloud.compute()
-    said, modules = loaded(config, f'{RESOURCES}&in_tree={compute}')
+    output, modules = loaded(config, f'{RESOURCES}&in_tree={compute}')
     check('create', modules)
-    instance = said.split()[-1]
+    instance = output.split()[-1]
     request = cloud.store.get(keys.request(compute, instance))
     assert request is not None
-    said, modules = loaded(config, 'list')
-    assert instance in said
+    output, modules = loaded(config, 'list')
+    assert instance in output
     check('list', modules)
     assert modules & OF_PLACEMENT == set()
-    for what, words, shown in (
+    for command, arguments, expected in (
         ('show', ('show', instance), instance),
         ('query', (instance,), ''),
         ('names', ('list', '-f', 'value', '-c', 'NAME'), ''),
     ):
-        said, modules = loaded(config, *words)
-        assert shown in said
-        check(what, modules)
+        output, modules = loaded(config, *arguments)
+        assert expected in output
+        check(command, modules)
         assert modules & OF_PLACEMENT == set()

@@ -1,4 +1,4 @@
-"""The host's own addresses and neighbours, asked of the kernel of a network namespace in which nobody else is."""
+"""Addresses and neighbours of the host, queried from the kernel in a new network namespace."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ def failed(call, *words):
     except EcompError as error:
         return str(error)
 """
-A, B, C = '52:54:00:00:00:0a', '52:54:00:00:00:0b', '52:54:00:00:00:0c'
+A = '52:54:00:00:00:0a'
+B = '52:54:00:00:00:0b'
+C = '52:54:00:00:00:0c'
 
 
 def inside(program: str) -> Any:
-    """What a program prints as JSON, in a network namespace of its own."""
+    """Run a program in a new network namespace; return what it prints as JSON."""
     command = ['/usr/bin/unshare', '--net', sys.executable, '-c', PREPARED + program]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def test_a_host_knows_its_own_addresses_without_its_loopback() -> None:
-    found = inside("""
+    addresses = inside("""
 empty = ip.own_addresses()
 do('link', 'set', 'lo', 'up')
 do('link', 'add', 'br0', 'type', 'bridge')
@@ -47,11 +49,11 @@ for each in ('10.9.0.1/24', '10.9.0.2/24', 'fd00::1/64'):
     do('address', 'add', each, 'dev', 'br0')
 print(json.dumps([list(map(str, empty)), list(map(str, ip.own_addresses()))]))
 """)
-    assert found == [[], ['10.9.0.1', '10.9.0.2', 'fd00::1']]
+    assert addresses == [[], ['10.9.0.1', '10.9.0.2', 'fd00::1']]
 
 
 def test_the_metadata_address_is_put_on_a_bridge_and_taken_off() -> None:
-    found = inside("""
+    results = inside("""
 do('link', 'add', 'br0', 'type', 'bridge')
 do('link', 'add', 'br1', 'type', 'bridge')
 said = [ip.has_metadata_address('br0'), ip.has_metadata_address('none')]
@@ -64,13 +66,13 @@ for each in (False, False):
 ip.set_metadata_address('none', False)
 print(json.dumps([said, failed(ip.set_metadata_address, 'none', True)]))
 """)
-    put_twice, taken_twice = [True, False] * 2, [False] * 2
+    after_adding_twice, after_removing_twice = [True, False] * 2, [False] * 2
     missing = 'the bridge none is not there: is the network started?'
-    assert found == [[False, False, *put_twice, *taken_twice], missing]
+    assert results == [[False, False, *after_adding_twice, *after_removing_twice], missing]
 
 
 def test_the_neighbours_that_are_believed_and_asked_for() -> None:
-    found = inside(f"""
+    results = inside(f"""
 for bridge in ('br0', 'br1'):
     do('link', 'add', bridge, 'type', 'bridge')
     do('link', 'set', bridge, 'up')
@@ -86,8 +88,8 @@ said = [ip.neighbours(on), ip.neighbours({{}}), ip.neighbours({{'{A}': ''}})]
 do('neighbour', 'replace', '10.9.0.10', 'lladdr', '{A}', 'dev', 'br0', 'nud', 'stale')
 print(json.dumps([*said, ip.neighbours(on)]))
 """)
-    of_several = {B: '10.9.0.6'}
-    assert found == [{A: '10.9.0.5', B: '10.9.0.6'}, {}, {}, of_several]
+    with_ambiguous_mac = {B: '10.9.0.6'}
+    assert results == [{A: '10.9.0.5', B: '10.9.0.6'}, {}, {}, with_ambiguous_mac]
 
 
 def test_what_cannot_be_done_is_said() -> None:
@@ -96,7 +98,7 @@ def test_what_cannot_be_done_is_said() -> None:
 
 
 def test_an_interface_whose_name_is_no_utf_8_and_an_ip_that_cannot_be_started() -> None:
-    found = inside("""
+    results = inside("""
 do('link', 'add', b'br\\xe9', 'type', 'bridge')
 do('address', 'add', '10.9.0.1/24', 'dev', b'br\\xe9')
 said = [list(map(str, ip.own_addresses()))]
@@ -104,5 +106,5 @@ ip.shutil.which = lambda *_, **__: '/'
 said.append(failed(ip.own_addresses))
 print(json.dumps(said))
 """)
-    assert found[0] == ['10.9.0.1']
-    assert found[1] == '`/` cannot be started: Permission denied'
+    assert results[0] == ['10.9.0.1']
+    assert results[1] == '`/` cannot be started: Permission denied'
