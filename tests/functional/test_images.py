@@ -1,4 +1,4 @@
-"""Images: fetched, asked about, known, changed meanwhile."""
+"""Images: downloads, checks for newer versions, malformed state, progress and local files."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ from tests.kit.image_server import Handler, Web
 from tests.kit.images import LIMITS, LOOPBACK, MIB, cache, get, kept, refused
 from tests.kit.servers import PATIENCE, free_port, until
 
-# The image cache against a web server that does everything wrong, and files that are no images.
+# The image cache against a web server that does everything wrong, and files that are not images.
 
 
-# What works
+# Downloads that succeed
 
 
 @pytest.mark.parametrize('path', ['good', 'without_length', 'moved', 'moved_twice'])
 def test_an_image_is_kept_whole_under_a_name_of_its_content(web: Web, directory: Path, image: bytes, path: str) -> None:
-    found = get(cache(directory), web.url + path)
-    assert (found.format, found.virtual_size) == ('qcow2', 16 * MIB)
-    assert Path(found.path).read_bytes() == image
-    assert kept(directory) == [Path(found.path).name]
-    assert found.path == str(directory / f'base-{hashlib.sha256(image).hexdigest()}.qcow2')
-    assert Path(found.path).stat().st_mode & 0o777 == 0o644
+    volume = get(cache(directory), web.url + path)
+    assert (volume.format, volume.virtual_size) == ('qcow2', 16 * MIB)
+    assert Path(volume.path).read_bytes() == image
+    assert kept(directory) == [Path(volume.path).name]
+    assert volume.path == str(directory / f'base-{hashlib.sha256(image).hexdigest()}.qcow2')
+    assert Path(volume.path).stat().st_mode & 0o777 == 0o644
 
 
 def test_many_at_once_are_one_download(web: Web, directory: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(get, cache(directory), web.url + 'slowly') for _ in range(4)]
+        futures = [pool.submit(get, cache(directory), web.url + 'slowly') for _ in range(4)]
         until(lambda: web.asked, 10, 'somebody downloads')
         web.may_go_on.set()
-        found = {each.result(PATIENCE * 30) for each in asking}
-    assert len(found) == 1
-    # Whoever waited for it has it: nobody asks again, not even whether it is the same.
+        volumes = {future.result(PATIENCE * 30) for future in futures}
+    assert len(volumes) == 1
+    # The waiting builds use the result, and do not check the server for a newer image.
     assert web.asked == ['slowly', 'SHA256SUMS']
 
 
 def test_a_leftover_of_a_killed_worker_is_no_image(web: Web, directory: Path) -> None:
     url = web.url + 'good'
-    part = Bases(directory, LIMITS.cache).part(url)
+    part_path = Bases(directory, LIMITS.cache).part(url)
     directory.mkdir()
-    part.write_bytes(b'half of it')
-    found = get(cache(directory), url)
-    assert kept(directory) == [Path(found.path).name]
-    part.write_bytes(b'half of it')
+    part_path.write_bytes(b'half of it')
+    volume = get(cache(directory), url)
+    assert kept(directory) == [Path(volume.path).name]
+    part_path.write_bytes(b'half of it')
     cache(directory).sweep()
-    assert kept(directory) == [Path(found.path).name]
+    assert kept(directory) == [Path(volume.path).name]
 
 
-# What does not
+# Downloads that fail
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,21 @@ def test_a_leftover_of_a_killed_worker_is_no_image(web: Web, directory: Path) ->
 )
 def test_a_bad_answer_is_no_image(web: Web, directory: Path, path: str, reason: str) -> None:
     refused(directory, web.url + path, reason)
-    # And poisons nothing.
+    # The next download is not affected.
     assert get(cache(directory), web.url + 'good').format == 'qcow2'
 
 
 def test_a_length_that_is_no_number_is_passed_over_or_refused(web: Web, directory: Path, image: bytes) -> None:
     try:
-        found = get(cache(directory), web.url + 'no_number')
+        volume = get(cache(directory), web.url + 'no_number')
     except BuildFailed:
         assert kept(directory) == []
     else:
-        assert Path(found.path).read_bytes() == image
+        assert Path(volume.path).read_bytes() == image
 
 
 def test_nothing_is_written_that_was_not_announced(web: Web, directory: Path, image: bytes) -> None:
-    """In chunks it is as long as they are, and room is made for each: a length that is said besides limits nothing."""
+    """A chunked answer ignores Content-Length, so room is reserved for each chunk."""
     assert get(cache(directory), web.url + 'more_in_chunks').format == 'qcow2'
     shutil.rmtree(directory)
     with pytest.raises(BuildFailed, match='and `image_cache:` here is'):
@@ -109,14 +109,14 @@ def test_nothing_is_written_that_was_not_announced(web: Web, directory: Path, im
 
 def test_what_grows_while_it_is_read_is_refused(directory: Path, shelf: Path, image: bytes) -> None:
     reads: list[Path] = []
-    opened = download.Local.open
+    real_open = download.Local.open
 
     def read() -> bytes:
         reads.append(path)
         return image[: len(image) // 2]
 
     def grows(local: download.Local, known: download.Version | None) -> download.Stream | None:
-        stream = opened(local, known)
+        stream = real_open(local, known)
         assert stream is not None
         return replace(stream, read=read)
 
@@ -137,7 +137,7 @@ def test_nobody_there(directory: Path) -> None:
     ('status', 'says'), [(407, '407 Proxy Authentication Required'), (403, '403 Forbidden'), (599, '599')]
 )
 def test_what_a_proxy_answers_in_place_of_an_https_server_is_said(web: Web, status: int, says: str) -> None:
-    """By its number's name: the words beside it are the proxy's own."""
+    """The message uses the standard phrase of the status, not the proxy's own text."""
 
     def do_CONNECT(handler: Handler) -> None:
         handler.send_response(status, 'ask \x1b[7m me')
@@ -145,11 +145,11 @@ def test_what_a_proxy_answers_in_place_of_an_https_server_is_said(web: Web, stat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handler, 'do_CONNECT', do_CONNECT, raising=False)
-        asked = download.Remote('https://cloud.example/x', Reach(proxy=web.url))
-        with pytest.raises(Away) as away:
-            asked.open(None)
-        asked.close()
-    assert away.value.reason == f'https://cloud.example/x: the proxy answers HTTP {says}'
+        remote = download.Remote('https://cloud.example/x', Reach(proxy=web.url))
+        with pytest.raises(Away) as caught:
+            remote.open(None)
+        remote.close()
+    assert caught.value.reason == f'https://cloud.example/x: the proxy answers HTTP {says}'
 
 
 @pytest.mark.parametrize('url', ['', 'x', '/etc/shadow', 'ftp://h/x', 'http:///x', 'file://host/x', 'http://h/\udcff'])
@@ -165,14 +165,14 @@ def test_a_silent_server_is_given_up(web: Web, directory: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize('path', ['drip', 'dripping/good'])
 def test_an_endless_drip_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """Also one in the list of checksums beside it."""
+    """The second path drips the list of checksums."""
     monkeypatch.setattr(download, 'DEADLINE', 0.5)
-    began = time.monotonic()
+    started_at = time.monotonic()
     refused(directory, web.url + path, r'not here after 0\.5 s, [0-9]+ bytes so far')
-    assert time.monotonic() - began < PATIENCE * 5
+    assert time.monotonic() - started_at < PATIENCE * 5
 
 
-# A destroy meanwhile
+# A destroy during the download
 
 
 def cancel() -> None:
@@ -181,12 +181,12 @@ def cancel() -> None:
 
 def test_so_is_the_wait_for_another_s_download(web: Web, directory: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(get, cache(directory), web.url + 'slowly')
+        other_download = pool.submit(get, cache(directory), web.url + 'slowly')
         until(lambda: web.asked, 10, 'somebody downloads')
         with pytest.raises(Cancelled):
             get(cache(directory), web.url + 'slowly', cancel)
         web.may_go_on.set()
-        assert Path(other.result(PATIENCE * 30).path).exists()
+        assert Path(other_download.result(PATIENCE * 30).path).exists()
 
 
 # The disk
@@ -203,7 +203,7 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
 @pytest.fixture
 def shelf(tmp_path: Path, image: bytes) -> Path:
-    """A directory of local images, and a secret beside it."""
+    """A directory of local images, with a secret file next to it."""
     shelf = tmp_path / 'shelf'
     (shelf / 'sub').mkdir(parents=True)
     for name in ('a.qcow2', 'with space.qcow2', 'sub/b.qcow2'):
@@ -223,9 +223,9 @@ def shelf(tmp_path: Path, image: bytes) -> Path:
     'name', ['a.qcow2', 'with%20space.qcow2', 'sub/b.qcow2', 'sub/../a.qcow2', 'inside', 'a%2Eqcow2']
 )
 def test_an_image_on_the_shelf_is_taken(directory: Path, shelf: Path, image: bytes, name: str) -> None:
-    found = get(cache(directory, shelf), f'file://{shelf}/{name}')
-    assert Path(found.path).read_bytes() == image
-    assert not Path(found.path).is_symlink()
+    volume = get(cache(directory, shelf), f'file://{shelf}/{name}')
+    assert Path(volume.path).read_bytes() == image
+    assert not Path(volume.path).is_symlink()
 
 
 @pytest.mark.parametrize(
@@ -251,10 +251,10 @@ def test_what_is_not_on_the_shelf_is_not(directory: Path, shelf: Path, name: str
 
 
 def test_a_neighbour_that_begins_with_the_same_letters_is_not_on_it(directory: Path, shelf: Path, image: bytes) -> None:
-    other = shelf.with_name('shelf2')
-    other.mkdir()
-    (other / 'a.qcow2').write_bytes(image)
-    refused(directory, f'file://{other}/a.qcow2', 'only images under', local=shelf)
+    sibling = shelf.with_name('shelf2')
+    sibling.mkdir()
+    (sibling / 'a.qcow2').write_bytes(image)
+    refused(directory, f'file://{sibling}/a.qcow2', 'only images under', local=shelf)
 
 
 def test_without_a_shelf_no_local_image_is_taken(directory: Path, shelf: Path) -> None:
@@ -262,16 +262,16 @@ def test_without_a_shelf_no_local_image_is_taken(directory: Path, shelf: Path) -
 
 
 def test_what_inspect_refuses_is_not_kept(web: Web, directory: Path) -> None:
-    def particular(path: Path, _: Callable[[], None]) -> BaseImage:
+    def refuse(path: Path, _: Callable[[], None]) -> BaseImage:
         assert path.suffix == '.part'
         raise BuildFailed('image', f'{path.stat().st_size} bytes are too many')
 
     with pytest.raises(BuildFailed, match='bytes are too many'):
-        get(ImageCache(directory, particular, None, LIMITS, LOOPBACK), web.url + 'good')
+        get(ImageCache(directory, refuse, None, LIMITS, LOOPBACK), web.url + 'good')
     assert kept(directory) == []
 
 
-# What of an image is asked for again, and when it is fetched again, against a web server that counts.
+# Checks for newer versions, and repeated downloads, against a web server that counts requests.
 
 
 @pytest.mark.parametrize('says', [{'etag': '"1"'}, {'last-modified': 'Sat, 21 Nov 2026 10:00:00 GMT'}])
@@ -279,7 +279,7 @@ def test_what_inspect_refuses_is_not_kept(web: Web, directory: Path) -> None:
 def test_an_image_is_fetched_again_only_when_it_changed(
     web: Web, directory: Path, says: dict[str, str], compares: bool
 ) -> None:
-    """Also from a server that says what it has, and does not look at what it is asked."""
+    """A server without `compares` sends validators, but ignores conditional requests."""
     web.says, web.compares = says, compares
     first = get(cache(directory), web.url + 'good')
     sums = web.asked.count('SHA256SUMS')
@@ -290,10 +290,10 @@ def test_an_image_is_fetched_again_only_when_it_changed(
     web.image = raw(MIB)
     web.says = {name: value.replace('1', '2') for name, value in says.items()}
     second = get(cache(directory), web.url + 'good')
-    # Where a GET is all that it knows, the second one is not read: it asks whether the image is still that.
+    # With a server that answers only plain GETs, the body of the second one, which checks for changes, is not read.
     assert len(web.sent) == before + (1 if compares and 'etag' in says else 2)
     assert Path(second.path).name == base(web.image)
-    # Disks lie on the first one.
+    # Disks lie on the first one, so it stays.
     assert Path(first.path).exists()
     assert get(cache(directory), web.url + 'good') == second
 
@@ -302,7 +302,7 @@ def test_an_image_is_fetched_again_only_when_it_changed(
 def test_a_server_without_etags_is_asked_for_its_date_and_sends_nothing_for_that(
     web: Web, directory: Path, path: str
 ) -> None:
-    """By HEAD, where it answers that."""
+    """The cache uses HEAD, if the server answers it."""
     web.refuses_head = None
     for web.image, day in ((raw(MIB), 'Sat, 21'), (raw(MIB, 1), 'Fri, 20')):
         web.says, before = {'last-modified': f'{day} Nov 2026 10:00:00 GMT'}, len(web.sent)
@@ -326,7 +326,7 @@ def test_whatever_a_server_makes_of_a_head_it_is_asked_by_get(
 
 
 def test_an_image_that_was_put_back_to_an_older_one_is_taken(tmp_path: Path, directory: Path) -> None:
-    """By Python's own server, which calls whatever is older than the date it is asked by not modified."""
+    """Python's own server answers 304 if the file is older than the date of the request."""
     shelf = tmp_path / 'shelf'
     shelf.mkdir()
     older, newer = raw(MIB, 1), raw(2 * MIB, 2)
@@ -368,7 +368,7 @@ def test_one_content_from_two_urls_is_one_base_volume(web: Web, directory: Path)
     assert len(entries(directory)) == 2
 
 
-# What the image cache has written of its URLs and volumes, spoilt by somebody else.
+# Malformed notes about URLs and base volumes.
 
 
 @pytest.mark.parametrize(
@@ -420,8 +420,8 @@ def test_a_base_volume_is_fetched_once_and_again_where_it_is_gone_or_cut_off(
 @pytest.mark.parametrize(
     ('says', 'times'),
     [
-        ({'last-modified': 'Fri, 27 Aug 2021 17:41:20 GMT'}, 3),  # then date and length say that it is the same
-        ({}, 9),  # nothing does: each build has it twice, and asks between
+        ({'last-modified': 'Fri, 27 Aug 2021 17:41:20 GMT'}, 3),  # date and length show that it is the same
+        ({}, 9),  # nothing shows it: each build fetches it twice, and checks in between
     ],
 )
 def test_servers_behind_one_name_may_have_etags_of_their_own(
@@ -433,10 +433,10 @@ def test_servers_behind_one_name_may_have_etags_of_their_own(
     for _ in range(2):
         assert get(cache(directory), url) == first
     assert len(web.sent) == times
-    told = [line.message for line in caplog.records if line.levelname == 'WARNING']
-    assert len(told) == times // 3
-    assert all('another version each time. Fix: put #sha256=' in each for each in told)
-    # Another image is seen to be another one.
+    warnings = [record.message for record in caplog.records if record.levelname == 'WARNING']
+    assert len(warnings) == times // 3
+    assert all('another version each time. Fix: put #sha256=' in warning for warning in warnings)
+    # A changed image is still noticed.
     web.image, web.says = raw(MIB, 7), {**says, 'last-modified': 'Sat, 28 Aug 2021 17:41:20 GMT'}
     assert Path(get(cache(directory), url).path).name == base(web.image)
 
@@ -447,7 +447,7 @@ def test_a_date_that_is_the_time_of_the_answer_makes_no_loop(web: Web, directory
 
 
 def test_a_sparse_image_stays_sparse(web: Web, directory: Path, tmp_path: Path) -> None:
-    """From a file and by HTTP; what is in it is the same."""
+    """Holes are kept from a local file and over HTTP, with the same content."""
     path = tmp_path / 'sparse.raw'
     with path.open('wb') as file:
         file.truncate(64 * MIB)
@@ -456,33 +456,33 @@ def test_a_sparse_image_stays_sparse(web: Web, directory: Path, tmp_path: Path) 
         file.write(os.urandom(MIB))
     web.image = path.read_bytes()
     for url, local in ((path.as_uri(), tmp_path), (web.url + 'good', None)):
-        held = Path(get(cache(directory, local), url).path)
-        assert (held.name, held.stat().st_size, held.read_bytes()) == (base(web.image), 64 * MIB, web.image)
-        assert held.stat().st_blocks * 512 < 4 * MIB
-        held.unlink()
+        volume = Path(get(cache(directory, local), url).path)
+        assert (volume.name, volume.stat().st_size, volume.read_bytes()) == (base(web.image), 64 * MIB, web.image)
+        assert volume.stat().st_blocks * 512 < 4 * MIB
+        volume.unlink()
 
 
-# What happens while an image comes: it is told how far it is, it can be left, and a local one may change.
+# During a download: progress is reported, it can be cancelled, and a local image may change.
 
 
 def test_how_far_it_is_is_told_now_and_then(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, 'TICK', 0.02)
     monkeypatch.setattr(download, 'TOLD_EVERY', 0.1)
-    told: list[tuple[int, int | None]] = []
+    reports: list[tuple[int, int | None]] = []
 
-    def tell(done: int, total: int | None) -> None:
-        told.append((done, total))
+    def report_progress(done: int, total: int | None) -> None:
+        reports.append((done, total))
         if done == MIB // 2:
             web.may_go_on.set()
 
     web.image = raw(MIB)
-    get(cache(directory), web.url + 'half', tell=tell)
-    assert (MIB // 2, MIB) in told
-    assert told == sorted(set(told)), 'only what is new is told'
-    told.clear()
+    get(cache(directory), web.url + 'half', tell=report_progress)
+    assert (MIB // 2, MIB) in reports
+    assert reports == sorted(set(reports)), 'only what is new is told'
+    reports.clear()
     monkeypatch.setattr(download, 'TOLD_EVERY', 30.0)
-    get(cache(directory), web.url + 'half', tell=tell)
-    assert told == [], 'what is here soon is not told'
+    get(cache(directory), web.url + 'half', tell=report_progress)
+    assert reports == [], 'what is here soon is not told'
 
 
 def test_a_drip_of_unknown_length_is_told_and_can_be_left(
@@ -490,40 +490,40 @@ def test_a_drip_of_unknown_length_is_told_and_can_be_left(
 ) -> None:
     monkeypatch.setattr(download, 'TICK', 0.02)
     monkeypatch.setattr(download, 'TOLD_EVERY', 0.2)
-    told: list[int] = []
+    reports: list[int] = []
 
-    def tell(done: int, total: int | None) -> None:
+    def report_progress(done: int, total: int | None) -> None:
         assert total is None
-        told.append(done)
-        if len(told) > 2:
+        reports.append(done)
+        if len(reports) > 2:
             raise Cancelled
 
-    began = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(Cancelled):
-        get(cache(directory), web.url + 'drip', tell=tell)
-    assert time.monotonic() - began >= 0.5
-    assert told == sorted(set(told))
+        get(cache(directory), web.url + 'drip', tell=report_progress)
+    assert time.monotonic() - started_at >= 0.5
+    assert reports == sorted(set(reports))
     assert kept(directory) == []
 
 
 @pytest.mark.parametrize('path', ['silence', 'half'])
 def test_a_silent_server_keeps_nobody_from_being_destroyed(web: Web, directory: Path, path: str) -> None:
     web.image = raw(MIB)
-    asked_at: list[float] = []
+    checkpoints: list[float] = []
 
     def checkpoint() -> None:
-        asked_at.append(time.monotonic())
-        if web.asked and len(asked_at) > 4:
+        checkpoints.append(time.monotonic())
+        if web.asked and len(checkpoints) > 4:
             raise Cancelled
 
-    began = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(Cancelled):
         get(cache(directory), web.url + path, checkpoint)
-    assert time.monotonic() - began < PATIENCE * 10
-    gaps = [after - before for before, after in zip(asked_at, asked_at[1:], strict=False)]
+    assert time.monotonic() - started_at < PATIENCE * 10
+    gaps = [after - before for before, after in zip(checkpoints, checkpoints[1:], strict=False)]
     assert max(gaps) < 1.0
     assert kept(directory) == []
-    # Whatever the left thread still reads goes nowhere.
+    # The bytes that the abandoned thread still reads are discarded.
     web.may_go_on.set()
     assert get(cache(directory), web.url + 'good').virtual_size == MIB
     assert kept(directory) == [base(web.image)]
@@ -535,14 +535,14 @@ def test_a_silent_server_keeps_nobody_from_being_destroyed(web: Web, directory: 
 def test_what_takes_the_place_of_a_local_image_while_it_is_opened_is_another_one(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old content had the new one's version, and was used until the next change."""
+    """The old content was recorded with the new file's version, and used until the next change."""
     path, newer = tmp_path / 'a.raw', tmp_path / 'newer'
     path.write_bytes(raw(MIB))
     newer.write_bytes(raw(MIB, 1))
-    opened = Path.open
+    real_open = Path.open
 
     def replaced_since(which: Path, *given: Any, **named: Any) -> Any:
-        file = opened(which, *given, **named)
+        file = real_open(which, *given, **named)
         if which == path and newer.exists():
             newer.rename(path)
         return file
