@@ -1,4 +1,4 @@
-"""`elab control`: etcd and placement on localhost, for as long as it runs and no longer."""
+"""`elab control`: etcd and placement on localhost, which end when it ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def control(data: Path, etcd: int, placement: int, *more: str) -> Iterator[subpr
 
 
 def ready(process: subprocess.Popen[str]) -> list[str]:
-    """Its two lines on stdout, which come when both are ready."""
+    """Read the two lines on stdout that report that both servers are ready."""
     assert process.stdout is not None
     return [process.stdout.readline().strip(), process.stdout.readline().strip()]
 
@@ -70,7 +70,7 @@ def etcdctl(port: int, *words: str) -> str:
 
 
 def status(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str]]:
-    """The status and the headers of the answer to a page in somebody's browser."""
+    """Return the status and the headers of the answer to a web page's request."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30) as answer:
             return answer.status, {name.lower(): value for name, value in answer.headers.items()}
@@ -79,7 +79,7 @@ def status(url: str, body: bytes | None = None, **headers: str) -> tuple[int, di
 
 
 def open_to_others(directory: Path) -> list[str]:
-    """What of it, and in it, other users of the machine could read."""
+    """List the files in the directory, and itself, that other users may read."""
     return [path.name for path in (directory, *directory.iterdir()) if path.stat().st_mode & 0o077]
 
 
@@ -105,9 +105,9 @@ def test_both_answer_end_with_it_and_remember(tmp_path: Path, number: int) -> No
         etcdctl(etcd, 'put', 'key', 'value')
         call(f'http://localhost:{placement}/resource_providers', {'name': 'one'}, 'POST')
         process.send_signal(number)
-        _, said = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=20)
         assert process.returncode == 0
-    assert 'every user of this machine can write to both. Fix: elab control --certs certs' in said
+    assert 'every user of this machine can write to both. Fix: elab control --certs certs' in errors
     names = {path.name for path in (tmp_path / 'data').iterdir()}
     assert {'placement.sqlite', 'placement.log', 'etcd.log', 'etcd'} <= names
     assert open_to_others(tmp_path / 'data') == []
@@ -119,48 +119,48 @@ def test_both_answer_end_with_it_and_remember(tmp_path: Path, number: int) -> No
         assert etcdctl(etcd, 'get', 'key') == 'key\nvalue\n'
         providers = call(f'http://localhost:{placement}/resource_providers')['resource_providers']
         assert isinstance(providers, list)
-        assert [each['name'] for each in providers] == ['one']
+        assert [provider['name'] for provider in providers] == ['one']
 
 
 def test_an_etcd_that_ended_before_it_was_a_member_comes_back(tmp_path: Path) -> None:
-    """On its own it would wait for a leader for ever: what it has written says that it has begun, and no more."""
+    """Its log shows only that it has started: on its own it would wait for a leader for ever."""
     data, port = Path(), free_port()
 
-    def begun_and_no_more(number: int) -> bool:
+    def kill_before_membership(number: int) -> bool:
         nonlocal data
         data = tmp_path / str(number)
         data.mkdir()
         process = etcd_server(data, [LOCALHOST], port).start([])
         wal = data / 'etcd/member/wal'
-        # One that ended before that has not begun.
+        # An etcd that ended before it wrote its log has not started.
         until(lambda: [*wal.glob('*.wal')] or not machine.alive(process), 10, 'it has begun')
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)  # at once: a millisecond later it has written more
+            os.kill(process.pid, signal.SIGKILL)  # immediately: it writes more within a millisecond
         machine.end([process])
-        written = [*wal.glob('*.wal')]
-        if not written:
+        log_files = [*wal.glob('*.wal')]
+        if not log_files:
             return False
-        with written[0].open('rb') as file:
-            return len(file.read(4096).rstrip(b'\0')) < 100  # its first entry, that it is a member, is longer
+        with log_files[0].open('rb') as file:
+            return len(file.read(4096).rstrip(b'\0')) < 100  # the entry that makes it a member is longer
 
-    assert any(begun_and_no_more(number) for number in range(200))
-    for words in (['--force-new-cluster'], []):
+    assert any(kill_before_membership(number) for number in range(200))
+    for options in (['--force-new-cluster'], []):
         with control(data, port, free_port()) as process:
             ready(process)
-            (pid,) = (each for each in children(process) if Path(f'/proc/{each}/comm').read_text() == 'etcd\n')
+            (pid,) = (item for item in children(process) if Path(f'/proc/{item}/comm').read_text() == 'etcd\n')
             command = Path(f'/proc/{pid}/cmdline').read_text().split('\0')
-            # Once it has been healthy it is not told so again: that would cost what it wrote last.
-            assert [each for each in command if each == '--force-new-cluster'] == words
-            assert etcdctl(port, 'get', 'key') == ('' if words else 'key\nvalue\n')
+            # After it was healthy, the option must not be repeated: that would lose its last writes.
+            assert [item for item in command if item == '--force-new-cluster'] == options
+            assert etcdctl(port, 'get', 'key') == ('' if options else 'key\nvalue\n')
             etcdctl(port, 'put', 'key', 'value')
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
 
 
 def test_a_page_in_a_browser_reads_and_writes_nothing(tmp_path: Path) -> None:
-    """Any page read and wrote a cluster on localhost by etcd's JSON gateway, whose CORS is `*` (FACTS 46)."""
+    """By default, any web page can use etcd on localhost: its JSON gateway allows all origins."""
     ports = free_port(), free_port()
-    foreign = {'Origin': 'http://evil.example', 'Content-Type': 'text/plain'}  # so that no browser asks beforehand
+    foreign = {'Origin': 'http://evil.example', 'Content-Type': 'text/plain'}  # needs no CORS preflight request
     with control(tmp_path / 'data', *ports) as process:
         ready(process)
         etcd, placement = (f'http://localhost:{port}' for port in ports)
@@ -169,13 +169,13 @@ def test_a_page_in_a_browser_reads_and_writes_nothing(tmp_path: Path) -> None:
             assert status(etcd + path, body, **foreign)[0] == 404, path
         assert etcdctl(ports[0], 'get', 'key') == ''
         provider = json.dumps({'name': 'one'}).encode()
-        # The token and the kind of its body are asked for beforehand, and nobody says yes.
+        # A page cannot send the token or a JSON body without a preflight request, which is never granted.
         assert status(f'{placement}/resource_providers', provider, **foreign)[0] == 401
         assert status(f'{placement}/resource_providers', provider, **foreign, **{'X-Auth-Token': 'admin'})[0] == 415
         for url in (f'{etcd}/version', f'{etcd}/health', f'{placement}/', f'{placement}/resource_providers'):
             code, headers = status(url, Origin='http://evil.example', **{'X-Auth-Token': 'admin'})
-            assert (code, [each for each in headers if each.startswith('access-control')]) == (200, []), url
-            # By another name that leads here it would be the page's own origin.
+            assert (code, [name for name in headers if name.startswith('access-control')]) == (200, []), url
+            # DNS rebinding: a host name that resolves to this server would make it the page's own origin.
             for host in ('evil.example', 'evil.example:80', 'localhost.evil.example', '[', '127.0.0.1.evil.example'):
                 assert status(url, Host=host, **{'X-Auth-Token': 'admin'})[0] in (421, 400), (url, host)
             for host in ('localhost', 'localhost:8080', '127.0.0.1', '127.0.0.1:2379'):
@@ -194,8 +194,8 @@ def test_when_one_ends_the_other_is_ended_and_it_says_which(tmp_path: Path) -> N
     etcd, placement = free_port(), free_port()
     with control(tmp_path / 'data', etcd, placement) as process:
         ready(process)
-        ours = children(process)
-        victim = next(pid for pid in ours if 'placement_server' in Path(f'/proc/{pid}/cmdline').read_text())
+        pids = children(process)
+        victim = next(pid for pid in pids if 'placement_server' in Path(f'/proc/{pid}/cmdline').read_text())
         os.kill(victim, signal.SIGKILL)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
@@ -210,8 +210,8 @@ def test_when_nobody_reads_what_it_says_both_are_ended(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.wait(60) == 1
         assert process.stderr is not None
-        said = process.stderr.read()
-    assert 'Traceback' not in said
+        errors = process.stderr.read()
+    assert 'Traceback' not in errors
     assert is_free(etcd)
     assert is_free(placement)
 
@@ -221,14 +221,14 @@ def test_a_taken_port_is_one_line(tmp_path: Path, which: str) -> None:
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         listener.listen()
-        taken = listener.getsockname()[1]
-        ports = (taken, free_port()) if which == 'etcd' else (free_port(), taken)
+        used_port = listener.getsockname()[1]
+        ports = (used_port, free_port()) if which == 'etcd' else (free_port(), used_port)
         with control(tmp_path / 'data', *ports) as process:
             out, errors = process.communicate(timeout=20)
     assert process.returncode == 2
     assert out == ''
     assert errors.splitlines() == [
-        f'elab: port {taken} for {which} cannot be had (Address already in use): say another with --{which}-port'
+        f'elab: port {used_port} for {which} cannot be had (Address already in use): say another with --{which}-port'
     ]
 
 
@@ -236,26 +236,30 @@ def test_a_taken_port_is_one_line(tmp_path: Path, which: str) -> None:
 
 
 class Secured(NamedTuple):
-    """A control plane that takes nobody without a certificate: where its parts are, and the directory of elab certs."""
+    """A control plane that requires certificates: its ports, and the directory of elab certs."""
 
     etcd: int
     placement: int
     certs: Path
 
     def asked(self, who: str, token: str | None = None, **headers: str) -> tuple[int, str]:
-        """What placement answers to who has this one's certificate and token, and its certificate's number."""
+        """Query placement with the certificate and token of `who`.
+
+        Returns:
+            The status, and the serial number of placement's certificate.
+        """
         own = self.certs / who
         context = ssl.create_default_context(cafile=str(own / 'ca.crt'))
         if (own / 'client.crt').exists():
             context.load_cert_chain(own / 'client.crt', own / 'client.key')
         connection = http.client.HTTPSConnection('localhost', self.placement, timeout=20, context=context)
         try:
-            said = (own / 'token').read_text().strip() if token is None else token
-            connection.request('GET', '/resource_providers', headers={**headers, 'x-auth-token': said})
-            found = connection.sock.getpeercert()
+            sent_token = (own / 'token').read_text().strip() if token is None else token
+            connection.request('GET', '/resource_providers', headers={**headers, 'x-auth-token': sent_token})
+            certificate = connection.sock.getpeercert()
             answer = connection.getresponse()
             answer.read()
-            return answer.status, str(found['serialNumber'])
+            return answer.status, str(certificate['serialNumber'])
         finally:
             connection.close()
 
@@ -265,21 +269,21 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     if shutil.which('stunnel4') is None:
         pytest.skip('stunnel4 is not installed: apt-get install stunnel4')
     top = tmp_path_factory.mktemp('secured')
-    made = Secured(free_port(), free_port(), top / 'certs')
-    issue(made)
-    with control(top / 'data', made.etcd, made.placement, '--certs', str(made.certs)) as process:
-        assert ready(process) == [f'etcd localhost:{made.etcd}', f'placement https://localhost:{made.placement}']
-        yield made
+    plane = Secured(free_port(), free_port(), top / 'certs')
+    issue(plane)
+    with control(top / 'data', plane.etcd, plane.placement, '--certs', str(plane.certs)) as process:
+        assert ready(process) == [f'etcd localhost:{plane.etcd}', f'placement https://localhost:{plane.placement}']
+        yield plane
         process.terminate()
-        _, said = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=20)
         assert process.returncode == 0
-    assert 'every user of this machine' not in said
-    assert is_free(made.etcd)
-    assert is_free(made.placement)
+    assert 'every user of this machine' not in errors
+    assert is_free(plane.etcd)
+    assert is_free(plane.placement)
 
 
 def issue(made: Secured) -> None:
-    """What elab certs does."""
+    """Make certificates as elab certs does."""
     names = {'servers': ('localhost', '127.0.0.1'), 'computes': ('hv1',), 'schedulers': (), 'operators': ('ann',)}
     cluster = certs.Cluster(**names, etcd_port=made.etcd, placement_port=made.placement)
     certs.make(made.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
@@ -294,12 +298,12 @@ def test_a_compute_and_an_operator_with_certificates_are_a_cluster(secured: Secu
         )  # fmt: skip
     try:
         until(lambda: ' ready: ' in (tmp_path / 'log').read_text(), 30, 'the compute is ready')
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, '-m', 'ecomp.schedule', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64', '--wait'],
             cwd=secured.certs / 'operator-ann', env=environment(), capture_output=True, text=True, timeout=120,
         )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, '')
-        assert done.stdout.startswith('NOTIFIED TARGET, ')
+        assert (result.returncode, result.stderr) == (0, '')
+        assert result.stdout.startswith('NOTIFIED TARGET, ')
     finally:
         compute.terminate()
         compute.wait(60)
@@ -314,11 +318,11 @@ def test_who_has_no_certificate_or_not_the_word_is_told_nothing(secured: Secured
         shutil.copy(secured.certs / 'operator-ann' / name, secured.certs / 'nobody')
     with pytest.raises(OSError, match='(?i)certificate required|closed|reset|EOF'):
         secured.asked('nobody')
-    refused = subprocess.run(
+    result = subprocess.run(
         ['etcdctl', f'--endpoints=https://localhost:{secured.etcd}', f'--cacert={secured.certs}/ca.crt', 'get', 'x'],
         env=environment(), capture_output=True, timeout=60, check=False,
     )  # fmt: skip
-    assert refused.returncode != 0
+    assert result.returncode != 0
 
 
 def test_a_certificate_that_is_exchanged_counts_without_a_restart(secured: Secured) -> None:
@@ -326,17 +330,17 @@ def test_a_certificate_that_is_exchanged_counts_without_a_restart(secured: Secur
     (secured.certs / 'placement/server.crt').unlink()
     issue(secured)
 
-    def shown() -> bool:
-        # As stunnel reads it, who has just connected and was not taken yet is cut off: a client asks again.
+    def is_new_certificate_shown() -> bool:
+        # While stunnel reloads, it drops connections that it has not accepted yet: try again.
         with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
             return secured.asked('operator-ann')[1] != before
         return False
 
-    until(shown, 20, 'the new certificate is shown')
+    until(is_new_certificate_shown, 20, 'the new certificate is shown')
 
 
 def test_on_an_address_that_others_reach_it_makes_certificates(tmp_path: Path) -> None:
-    """In a network of its own, which has one such address."""
+    """It runs in a new network namespace that has one such address."""
     start = 'ip link set lo up; ip address add 10.77.0.1/32 dev lo; exec "$@"'
     command = [sys.executable, '-m', 'ecomp.lab.elab', 'control', '--bind', '10.77.0.1']
     process = subprocess.Popen(
@@ -345,14 +349,14 @@ def test_on_an_address_that_others_reach_it_makes_certificates(tmp_path: Path) -
     )  # fmt: skip
     try:
         assert ready(process) == ['etcd 10.77.0.1:2379', 'placement https://10.77.0.1:8080']
-        made = tmp_path / 'certs'
-        assert elab.main(['certs', str(made), '--operator', 'ann']) == 0
+        certs_directory = tmp_path / 'certs'
+        assert elab.main(['certs', str(certs_directory), '--operator', 'ann']) == 0
         eschedule = ['nsenter', '--net', f'--target={process.pid}', sys.executable, '-m', 'ecomp.schedule', 'hosts']
-        for place, code in ((made / 'operator-ann', 0), (tmp_path, 7)):
-            done = subprocess.run(
-                eschedule, cwd=place, env=environment(), capture_output=True, text=True, timeout=60, check=False
+        for directory, code in ((certs_directory / 'operator-ann', 0), (tmp_path, 7)):
+            result = subprocess.run(
+                eschedule, cwd=directory, env=environment(), capture_output=True, text=True, timeout=60, check=False
             )
-            assert done.returncode == code, done
+            assert result.returncode == code, result
     finally:
         process.terminate()
         _, errors = process.communicate(timeout=30)
@@ -368,8 +372,8 @@ def test_certificates_that_are_not_whole_are_named(
     ports = ['--etcd-port', str(free_port()), '--placement-port', str(free_port())]
     words = ['control', '--data', str(tmp_path / 'data'), '--certs', str(tmp_path / 'certs'), *ports]
     assert elab.main(words) == 2
-    said = f'elab: {tmp_path}/certs/etcd/server.key cannot be read: elab certs makes it\n'
-    assert capsys.readouterr().err == said
+    message = f'elab: {tmp_path}/certs/etcd/server.key cannot be read: elab certs makes it\n'
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.fast

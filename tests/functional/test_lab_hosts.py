@@ -1,4 +1,4 @@
-"""A lab's hosts, pieces and routes."""
+"""A lab's hosts, what killed commands leave of it, and its route."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ from tests.kit.lab import get_json
 from tests.kit.servers import environment, until
 
 # `elab up`, `status`, `exec`, `guest` and `down`, on this machine and with guests that really boot.
-#
-# What is left of a lab that was not made whole is in test_lab_pieces.py.
 
 
 BOOT = 90.0
 MAC = '52:54:00:00:aa:01'
 
 def pings(address: str) -> bool:
-    """Whether this machine is answered by an address."""
+    """Return True if the address answers a ping."""
     return subprocess.run(['busybox', 'ping', '-c1', '-W2', address], capture_output=True).returncode == 0
 
 
@@ -47,7 +45,7 @@ def fetch(url: str) -> str:
 
 @pytest.fixture(scope='module')
 def lab() -> Iterator[dict[str, Any]]:
-    """A lab of one host; its lab.json."""
+    """A lab of one host, as its lab.json."""
     try:
         elab('up', '--name', NAME, '--hosts', '1')
         yield facts(NAME)
@@ -57,24 +55,24 @@ def lab() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope='module')
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small guest."""
+    """The image of `elab guest`."""
     path = tmp_path_factory.mktemp('guest') / 'guest.qcow2'
     elab('guest', str(path))
     return path
 
 
 def inside(*words: str, code: int = 0) -> str:
-    """Run a command in the lab's host; its stdout."""
+    """Run a command in the lab's host; return its stdout."""
     return elab('exec', '--name', NAME, 'hv1', *words, code=code).stdout
 
 
 def virtual_size(path: Path) -> int:
-    """A qcow2's size as its guest sees it, from the header. docs/interop/qcow2.txt"""
+    """Read a qcow2's virtual size from its header, see docs/interop/qcow2.txt of QEMU."""
     return int.from_bytes(path.read_bytes()[24:32], 'big')
 
 
 def domain_xml(name: str, disk: str, console: str) -> str:
-    """An emulated guest with an interface on the host's network and one on the LAN's bridge."""
+    """Describe an emulated guest with interfaces on the host's network and on the LAN's bridge."""
     root = ET.Element('domain', type='qemu')
     ET.SubElement(root, 'name').text = name
     ET.SubElement(root, 'memory', unit='MiB').text = '256'
@@ -105,25 +103,25 @@ def test_a_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) ->
     rows = [line.split() for line in elab('status', '--name', NAME).stdout.splitlines()]
     assert [row[0] for row in rows] == ['PLACE', 'etcd', 'placement', 'stunnel', 'images', 'dhcp', 'hv1']
     assert all(row[2].startswith('ready') for row in rows[1:])
-    # And the machine reaches the control plane, for eschedule.
-    own = ROOT / NAME / 'certs/operator-lab'
-    assert get_json(f'{lab["placement"]}/', own)['versions'][0]['max_version'] == '1.39'
-    assert get_json(f'https://{lab["etcd"]}/health', own)['health'] == 'true'
+    # The machine reaches the control plane, for eschedule.
+    certs = ROOT / NAME / 'certs/operator-lab'
+    assert get_json(f'{lab["placement"]}/', certs)['versions'][0]['max_version'] == '1.39'
+    assert get_json(f'https://{lab["etcd"]}/health', certs)['health'] == 'true'
     hosts = [sys.executable, '-m', 'ecomp.schedule', 'hosts']
     assert subprocess.run(hosts, cwd=ROOT / NAME, env=environment(), capture_output=True).returncode == 0
-    # And nobody else is answered there.
+    # Clients without a certificate get no answer.
     for where in (lab['placement'], f'http://{lab["etcd"]}', f'https://{lab["etcd"]}'):
         assert fetch(f'{where}/version') == ''
-    # What is known of this etcd is said once, at the start.
-    said = (ROOT / NAME / 'hv1/ecompute.log').read_text()
-    known = holes(get_json(f'https://{lab["etcd"]}/version', own)['etcdserver'])
-    assert said.count(' WARNING ') == said.count(f' {known}\n') == (known is not None)
+    # Known vulnerabilities of this etcd are logged once, at the start.
+    log = (ROOT / NAME / 'hv1/ecompute.log').read_text()
+    warning = holes(get_json(f'https://{lab["etcd"]}/version', certs)['etcdserver'])
+    assert log.count(' WARNING ') == log.count(f' {warning}\n') == (warning is not None)
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures('lab')
 def test_qemu_can_open_the_kvm_of_a_host() -> None:
-    """Whoever the machine's own belongs to: else libvirt probes QEMU anew for each guest, for up to a minute."""
+    """Otherwise libvirt probes QEMU again for each guest, for up to a minute."""
     qemu = 'setpriv --reuid=libvirt-qemu --regid=libvirt-qemu --init-groups'
     inside('sh', '-c', f'[ ! -e /dev/kvm ] || {qemu} test -w /dev/kvm')
 
@@ -132,8 +130,8 @@ def test_qemu_can_open_the_kvm_of_a_host() -> None:
 @pytest.mark.usefixtures('lab')
 def test_nothing_gets_out_of_a_host() -> None:
     assert 'default' not in inside('ip', 'route', 'show', 'table', 'all').split()
-    tried = elab('exec', '--name', NAME, 'hv1', 'busybox', 'ping', '-c1', '-W1', '192.0.2.1', code=1)
-    assert 'Network is unreachable' in tried.stderr
+    result = elab('exec', '--name', NAME, 'hv1', 'busybox', 'ping', '-c1', '-W1', '192.0.2.1', code=1)
+    assert 'Network is unreachable' in result.stderr
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -144,24 +142,24 @@ def test_the_guest_boots_says_who_it_is_answers_and_switches_off(lab: dict[str, 
     definition = ROOT / NAME / 'hv1/plain.xml'
     definition.write_text(domain_xml('plain', '/var/lib/libvirt/images/plain.qcow2', '/var/log/libvirt/plain.console'))
     inside('virsh', 'define', str(definition))
-    # DHCP answers those it has a reservation for, and nobody else.
+    # DHCP answers only guests with a reservation.
     address = str(next(IPv4Network(lab['guests']['hv1']).hosts()) + 76)
     reservation = f"<host mac='{MAC}' ip='{address}'/>"
     inside('virsh', 'net-update', 'default', 'add', 'ip-dhcp-host', reservation, '--live', '--config')
     inside('virsh', 'start', 'plain')
 
-    def told() -> list[str]:
+    def read_reports() -> list[str]:
         text = console.read_text(errors='replace') if console.exists() else ''
         return [line[len('ecomp-guest: ') :].strip() for line in text.splitlines() if line.startswith('ecomp-guest: ')]
 
-    until(lambda: 'ready' in told(), BOOT, 'the guest is ready')
-    said = told()
-    addresses = dict(line.split()[1:] for line in said if line.startswith('address '))
+    until(lambda: 'ready' in read_reports(), BOOT, 'the guest is ready')
+    reports = read_reports()
+    addresses = dict(line.split()[1:] for line in reports if line.startswith('address '))
     assert set(addresses) == {'eth0', 'eth1'}
     assert addresses['eth0'] == address
     assert addresses['eth1'].rpartition('.')[0] == lab['addresses']['control'].rpartition('.')[0]
-    assert f'disk {virtual_size(image)}' in said
-    assert 'no metadata' in said  # it is no instance, and so nobody to the metadata server
+    assert f'disk {virtual_size(image)}' in reports
+    assert 'no metadata' in reports  # the metadata server does not know this guest: it is not an instance
     until(lambda: all(map(pings, addresses.values())), 20, f'{addresses} answer')
     assert fetch(f'http://{addresses["eth0"]}/').startswith('ecomp-guest')
 
@@ -183,29 +181,29 @@ def test_up_again_starts_only_what_has_ended() -> None:
     elab('up', '--name', NAME)
 
     after = facts(NAME)['processes']
-    assert [what for what in after if after[what] != before[what]] == ['hv1 ecompute']
+    assert [name for name in after if after[name] != before[name]] == ['hv1 ecompute']
     elab('status', '--name', NAME)
 
 
 def etcdctl(lab: dict[str, Any], user: str, *words: str) -> tuple[int, str]:
-    """The exit code and the words of etcd's own client with the certificate of a user of the lab's."""
-    own = ROOT / NAME / 'certs' / user
-    asked = ['etcdctl', f'--endpoints=https://{lab["etcd"]}', f'--cacert={own}/ca.crt', f'--cert={own}/client.crt']
-    asked += [f'--key={own}/client.key', *words]
+    """Run etcdctl with the certificate of a user of the lab; return its exit code and output."""
+    certs = ROOT / NAME / 'certs' / user
+    argv = ['etcdctl', f'--endpoints=https://{lab["etcd"]}', f'--cacert={certs}/ca.crt', f'--cert={certs}/client.crt']
+    argv += [f'--key={certs}/client.key', *words]
     environ = {**environment(), 'ETCDCTL_API': '3'}
-    done = subprocess.run(asked, capture_output=True, text=True, env=environ, timeout=30)
-    return done.returncode, done.stdout + done.stderr
+    result = subprocess.run(argv, capture_output=True, text=True, env=environ, timeout=30)
+    return result.returncode, result.stdout + result.stderr
 
 
 def held(lab: dict[str, Any], *hosts: str) -> list[str]:
-    """Of these hosts those whose ecomputes may write their own key and no other one, nor a flavor."""
-    found = []
+    """Return the hosts whose ecompute may write its own key, but no other key and no flavor."""
+    hosts_with_role = []
     for host in hosts:
         user, compute = f'compute-{host}', (ROOT / NAME / host / 'state/uuid').read_text().strip()
         keys = f'/hosts/{compute}/x', f'/hosts/{compute}0/x', '/flavors/x'
         if ['permission denied' in etcdctl(lab, user, 'del', key)[1] for key in keys] == [False, True, True]:
-            found.append(host)
-    return found
+            hosts_with_role.append(host)
+    return hosts_with_role
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -222,8 +220,8 @@ def test_exec_hands_on_output_and_exit_code() -> None:
 def test_two_labs_at_once_and_one_goes() -> None:
     names = [f'{NAME}a', f'{NAME}b']
     try:
-        ups = [subprocess.Popen(command('up', '--name', n, '--hosts', '1'), env=environment()) for n in names]
-        assert [process.wait(180) for process in ups] == [0, 0]
+        processes = [subprocess.Popen(command('up', '--name', n, '--hosts', '1'), env=environment()) for n in names]
+        assert [process.wait(180) for process in processes] == [0, 0]
         assert len({facts(name)['network'] for name in (*names, NAME)}) == 3
         for name in names:
             elab('status', '--name', name)
@@ -240,9 +238,9 @@ def test_two_labs_at_once_and_one_goes() -> None:
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_each_ecompute_is_held_to_its_role(lab: dict[str, Any]) -> None:
     assert held(lab, 'hv1') == ['hv1']
-    config, told = (ROOT / NAME / each / 'compute.yaml' for each in ('hv1', 'certs/compute-hv1'))
-    assert load_compute(config).uuid == load_compute(told).uuid
-    # Whoever asks by the lab's schedule.yaml may do everything.
+    config, original = (ROOT / NAME / path / 'compute.yaml' for path in ('hv1', 'certs/compute-hv1'))
+    assert load_compute(config).uuid == load_compute(original).uuid
+    # The user of the lab's schedule.yaml may write everything.
     assert etcdctl(lab, 'operator-lab', 'put', '/flavors/x', 'x')[0] == 0
     assert etcdctl(lab, 'operator-lab', 'del', '/flavors/x')[0] == 0
     log = (ROOT / NAME / 'hv1/ecompute.log').read_text()
@@ -255,13 +253,13 @@ def test_a_frozen_etcd_is_not_the_fault_of_the_computes() -> None:
     pid = facts(NAME)['processes']['etcd']['pid']
     os.kill(pid, signal.SIGSTOP)
     try:
-        answer = elab('status', '--name', NAME, code=1)
+        result = elab('status', '--name', NAME, code=1)
     finally:
         os.kill(pid, signal.SIGCONT)
-    states = {row[0]: row[2] for row in (line.split(maxsplit=2) for line in answer.stdout.splitlines()[1:])}
+    states = {row[0]: row[2] for row in (line.split(maxsplit=2) for line in result.stdout.splitlines()[1:])}
     assert states['etcd'] == f'no answer (pid {pid})'
     assert states['hv1'].startswith('unknown: ecompute runs')
-    assert answer.stderr == f'no answer: etcd; end what hangs, and elab up --name {NAME} starts it\n'
+    assert result.stderr == f'no answer: etcd; end what hangs, and elab up --name {NAME} starts it\n'
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -270,11 +268,11 @@ def test_a_frozen_libvirtd_is_said_and_nobody_waits_for_it() -> None:
     pid = facts(NAME)['processes']['hv1 libvirtd']['pid']
     os.kill(pid, signal.SIGSTOP)
     try:
-        answer = elab('status', '--name', NAME, code=1)
+        result = elab('status', '--name', NAME, code=1)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert f'no answer: libvirtd (pid {pid}, see {ROOT / NAME}/hv1/libvirtd.log)' in answer.stdout
-    assert answer.stderr == f'no answer: hv1; end what hangs, and elab up --name {NAME} starts it\n'
+    assert f'no answer: libvirtd (pid {pid}, see {ROOT / NAME}/hv1/libvirtd.log)' in result.stdout
+    assert result.stderr == f'no answer: hv1; end what hangs, and elab up --name {NAME} starts it\n'
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -283,17 +281,17 @@ def test_another_certificate_is_shown_after_an_up() -> None:
     certs = ROOT / NAME / 'certs'
     before, address = facts(NAME)['processes'], facts(NAME)['placement'].removeprefix('https://')
 
-    def shown() -> str:
+    def read_certificate() -> str:
         client = f'{certs}/operator-lab/client'
         words = ['openssl', 's_client', '-connect', address, '-cert', f'{client}.crt', '-key', f'{client}.key']
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
-        return done.stdout.partition('-----BEGIN')[2].partition('-----END')[0].strip('- \n')
+        reply = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
+        return reply.stdout.partition('-----BEGIN')[2].partition('-----END')[0].strip('- \n')
 
-    assert shown() in (certs / 'placement/server.crt').read_text()
+    assert read_certificate() in (certs / 'placement/server.crt').read_text()
     (certs / 'placement/server.crt').unlink()
     elab('up', '--name', NAME)
     new = (certs / 'placement/server.crt').read_text()
-    until(lambda: (now := shown()) and now in new, 20, 'the new certificate is shown')
+    until(lambda: (now := read_certificate()) and now in new, 20, 'the new certificate is shown')
     assert facts(NAME)['processes'] == before
 
 
@@ -306,28 +304,28 @@ def test_one_host_takes_from_queues() -> None:
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_another_uuid_and_another_host(lab: dict[str, Any]) -> None:
-    """compute.yaml may be changed, and a lab may grow: the roles follow."""
-    config, new = ROOT / NAME / 'hv1/compute.yaml', str(uuid.uuid4())
-    old = load_compute(config).uuid or ''
-    config.write_text(config.read_text().replace(old, new))
+    """The roles follow a changed compute.yaml and a lab that grows."""
+    config, new_uuid = ROOT / NAME / 'hv1/compute.yaml', str(uuid.uuid4())
+    old_uuid = load_compute(config).uuid or ''
+    config.write_text(config.read_text().replace(old_uuid, new_uuid))
     pid = facts(NAME)['processes']['hv1 ecompute']['pid']
     os.kill(pid, signal.SIGTERM)
     until(lambda: machine.started_at(pid) is None, 30, 'ecompute is gone')
-    whole = load_compute(config).inventory or {}
+    full_inventory = load_compute(config).inventory or {}
     assert 'hv1: less now' in elab('up', '--name', NAME, '--hosts', '2').stderr
-    shared = [load_compute(ROOT / NAME / host / 'compute.yaml') for host in ('hv1', 'hv2')]
-    assert [each.queues for each in shared] == [True, False]
-    assert sum((each.inventory or {})['MEMORY_MB'] for each in shared) <= whole['MEMORY_MB']
-    assert (ROOT / NAME / 'hv1/state/uuid').read_text().strip() == new
+    configs = [load_compute(ROOT / NAME / host / 'compute.yaml') for host in ('hv1', 'hv2')]
+    assert [host_config.queues for host_config in configs] == [True, False]
+    assert sum((host_config.inventory or {})['MEMORY_MB'] for host_config in configs) <= full_inventory['MEMORY_MB']
+    assert (ROOT / NAME / 'hv1/state/uuid').read_text().strip() == new_uuid
     assert held(lab, 'hv1', 'hv2') == ['hv1', 'hv2']
-    assert 'permission denied' in etcdctl(lab, 'compute-hv1', 'del', f'/hosts/{old}/x')[1]
+    assert 'permission denied' in etcdctl(lab, 'compute-hv1', 'del', f'/hosts/{old_uuid}/x')[1]
     rows = [line.split() for line in elab('status', '--name', NAME).stdout.splitlines()]
     assert [row[0] for row in rows][-2:] == ['hv1', 'hv2']
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_lab_of_an_earlier_elab_stays_without_roles(lab: dict[str, Any]) -> None:
-    """Its compute.yaml says no uuid, and an ecompute of then may run, which writes records elsewhere."""
+    """Its compute.yaml has no uuid, and an older ecompute may still write records elsewhere."""
     config = ROOT / NAME / 'hv1/compute.yaml'
     own = load_compute(config).uuid
     config.write_text(config.read_text().replace(f'uuid: {own}\n', ''))
@@ -354,7 +352,7 @@ def test_down_leaves_nothing_and_others_alone(lab: dict[str, Any]) -> None:
         bystander.wait()
 
 
-# What an `elab up` that was killed has made, and what an earlier elab or somebody's mount left: said, and removed.
+# Leftovers of a killed `elab up`, of an earlier elab, and of manual mounts are reported and removed.
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -363,8 +361,8 @@ def test_a_lab_that_another_elab_made_can_be_removed() -> None:
     (ROOT / name).mkdir(parents=True)
     (ROOT / name / 'lab.json').write_text('{"version": 1}')
     try:
-        said = elab('up', '--name', name, code=1).stderr
-        assert f'is of version 1, and this elab knows 2: elab down --name {name}, then elab up\n' in said
+        errors = elab('up', '--name', name, code=1).stderr
+        assert f'is of version 1, and this elab knows 2: elab down --name {name}, then elab up\n' in errors
     finally:
         elab('down', '--name', name)
     assert not (ROOT / name).exists()
@@ -372,7 +370,7 @@ def test_a_lab_that_another_elab_made_can_be_removed() -> None:
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_one_that_was_killed_as_it_began_has_a_status() -> None:
-    """Nothing but lab.json is there: what is down is said, and nothing is made."""
+    """Only lab.json exists: status reports all processes as down, and creates nothing."""
     name = f'{NAME}new'
     try:
         with state.locked(ROOT / name):
@@ -395,7 +393,7 @@ DAEMONS = 'libvirtd', 'ecompute'
 def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
     name = f'{NAME}k'
 
-    def reached() -> bool:
+    def is_reached() -> bool:
         if moment == 'nothing':
             return (ROOT / name).exists()
         if moment == 'control':
@@ -404,7 +402,7 @@ def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
 
     process = subprocess.Popen(command('up', '--name', name, '--hosts', '1'), env=environment(), stderr=subprocess.PIPE)
     try:
-        until(reached, 60, f'{moment} is there')
+        until(is_reached, 60, f'{moment} is there')
         process.kill()
         process.wait()
         link = facts(name).get('link', 'none')
@@ -414,7 +412,7 @@ def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
         elab('down', '--name', name)
 
     assert traces(name, link) == []
-    elab('down', '--name', name)  # nothing there is no error
+    elab('down', '--name', name)  # no lab is not an error
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -425,9 +423,9 @@ def test_what_is_mounted_in_a_lab_is_named_by_a_down_and_stays_as_it_is() -> Non
     subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'none', mounted], check=True)
     (mounted / 'mine').touch()
     try:
-        said = elab('down', '--name', name, code=1).stderr.splitlines()[-1]
-        why = f'{ROOT / name} cannot be removed whole ({mounted} is a mount)'
-        assert said == f'elab: {why}: unmount what is mounted there, and say elab down again'
+        message = elab('down', '--name', name, code=1).stderr.splitlines()[-1]
+        reason = f'{ROOT / name} cannot be removed whole ({mounted} is a mount)'
+        assert message == f'elab: {reason}: unmount what is mounted there, and say elab down again'
         assert (mounted / 'mine').exists()
     finally:
         subprocess.run(['umount', mounted], check=True)
@@ -435,7 +433,7 @@ def test_what_is_mounted_in_a_lab_is_named_by_a_down_and_stays_as_it_is() -> Non
     assert not (ROOT / name).exists()
 
 
-# The route to a lab, in a network of the test's own: another one is not replaced.
+# The route to a lab, in a new network namespace: an existing route is not replaced.
 
 
 ROUTES = """\
@@ -474,6 +472,6 @@ SAID = '10.200.0.0/16 is routed by {by}, and was free for the lab: take that rou
 )  # fmt: skip
 def test_a_route_that_came_since_is_said_and_stays(route: str, by: str | None, tmp_path: Path) -> None:
     command = ['unshare', '--net', 'sh', '-c', ROUTES.format(route=route), 'sh', sys.executable, '-c', ENSURE]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     expected = ('', 'nothing is in the way\n') if by is None else (SAID.format(by=by), '')
-    assert (done.stdout, done.stderr) == expected
+    assert (result.stdout, result.stderr) == expected
