@@ -1,7 +1,7 @@
-"""What only libvirt can break: real daemons and domains, and libvirtd killed, frozen or lost.
+"""Failures that only libvirt has, with real daemons: libvirtd killed, frozen or lost.
 
-Guests have a disk with a boot signature and nothing to boot: they run, which is all that is asked of them here. Disks
-are in test_volumes.py, filters in test_filters.py, addresses in test_reservations.py.
+The guests' disks have a boot signature and no system: the guests run, which is all that these tests need. Disks are in
+test_volumes.py, filters in test_filters.py, addresses in test_reservations.py.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def test_disk_and_domain_as_asked(real: Libvirt, spec: GuestSpec, host: LibvirtH
         assert macs == list(replace(spec, networks=BRIDGED).macs)
         assert domain.info()[1:4] == [32 * 1024, 32 * 1024, 2]
         assert domain.blockInfo('vda')[0] == 2**30
-        # What many guests are on is nothing that one of them can write to, if it breaks out of QEMU.
+        # A guest that breaks out of QEMU must not be able to write to a base volume that other guests use.
         overlay = real.image_directory() / f'{spec.instance}.qcow2'
         assert (Path(spec.base.path).stat().st_uid, overlay.stat().st_uid) == (0, getpwnam('libvirt-qemu').pw_uid)
-        # The schema knows all that we write.
+        # The domain's XML is valid by libvirt's schema.
         connection.defineXMLFlags(domain.XMLDesc(), libvirt.VIR_DOMAIN_DEFINE_VALIDATE)
     finally:
         host.inside(['ip', 'link', 'del', 'br0'])
@@ -66,12 +66,12 @@ def test_disk_and_domain_as_asked(real: Libvirt, spec: GuestSpec, host: LibvirtH
 def test_a_seed_is_a_second_disk_that_qemu_alone_reads(
     real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object
 ) -> None:
-    told = replace(spec, seed={'meta-data': b'{}', 'user-data': b'secret'})
-    real.create_disk(told)
-    real.create_seed(spec.instance, told.seed)
+    seeded = replace(spec, seed={'meta-data': b'{}', 'user-data': b'secret'})
+    real.create_disk(seeded)
+    real.create_seed(spec.instance, seeded.seed)
     seed = host.root / 'state' / 'seeds' / f'{spec.instance}.iso'
     assert (seed.stat().st_mode & 0o777, seed.stat().st_uid) == (0o600, 0)
-    real.start(told)
+    real.start(seeded)
     assert (seed.stat().st_mode & 0o777, seed.stat().st_uid) == (0o600, getpwnam('libvirt-qemu').pw_uid)
     domain = connection.lookupByUUIDString(spec.instance)
     connection.defineXMLFlags(domain.XMLDesc(), libvirt.VIR_DOMAIN_DEFINE_VALIDATE)
@@ -91,15 +91,15 @@ def test_strangers_are_not_seen_and_not_touched(real: Libvirt, spec: GuestSpec, 
         other_uuid.create()
         assert real.guests() == {}
         for instance in (spec.instance, other_uuid.name()):
-            theirs = replace(spec, instance=instance)
+            foreign_spec = replace(spec, instance=instance)
             assert not any(map(real.runs, (instance, other_uuid.UUIDString())))
             with pytest.raises(Conflict, match='not made by ecompute'):
-                real.start(theirs)
+                real.start(foreign_spec)
             with pytest.raises(Conflict, match='not made by ecompute'):
                 real.switch_off(instance, COMPUTE)
-            # Nothing of ours is in it, so a destroy, which a build that fails is too, has an end.
+            # A destroy, which also ends a failed build, succeeds: no part of the domain is ecompute's.
             real.destroy(instance, COMPUTE)
-            real.create_disk(replace(theirs, base=spec.base))
+            real.create_disk(replace(foreign_spec, base=spec.base))
             real.delete_disk(instance)
             assert real.guests() == {}
         assert other_uuid.isActive()
@@ -122,28 +122,28 @@ def test_what_virsh_did_to_a_guest_is_seen(real: Libvirt, spec: GuestSpec, conne
     build(real, spec)
     domain = connection.lookupByUUIDString(spec.instance)
 
-    def seen() -> tuple[str, dict[str, int]]:
+    def read_guest() -> tuple[str, dict[str, int]]:
         guest = real.guests()[spec.instance]
         assert guest.running is bool(domain.isActive())
         return guest.trouble, dict(guest.size)
 
     size = {'VCPU': 1, 'MEMORY_MB': 32, 'MEMORY_MB now': 32, 'DISK_GB': 1}
-    assert seen() == ('', size)
+    assert read_guest() == ('', size)
     domain.suspend()
-    assert seen() == (PAUSED, size)
+    assert read_guest() == (PAUSED, size)
     domain.resume()
-    assert seen() == ('', size)
+    assert read_guest() == ('', size)
     domain.blockResize('vda', 3 * 2**30 + 1, libvirt.VIR_DOMAIN_BLOCK_RESIZE_BYTES)
-    assert seen() == ('', {**size, 'DISK_GB': 4})
-    config, most = libvirt.VIR_DOMAIN_AFFECT_CONFIG, libvirt.VIR_DOMAIN_VCPU_MAXIMUM
-    for flags in (config | most, config):
+    assert read_guest() == ('', {**size, 'DISK_GB': 4})
+    config, maximum = libvirt.VIR_DOMAIN_AFFECT_CONFIG, libvirt.VIR_DOMAIN_VCPU_MAXIMUM
+    for flags in (config | maximum, config):
         domain.setVcpusFlags(2, flags)
     domain.setMemoryFlags(128 * 1024, config | libvirt.VIR_DOMAIN_MEM_MAXIMUM)
     domain.destroy()
     larger = {'VCPU': 2, 'MEMORY_MB': 128, 'MEMORY_MB now': 32, 'DISK_GB': 4}
-    assert seen() == ('', larger)
+    assert read_guest() == ('', larger)
     domain.create()
-    assert seen() == ('', {**larger, 'MEMORY_MB now': 128})  # its balloon takes nothing: nothing runs in it
+    assert read_guest() == ('', {**larger, 'MEMORY_MB now': 128})  # without a system, the guest's balloon stays empty
 
 
 def test_managed_save_and_snapshot_do_not_keep_a_domain(real: Libvirt, spec: GuestSpec, connection: object) -> None:
@@ -157,28 +157,31 @@ def test_managed_save_and_snapshot_do_not_keep_a_domain(real: Libvirt, spec: Gue
 
 
 def test_libvirtd_killed_and_back(host: LibvirtHost, real: Libvirt, spec: GuestSpec) -> None:
-    told: queue.Queue[str] = queue.Queue()
-    real.on_change(told.put)
+    events: queue.Queue[str] = queue.Queue()
+    real.on_change(events.put)
     build(real, spec)
     sockets = len(unix_sockets())
     for _ in range(3):
         host.kill_libvirtd()
-        until(lambda: 'lost' in told.get(timeout=60), 60, 'the loss is told')
+        until(lambda: 'lost' in events.get(timeout=60), 60, 'the loss is told')
         with pytest.raises(Unreachable, match='libvirt'):
             real.guests()
         host.start_libvirtd()
-        until(lambda: 'back' in told.get(timeout=60), 60, 'the return is told')
+        until(lambda: 'back' in events.get(timeout=60), 60, 'the return is told')
         assert real.guests()[spec.instance] == Guest(spec.instance, COMPUTE, defined=True, running=True, disk=True)
-    # One more may be held by the last error; one for each connection would be a leak.
+    # The last error may hold one more socket; one for each connection would be a leak.
     assert len(unix_sockets()) < sockets + 3
-    while not told.empty():
-        told.get()
+    while not events.empty():
+        events.get()
     real.destroy(spec.instance, COMPUTE)
-    until(lambda: spec.instance in told.get(timeout=60), 60, 'events come over the new connection')
+    until(lambda: spec.instance in events.get(timeout=60), 60, 'events come over the new connection')
 
 
 def test_libvirtd_frozen(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call waits for ever, not even the one that opens a connection; and all is well when it goes on."""
+    """No call blocks for ever, not even one that opens a connection.
+
+    All work after libvirtd resumes.
+    """
     from ecomp.virt import connection
 
     for name, value in (('KEEPALIVE_INTERVAL', 1), ('KEEPALIVE_COUNT', 1), ('OPEN_TIMEOUT', 1.0)):
@@ -209,21 +212,21 @@ def test_libvirtd_frozen(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_connection_that_breaks_while_it_is_made_leaves_no_socket(
     host: LibvirtHost, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """libvirt holds a connection for as long as a callback of ours is on it."""
+    """A connection stays open as long as one of our callbacks is registered on it."""
 
-    def breaks(*_: object) -> None:
+    def fail(*_: object) -> None:
         error = libvirt.libvirtError('')
         error.err = (libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_FROM_RPC, 'it broke', 2, None, None, None, -1, -1)
         raise error
 
     with closing(Libvirt(host.root / 'state', uri=host.uri)) as broken:
         broken.on_change(lambda _: None)
-        opened = broken._connection
-        first = opened._get()
-        works = getattr(libvirt.virConnect, step)
-        monkeypatch.setattr(libvirt.virConnect, step, breaks)
-        # Not before: once it is dropped, a thread opens the next one, without anybody asking.
-        opened._drop(first)
+        manager = broken._connection
+        first = manager._get()
+        real_step = getattr(libvirt.virConnect, step)
+        monkeypatch.setattr(libvirt.virConnect, step, fail)
+        # Drop it only now: after that, a thread opens the next connection by itself.
+        manager._drop(first)
         for _ in range(3):
             with pytest.raises(Unreachable):
                 broken.guests()
@@ -232,7 +235,7 @@ def test_a_connection_that_breaks_while_it_is_made_leaves_no_socket(
             with pytest.raises(Unreachable):
                 broken.guests()
         until(lambda: len(unix_sockets()) <= sockets, 5, 'what was opened is closed')
-        monkeypatch.setattr(libvirt.virConnect, step, works)
+        monkeypatch.setattr(libvirt.virConnect, step, real_step)
         assert broken.guests() == {}
 
 
@@ -240,8 +243,11 @@ def test_a_connection_that_breaks_while_it_is_made_leaves_no_socket(
 def test_a_connection_without_a_thread_to_open_it_is_opened_later(
     host: LibvirtHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the limit on processes is reached for a moment; whoever hears of events hears that it is back."""
-    told, failures = queue.SimpleQueue[str](), [RuntimeError("can't start new thread") for _ in range(2)]
+    """The limit on processes may be reached for a moment.
+
+    A listener is notified when the connection is back.
+    """
+    events, failures = queue.SimpleQueue[str](), [RuntimeError("can't start new thread") for _ in range(2)]
     real_start = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
@@ -249,29 +255,29 @@ def test_a_connection_without_a_thread_to_open_it_is_opened_later(
             raise failures.pop()
         real_start(thread)
 
-    with closing(Libvirt(host.root / 'state', uri=host.uri)) as opened:
-        opened.on_change(told.put)
-        first = opened._connection._get()
+    with closing(Libvirt(host.root / 'state', uri=host.uri)) as driver:
+        driver.on_change(events.put)
+        first = driver._connection._get()
         monkeypatch.setattr(threading.Thread, 'start', start)
-        opened._connection._drop(first)
-        until(lambda: 'connection is back' in told.get(timeout=60), 60, 'it is opened without anybody asking')
+        driver._connection._drop(first)
+        until(lambda: 'connection is back' in events.get(timeout=60), 60, 'it is opened without anybody asking')
         assert not failures
-        assert opened.guests() == {}
+        assert driver.guests() == {}
     failures.append(RuntimeError("can't start new thread"))
-    with closing(Libvirt(host.root / 'state', uri=host.uri)) as another:
+    with closing(Libvirt(host.root / 'state', uri=host.uri)) as other_driver:
         with pytest.raises(Unreachable, match='no thread can be started to open it'):
-            another.guests()
-        assert another.guests() == {}
+            other_driver.guests()
+        assert other_driver.guests() == {}
 
 
 def unix_sockets() -> list[str]:
-    """Those of this process: what else it has open is not libvirt's."""
-    there = {line.split()[6] for line in Path('/proc/self/net/unix').read_text().splitlines()[1:]}
+    """List the Unix sockets of this process. Its other sockets are not libvirt's."""
+    inodes = {line.split()[6] for line in Path('/proc/self/net/unix').read_text().splitlines()[1:]}
     links: list[str] = []
-    for each in Path('/proc/self/fd').iterdir():
+    for link_ in Path('/proc/self/fd').iterdir():
         with suppress(OSError):
-            links.append(os.readlink(each))
-    return [each for each in links if each.startswith('socket:[') and each[8:-1] in there]
+            links.append(os.readlink(link_))
+    return [link_ for link_ in links if link_.startswith('socket:[') and link_[8:-1] in inodes]
 
 
 def in_a_worker(state: Path, uri: str, spec: GuestSpec) -> None:
@@ -298,10 +304,10 @@ def test_prepare(host: LibvirtHost, real: Libvirt, connection: object) -> None:
     closed = host.root / 'closed'
     closed.mkdir(mode=0o700)
     with (
-        closing(Libvirt(closed / 'state', uri=host.uri)) as unreachable,
+        closing(Libvirt(closed / 'state', uri=host.uri)) as closed_driver,
         pytest.raises(UsageError, match=f'setfacl -m u:libvirt-qemu:x {closed} '),
     ):
-        unreachable.prepare()
+        closed_driver.prepare()
     for plug, words in ((('network', 'none'), "no network 'none'"), (('bridge', 'br-none'), 'no bridge br-none')):
         with pytest.raises(UsageError, match=words):
             Libvirt(host.root / 'state', [Attachment(*plug)], uri=host.uri).prepare()
@@ -319,6 +325,6 @@ def test_what_the_processor_of_a_guest_can_do(real: Libvirt, caplog: pytest.LogC
     assert {'cx16', 'lahf_lm', 'popcnt', 'pni', 'ssse3', 'sse4.1', 'sse4.2'} <= emulated
     assert 'avx512f' not in emulated, 'the host may have it, and an emulated guest has not'
     assert caplog.text == ''
-    # This host has no kvm: nothing is claimed of what nobody can run on.
+    # This host has no kvm, so no features are reported for it.
     assert real.cpu_features('kvm') == frozenset()
     assert 'no traits of the processor: libvirt:' in caplog.text
