@@ -37,23 +37,23 @@ from tests.functional.mdservers import (
 )
 from tests.kit.servers import until
 
-# The metadata server itself, started as users start it. Guests that ask it are in test_mdserver_guests.py.
+# The metadata server itself, started as users start it.
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """One that takes 127.0.0.1 for guest A."""
+    """A metadata server that takes 127.0.0.1 for guest A."""
     conf = str(describe(tmp_path, {'127.0.0.1': MAC_A}))
-    with serving(tmp_path, conf, '--listen', '127.0.0.1:0', '--verbose') as running:
-        yield running
+    with serving(tmp_path, conf, '--listen', '127.0.0.1:0', '--verbose') as started:
+        yield started
 
 
 def test_the_root_tells_anybody_that_a_metadata_server_answers(tmp_path: Path) -> None:
-    with serving(tmp_path, '--listen', '127.0.0.1:0', '--guests', str(tmp_path), command=AS_MODULE) as running:
-        answer = running.get('/')
+    with serving(tmp_path, '--listen', '127.0.0.1:0', '--guests', str(tmp_path), command=AS_MODULE) as started:
+        answer = started.get('/')
         assert (answer.status, answer.read()) == (200, b'2009-04-04\nlatest')
         assert re.fullmatch(r'mdserver/[\d.]+', answer.getheader('Server') or '')
-        answer = running.get('/latest/meta-data/')
+        answer = started.get('/latest/meta-data/')
         assert (answer.status, answer.read()) == (404, b'404 Not Found: no current DHCP lease for 127.0.0.1\n')
 
 
@@ -106,12 +106,12 @@ def test_page_in_a_guest_s_browser_is_told_nothing_by_a_name_that_leads_here(ser
             answer = server.get(path, headers={'Host': host})
             assert (answer.status, SECRET in answer.read().decode(errors='replace')) == (421, False), host
         assert server.get(f'/phone-home/{UUID_A}', 'POST', {'Host': host}).status == 421
-    # No name leads a browser here by an address: where it listens on all of them, any may be asked.
+    # An address in Host cannot come from DNS rebinding. A server on all addresses may be reached by any of them.
     for host in (own, server.address, '169.254.169.254', '169.254.169.254:80', '10.0.0.1', '[fe80::1]:80'):
         assert server.get('/latest/meta-data/hostname', headers={'Host': host}).status == 200, host
-    with socket.create_connection((server.address, server.port), timeout=20) as old:
-        old.sendall(b'GET /latest/meta-data/hostname HTTP/1.0\r\n\r\n')  # without a Host, as busybox's wget may ask
-        assert old.recv(100).startswith(b'HTTP/1.0 200')
+    with socket.create_connection((server.address, server.port), timeout=20) as client:
+        client.sendall(b'GET /latest/meta-data/hostname HTTP/1.0\r\n\r\n')  # without a Host, as busybox's wget may ask
+        assert client.recv(100).startswith(b'HTTP/1.0 200')
 
 
 def test_sizes_are_bounded(server: Server) -> None:
@@ -151,20 +151,20 @@ def test_a_signal_ends_it_with_0(server: Server, name: str) -> None:
 
 
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    with serving(tmp_path, '--with-parent', '--listen', '127.0.0.1:0', stdin=subprocess.PIPE) as running:
-        assert running.get('/').status == 200
-        assert running.process.poll() is None
-        assert running.process.stdin is not None
-        running.process.stdin.close()
-        assert running.process.wait(20) == 0
+    with serving(tmp_path, '--with-parent', '--listen', '127.0.0.1:0', stdin=subprocess.PIPE) as started:
+        assert started.get('/').status == 200
+        assert started.process.poll() is None
+        assert started.process.stdin is not None
+        started.process.stdin.close()
+        assert started.process.wait(20) == 0
 
 
 def test_where_it_cannot_listen_it_says_why(server: Server) -> None:
-    where = f'{server.address}:{server.port}'
-    assert fails('--listen', where) == (
-        1, f'mdserver: cannot listen on {where}: something listens there already, another mdserver perhaps: '
+    address = f'{server.address}:{server.port}'
+    assert fails('--listen', address) == (
+        1, f'mdserver: cannot listen on {address}: something listens there already, another mdserver perhaps: '
            'end it or take another port\n')
-    # TEST-NET-1 of RFC 5737 is no machine's.
+    # No machine has an address of TEST-NET-1 (RFC 5737).
     assert fails('--listen', '192.0.2.254:0') == (
         1, 'mdserver: cannot listen on 192.0.2.254:0: no interface here has that address: '
            'ip addr add 192.0.2.254/32 dev virbr0\n')
@@ -173,18 +173,19 @@ def test_where_it_cannot_listen_it_says_why(server: Server) -> None:
 def test_what_is_wrong_with_its_arguments_is_one_line(tmp_path: Path) -> None:
     conf = tmp_path / 'mdserver.conf'
     conf.write_text('[mdserver]\npassword = password\n[x]\n')
-    code, said = fails(str(conf))
+    code, message = fails(str(conf))
     assert code == 2
-    assert re.fullmatch(rf'mdserver: {conf}: line 2: "password": .*; line 3: unknown section \[x\]: .*\n', said)
+    assert re.fullmatch(rf'mdserver: {conf}: line 2: "password": .*; line 3: unknown section \[x\]: .*\n', message)
     assert fails('--listen', 'localhost') == (2, "mdserver: --listen: 'localhost' is not an IPv4 address\n")
     assert fails(str(tmp_path / 'none'))[0] == 2
 
 
-# The metadata server asked by two guests, in network namespaces of the test's own.
+# The metadata server and two guests that query it, in network namespaces.
 
 
-IP_A, IP_B = '192.168.122.11', '192.168.122.12'
-# In a guest: a request for each "METHOD URL source-address" line of its input, the answers on one line of JSON each.
+IP_A = '192.168.122.11'
+IP_B = '192.168.122.12'
+# Runs in a guest: sends a request for each "METHOD URL source-address" line of its input, prints each answer as JSON.
 ASK = '''
 import http.client, json, sys, urllib.parse
 for line in sys.stdin:
@@ -197,15 +198,18 @@ for line in sys.stdin:
 '''
 
 class Bridge:
-    """Three namespaces: `host` with the bridge and 169.254.169.254, `a` and `b` the guests, joined by veth."""
+    """Three network namespaces, connected by veth.
+
+    `host` has the bridge and 169.254.169.254; `a` and `b` are the guests.
+    """
 
     def __init__(self) -> None:
         self.host, self.a, self.b = (f'emd{os.getpid()}{which}' for which in 'hab')
         self.askers: dict[str, subprocess.Popen[str]] = {}
 
     def ip(self, namespace: str, *arguments: str) -> None:
-        done = subprocess.run(['ip', '-n', namespace, *arguments], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, f'ip {arguments}: {done.stderr}'
+        result = subprocess.run(['ip', '-n', namespace, *arguments], capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, f'ip {arguments}: {result.stderr}'
 
     def up(self) -> None:
         for namespace in (self.host, self.a, self.b):
@@ -245,20 +249,21 @@ class Bridge:
 
 @pytest.fixture
 def bridge() -> Iterator[Bridge]:
-    made = Bridge()
+    two_guests = Bridge()
     try:
-        made.up()
-        yield made
+        two_guests.up()
+        yield two_guests
     finally:
-        made.down()
+        two_guests.down()
 
 
 @pytest.fixture
 def on_bridge(bridge: Bridge, tmp_path: Path) -> Iterator[Server]:
+    """A metadata server on the bridge's host."""
     conf = describe(tmp_path, {IP_A: MAC_A, IP_B: MAC_B})
-    with serving(tmp_path, str(conf), prefix=('ip', 'netns', 'exec', bridge.host)) as running:
-        assert (running.address, running.port) == ('169.254.169.254', 80)
-        yield running
+    with serving(tmp_path, str(conf), prefix=('ip', 'netns', 'exec', bridge.host)) as started:
+        assert (started.address, started.port) == ('169.254.169.254', 80)
+        yield started
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2')
@@ -286,7 +291,7 @@ def test_two_guests_each_see_their_own(bridge: Bridge) -> None:
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2')
 @pytest.mark.usefixtures('on_bridge')
 def test_who_takes_its_address_on_the_lan_keeps_a_guest_from_nothing(bridge: Bridge) -> None:
-    """Linux believes ARP of any address on any interface."""
+    """Linux accepts ARP for any address on any interface."""
     bridge.ip(bridge.host, 'link', 'add', 'lan', 'type', 'bridge')
     bridge.ip(bridge.host, 'link', 'set', 'lan', 'up')
     bridge.ip(bridge.host, 'neigh', 'replace', IP_A, 'lladdr', MAC_B, 'dev', 'lan', 'nud', 'permanent')
@@ -300,18 +305,18 @@ def test_who_takes_its_address_on_the_lan_keeps_a_guest_from_nothing(bridge: Bri
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2')
 @pytest.mark.usefixtures('on_bridge')
 def test_two_guests_each_get_what_ecompute_was_asked_for(bridge: Bridge, tmp_path: Path) -> None:
-    """From the request to the guest: a name, keys and user-data of each one's own, as large and odd as they may be."""
+    """Name, keys and user-data reach the guest, as large and unusual as they may be."""
     key = 'ssh-rsa AAAA mé@home: 100 %'
-    most = gzip.compress(random.Random(1).randbytes(USER_DATA_LIMIT - 400), 0, mtime=0)
-    assert USER_DATA_LIMIT - 400 < len(most) <= USER_DATA_LIMIT
+    largest = gzip.compress(random.Random(1).randbytes(USER_DATA_LIMIT - 400), 0, mtime=0)
+    assert USER_DATA_LIMIT - 400 < len(largest) <= USER_DATA_LIMIT
     script = '#!/bin/sh\necho "$(hostname)": \'ä\' {{ x }} \\u0041\x01\n'.encode()
     data = GuestData(tmp_path / 'metadata')
-    given = {'name': 'db-1', 'ssh_keys': (KEY, key), 'user_data': most}
-    data.write(asked(UUID_A, **given), [MAC_A])
+    fields = {'name': 'db-1', 'ssh_keys': (KEY, key), 'user_data': largest}
+    data.write(asked(UUID_A, **fields), [MAC_A])
     data.write(asked(UUID_B, ssh_keys=(), user_data=script), [MAC_B])
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / 'metadata').iterdir()} == {0o600}
     for guest, source, instance, name, keys, user_data in (
-        (bridge.a, IP_A, UUID_A, 'db-1', [KEY, key], most), (bridge.b, IP_B, UUID_B, f'vm-{UUID_B[:8]}', [], script),
+        (bridge.a, IP_A, UUID_A, 'db-1', [KEY, key], largest), (bridge.b, IP_B, UUID_B, f'vm-{UUID_B[:8]}', [], script),
     ):
         assert bridge.ask(guest, '/latest/meta-data/local-hostname', source) == (200, name)
         status, body = bridge.ask(guest, f'/seed/{instance}/meta-data', source)
@@ -319,10 +324,10 @@ def test_two_guests_each_get_what_ecompute_was_asked_for(bridge: Bridge, tmp_pat
         assert (status, seed['local-hostname'], seed['public-keys']) == (200, name, keys)
         for path in ('/2009-04-04/user-data', '/latest/user-data', f'/seed/{instance}/user-data'):
             assert bridge.ask(guest, path, source) == (200, user_data.decode('latin-1'))
-        for number, each in enumerate(keys):
+        for number, expected in enumerate(keys):
             path = f'/latest/meta-data/public-keys/{number}/openssh-key'
-            assert bridge.ask(guest, path, source) == (200, each.encode().decode('latin-1'))
-    # None at all was asked for: not those of mdserver.conf.
+            assert bridge.ask(guest, path, source) == (200, expected.encode().decode('latin-1'))
+    # The request has an empty list of keys, so the keys of mdserver.conf are not added.
     assert 'public-keys' not in bridge.ask(bridge.b, '/latest/meta-data/', IP_B)[1]
     data.remove(UUID_A, [MAC_A])
     assert bridge.ask(bridge.a, '/latest/user-data', IP_A)[0] == 404
@@ -336,22 +341,22 @@ def test_a_guest_says_that_it_is_ready_for_itself_alone(bridge: Bridge, tmp_path
     data = GuestData(tmp_path / 'metadata')
     assert bridge.ask(bridge.a, f'/phone-home/{UUID_B}/', IP_A, 'POST')[0] == 404
     assert bridge.ask(bridge.a, '/phone-home/..%2f..%2fetc/', IP_A, 'POST')[0] in (404, 405)
-    assert bridge.ask(bridge.a, f'/phone-home/{UUID_A}/', IP_A)[0] == 404  # to look is not to say
+    assert bridge.ask(bridge.a, f'/phone-home/{UUID_A}/', IP_A)[0] == 404  # a GET is not a report
     assert data.ready() == set()
-    heard: list[str] = []
-    stop = data.on_ready(heard.append)
+    notices: list[str] = []
+    stop = data.on_ready(notices.append)
     for _ in range(2):
         assert bridge.ask(bridge.a, f'/phone-home/{UUID_A}/', IP_A, 'POST') == (200, 'ok')
     assert data.ready() == {UUID_A}
-    until(lambda: any(UUID_A in each for each in heard), 10, 'it is noticed')
+    until(lambda: any(UUID_A in notice for notice in notices), 10, 'it is noticed')
     stop()
     assert data.all() == {MAC_A: UUID_A, MAC_B: UUID_B, UUID_A: UUID_A}
-    # Somebody else at this guest's address is not this guest.
+    # Another guest that takes this guest's address cannot report for it.
     bridge.ip(bridge.b, 'link', 'set', 'eth0', 'down')
     bridge.ip(bridge.a, 'addr', 'add', f'{IP_B}/32', 'dev', 'eth0')
     assert bridge.ask(bridge.a, f'/phone-home/{UUID_B}/', IP_B, 'POST')[0] == 404
     assert data.ready() == {UUID_A}
-    # Made again, it has not said so yet; and it leaves nothing.
+    # A recreated guest is not ready yet, and its removal deletes the report.
     data.write(asked(UUID_A), [MAC_A])
     assert data.ready() == set()
     assert bridge.ask(bridge.a, f'/phone-home/{UUID_A}', IP_A, 'POST') == (200, 'ok')
@@ -369,7 +374,7 @@ def test_the_others_seed_is_not_there(bridge: Bridge) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2')
 def test_a_forged_address_is_refused_and_logged(bridge: Bridge, on_bridge: Server) -> None:
-    """A takes B's address while B is down, as a guest with a lease and no filter could."""
+    """Guest A takes B's address while B is down, as a guest with a lease and no filter could."""
     bridge.ip(bridge.b, 'link', 'set', 'eth0', 'down')
     bridge.ip(bridge.a, 'addr', 'add', f'{IP_B}/32', 'dev', 'eth0')
     for path in ('/latest/user-data', f'/seed/{UUID_B}/user-data'):
@@ -377,7 +382,7 @@ def test_a_forged_address_is_refused_and_logged(bridge: Bridge, on_bridge: Serve
         assert (status, body) == (404, f'404 Not Found: {IP_B} is leased to another machine\n')
     assert f'REFUSED {IP_B}: {IP_B} is leased to another machine: leased to {MAC_B}, used by {MAC_A}' in (
         on_bridge.log.read_text())
-    # An address nobody leased says nothing either.
+    # An address without a lease gets no metadata either.
     bridge.ip(bridge.a, 'addr', 'add', '192.168.122.99/32', 'dev', 'eth0')
     assert bridge.ask(bridge.a, '/latest/meta-data/', '192.168.122.99') == (
         404, '404 Not Found: no current DHCP lease for 192.168.122.99\n')
