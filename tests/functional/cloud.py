@@ -43,10 +43,7 @@ class Cloud:
     placement: Placement
 
     def compute(self, alive: bool = True, **totals: int) -> str:
-        """Create a compute with room for two small guests, or with `totals`.
-
-        It is a provider, and a presence key if `alive`.
-        """
+        """Create a compute with room for two small guests, or with `totals`; live if `alive`."""
         compute = self.server.make_provider(**(totals or {'VCPU': 2, 'MEMORY_MB': 512, 'DISK_GB': 10}))
         if alive:
             self.etcd.put(keys.compute(compute), '{"token": "x"}', self.etcd.grant())
@@ -94,7 +91,6 @@ class Cloud:
     def create_all(
         self, wanted: SetOrder, resume: bool = False, store: Store | None = None
     ) -> Mapping[str, DeliveryOutcome]:
-        """Place a set."""
         backend: Future[tuple[Placement, Offer]] = Future()
         backend.set_result((self.placement, allocations.candidates(self.placement, wanted.query or '')))
         return create(store or self.store, backend, wanted, WHO, resume, random.Random(), lambda: 'now')
@@ -108,7 +104,6 @@ class Cloud:
         return Candidate(compute, {compute: SMALL}, None)
 
     def delivered(self, compute: str, instance: str) -> Request:
-        """Read the request that is delivered to the compute."""
         value = self.etcd.get(keys.request(compute, instance))
         assert value is not None
         request = parse_request(compute, keys.request(compute, instance), value)

@@ -69,8 +69,8 @@ def client(placement: PlacementServer) -> Iterator[Placement]:
 @pytest.fixture
 def one(cloud: Cloud, tmp_path: Path) -> Iterator[Toy]:
     """A compute in this process, without threads, that a test drives step by step."""
-    with toy(cloud, tmp_path) as toy_compute:
-        yield toy_compute
+    with toy(cloud, tmp_path) as compute:
+        yield compute
 
 
 @pytest.fixture(scope='session')

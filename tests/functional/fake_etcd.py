@@ -21,10 +21,9 @@ Frame = etcdrpc.WatchResponse | grpc.StatusCode | None
 
 @dataclass
 class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
-    """An etcd that answers from fields instead of a database.
+    """An etcd that answers ranges with `values`, and each watch with the next of `watches`.
 
-    Each range is answered with `values` under `header`, each watch with the next list of `watches`. When `watches` is
-    empty, a watch is created and stays silent. `list_count` counts the ranges of more than one key.
+    If `watches` is empty, a watch is created and stays silent. `list_count` counts the ranges of more than one key.
     """
 
     values: dict[bytes, bytes] = field(default_factory=dict)
@@ -50,7 +49,6 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
         return etcdrpc.WatchResponse(header=_header(*fields.pop('header', self.header)), watch_id=0, **fields)
 
     def event(self, key: bytes, value: bytes, **fields: Any) -> etcdrpc.WatchResponse:
-        """Return a watch frame with one put."""
         frame = self.reply(**fields)
         event = frame.events.add()
         event.kv.key, event.kv.value, event.kv.mod_revision = key, value, frame.header.revision

@@ -28,5 +28,4 @@ def overlay(directory: Path, name: str, below: str, format: str) -> None:
 
 
 def entries(directory: Path) -> list[Path]:
-    """List the cache's notes about URLs."""
     return list(directory.glob('.url-*.json'))

@@ -32,7 +32,7 @@ PATIENCE = 60.0
 
 
 class Images:
-    """Images that behave as their URL says; see the module."""
+    """See the module."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -96,7 +96,6 @@ def pool(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
 
 @pytest.fixture
 def pair(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
-    """A pool of two workers."""
     del none_lent
     tended = Tended(tmp_path, 2)
     yield tended

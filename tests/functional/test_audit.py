@@ -34,7 +34,7 @@ from tests.functional.present import start_and_stop
 from tests.kit.servers import until
 from tests.kit.store_client import read_entry
 
-# ecompute answers an audit on a lease, in pages of any number. It removes only what it has checked itself.
+# ecompute answers an audit on a lease, in as many pages as needed. It removes only what it has checked itself.
 
 
 MAC = '52:54:00:00:00:01'
@@ -136,9 +136,9 @@ def codes(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
 
 
 def ask(store: Store, host: Host) -> dict[str, bytes]:
-    """Return one compute's whole answer by the names of its parts.
+    """Return one compute's whole answer by part name.
 
-    Each part must be on a lease of the compute's, and must be removed together with the question.
+    Each part must be on a lease, and must be removed with the question.
     """
     with asking(store) as (name, lease):
         assert store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), '{}', lease)])
@@ -393,7 +393,6 @@ def codes_of(found: Report, compute: str) -> set[str]:
 
 
 def asked(cloud: Cloud) -> list[str]:
-    """List the audits in flight."""
     return [keys.last(name) for name in cloud.store.snapshot(keys.AUDIT, keys_only=True).entries]
 
 

@@ -106,7 +106,7 @@ def test_said_without_a_name_it_makes_anew_what_ends_soon_of_everybody(
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(':')[0] for line in lines] == [str(tmp_path / machine) for machine in renewed]
     after = everything(tmp_path)
-    # A deleted compute.yaml is not written again: with a new uuid, etcd would give the compute another one's role.
+    # A deleted compute.yaml is not written again: its new uuid would give the compute another one's role.
     assert after.keys() == before.keys()
     changed = {name for name in after if after[name] != before[name]}
     assert {name.partition('/')[0] for name in changed} == {*renewed}

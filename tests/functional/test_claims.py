@@ -458,7 +458,7 @@ def test_the_highest_number_stays_for_an_hour(cloud: Cloud) -> None:
 def no_garbage(junk: str) -> Iterator[None]:
     """Collect no garbage while a deeply nested value uses up the stack.
 
-    The garbage of other tests would fail to be collected there, and pytest would report that as this test's failure.
+    Other tests' garbage would fail to be collected there, and pytest would blame this test.
     """
     if len(junk) > 1000:
         gc.disable()

@@ -124,13 +124,7 @@ def let_through(
 ) -> set[str]:
     """Return the names of the frames that get from the guest to the bridge.
 
-    Args:
-        link: the host of the bridge and of the guest's link.
-        frames: hexadecimal frames by name.
-        address: the guest's reserved address, if any.
-        ipv6: False if the network has no IPv6.
-        by_dhcp: the filter learns the address from DHCP; `before` must make the guest request it.
-        before: called after the filter is set and before the frames are sent.
+    `before` is called before the frames are sent; with `by_dhcp` it must make the guest request its address.
     """
     interface = ET.Element('filterbinding')
     owner = ET.SubElement(interface, 'owner')
@@ -272,7 +266,6 @@ def test_filters_that_are_there_stay(real: Libvirt, connection: object) -> None:
 
 
 def unfiltered(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the log messages about filters."""
     return [record.getMessage() for record in caplog.records if 'filter' in record.getMessage()]
 
 

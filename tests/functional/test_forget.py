@@ -16,7 +16,6 @@ from tests.functional.cloud import Cloud
 
 
 def etcdctl(cloud: Cloud, *words: str | bytes) -> bytes:
-    """Run etcdctl; return its output."""
     command = ['etcdctl', f'--endpoints={cloud.etcd.endpoint}', *words]
     environment = {**os.environ, 'ETCDCTL_API': '3'}
     return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout

@@ -290,7 +290,7 @@ def test_an_image_is_fetched_again_only_when_it_changed(
     web.image = raw(MIB)
     web.says = {name: value.replace('1', '2') for name, value in says.items()}
     second = get(cache(directory), web.url + 'good')
-    # With a server that answers only plain GETs, the body of the second one, which checks for changes, is not read.
+    # Without conditional requests, a second GET checks for changes; its body is not read.
     assert len(web.sent) == before + (1 if compares and 'etag' in says else 2)
     assert Path(second.path).name == base(web.image)
     # Disks lie on the first one, so it stays.

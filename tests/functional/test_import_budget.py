@@ -75,7 +75,6 @@ def loaded(config: Path, *words: str) -> tuple[str, set[str]]:
 
 
 def check(what: str, modules: set[str]) -> None:
-    """Assert that the modules of a command are within its budget."""
     tops = {module.partition('.')[0] for module in modules}
     assert (modules | tops) & NEVER == set()
     ours = {module for module in modules if module.partition('.')[0] == 'ecomp'}

@@ -243,7 +243,7 @@ class Secured(NamedTuple):
     certs: Path
 
     def asked(self, who: str, token: str | None = None, **headers: str) -> tuple[int, str]:
-        """Query placement with the certificate and token of `who`.
+        """Query placement with the certificate and token of `user`.
 
         Returns:
             The status, and the serial number of placement's certificate.

@@ -31,7 +31,6 @@ BOOT = 90.0
 MAC = '52:54:00:00:aa:01'
 
 def pings(address: str) -> bool:
-    """Return True if the address answers a ping."""
     return subprocess.run(['busybox', 'ping', '-c1', '-W2', address], capture_output=True).returncode == 0
 
 

@@ -49,24 +49,24 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_a_disk_a_start_and_an_end_ask_this_much(real: Libvirt, spec: GuestSpec, asked: Counter[str]) -> None:
-    def count(do: Callable[[], object]) -> Counter[str]:
+    def taken(do: Callable[[], object]) -> Counter[str]:
         asked.clear()
         do()
         return Counter(asked)
 
     lookups = {'DomainLookupByName': 1, 'DomainLookupByUUIDString': 1}
     pool = {'StoragePoolLookupByName': 1}
-    assert count(lambda: real.create_disk(spec)) == {**pool, 'StorageVolCreateXML': 1}
-    assert count(lambda: real.start(spec)) == {
+    assert taken(lambda: real.create_disk(spec)) == {**pool, 'StorageVolCreateXML': 1}
+    assert taken(lambda: real.start(spec)) == {
         **lookups,
         **{'NWFilterLookupByName': 2, 'DomainDefineXML': 1, 'DomainCreate': 1},
         **{'NetworkLookupByName': 1, 'NetworkGetXMLDesc': 1},  # find out if its network has IPv6 to filter
     }
-    assert count(lambda: real.destroy(spec.instance, COMPUTE)) == {
+    assert taken(lambda: real.destroy(spec.instance, COMPUTE)) == {
         **{'DomainLookupByName': 2, 'DomainLookupByUUIDString': 2, 'DomainGetMetadata': 1, 'DomainIsActive': 1},
         **{'DomainDestroy': 1, 'DomainIsPersistent': 1, 'DomainUndefineFlags': 1},
     }
-    assert count(lambda: real.delete_disk(spec.instance)) == {
+    assert taken(lambda: real.delete_disk(spec.instance)) == {
         **lookups,
         **pool,
         **{'StorageVolLookupByName': 1, 'StorageVolDelete': 1},

@@ -259,7 +259,6 @@ def bridge() -> Iterator[Bridge]:
 
 @pytest.fixture
 def on_bridge(bridge: Bridge, tmp_path: Path) -> Iterator[Server]:
-    """A metadata server on the bridge's host."""
     conf = describe(tmp_path, {IP_A: MAC_A, IP_B: MAC_B})
     with serving(tmp_path, str(conf), prefix=('ip', 'netns', 'exec', bridge.host)) as started:
         assert (started.address, started.port) == ('169.254.169.254', 80)
