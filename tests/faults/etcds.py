@@ -1,4 +1,4 @@
-"""What the fault rows do to etcd and placement: wipe, restore and fill them; etcd with several members or TLS."""
+"""Wipe, restore and fill etcd and placement; run etcd with several members or TLS."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATABASE = 'placement.sqlite'
 
 
 def wipe(etcd: Etcd) -> None:
-    """Take everything from it, while it is down; it comes back with nothing."""
+    """Delete etcd's data while it is down and start it empty."""
     if etcd.is_running:
         etcd.kill()
     shutil.rmtree(etcd.directory / 'data')
@@ -31,7 +31,7 @@ def wipe(etcd: Etcd) -> None:
 
 
 class Snapshot:
-    """A copy of an etcd's data, as a backup of the machine's disk would be."""
+    """A copy of etcd's data directory, like a backup of the machine's disk."""
 
     def __init__(self, etcd: Etcd) -> None:
         self._etcd = etcd
@@ -42,7 +42,7 @@ class Snapshot:
         etcd.start()
 
     def restore(self) -> None:
-        """Go back to it."""
+        """Replace etcd's data with the copy."""
         if self._etcd.is_running:
             self._etcd.kill()
         shutil.rmtree(self._etcd.directory / 'data')
@@ -51,7 +51,7 @@ class Snapshot:
 
 
 class SavedSnapshot:
-    """A snapshot made and restored with etcdctl, as etcd's documentation says."""
+    """A snapshot saved and restored with etcdctl, as etcd's documentation describes."""
 
     def __init__(self, etcd: Etcd) -> None:
         self._etcd = etcd
@@ -60,35 +60,35 @@ class SavedSnapshot:
         _etcdctl(f'--endpoints={etcd.endpoint}', 'snapshot', 'save', str(self._file))
 
     def restore(self) -> None:
-        """Go back to it, under the same names."""
+        """Restore the snapshot under the same member names."""
         if self._etcd.is_running:
             self._etcd.kill()
         data = self._etcd.directory / 'data'
         shutil.rmtree(data)
-        options = {each.partition('=')[0]: each for each in self._etcd.command()[1:]}
+        options = {option.partition('=')[0]: option for option in self._etcd.command()[1:]}
         names = [options['--initial-cluster'], options['--initial-advertise-peer-urls']]
         _etcdctl('snapshot', 'restore', str(self._file), f'--data-dir={data}', *names)
         self._etcd.start()
 
 
 def save_placement(control: Control) -> None:
-    """Take a copy of placement's database. It is stopped meanwhile, so that it is whole."""
+    """Copy placement's database while placement is stopped, so that the copy is consistent."""
     control.placement.stop()
     shutil.copy(control.placement.directory / DATABASE, control.directory / DATABASE)
     control.placement.start()
 
 
 def restore_placement(control: Control) -> None:
-    """Put the copy back."""
+    """Replace placement's database with the copy."""
     control.placement.stop()
-    for each in control.placement.directory.glob(f'{DATABASE}-*'):
-        each.unlink()  # a journal of the newer one
+    for journal in control.placement.directory.glob(f'{DATABASE}-*'):
+        journal.unlink()  # the write-ahead log of the newer database
     shutil.copy(control.directory / DATABASE, control.placement.directory / DATABASE)
     control.placement.start()
 
 
 def fill(etcd: Etcd) -> None:
-    """Fill an etcd that has a small quota until its alarm is raised."""
+    """Fill an etcd that has a small quota until it raises its NOSPACE alarm."""
 
     def is_full() -> bool:
         try:
@@ -102,7 +102,10 @@ def fill(etcd: Etcd) -> None:
 
 
 def make_room(etcd: Etcd) -> None:
-    """What an operator does about NOSPACE: https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota"""
+    """Clear NOSPACE as an operator does.
+
+    See https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota.
+    """
     etcd.delete('/fill')
     etcd.compact()
     etcd.call('maintenance/defragment', {})
@@ -111,49 +114,49 @@ def make_room(etcd: Etcd) -> None:
 
 
 class EtcdCluster:
-    """Three members, by the names their clients call them; `with` starts them, and ends them in whatever state."""
+    """Three members under the names that their clients use; `with` starts and ends them."""
 
     def __init__(self, directory: Path, hosts: Sequence[str], tls: Sequence[Tls | None] = (None, None, None)) -> None:
         names = [f'm{number}' for number in range(3)]
         self.members = [
             Member(directory / name, name, files, host) for name, files, host in zip(names, tls, hosts, strict=True)
         ]
-        initial = ','.join(each.initial for each in self.members)
-        for each in self.members:
-            each.initial = initial
+        initial = ','.join(member.initial for member in self.members)
+        for member in self.members:
+            member.initial = initial
 
     def __enter__(self) -> Self:
         try:
-            for each in self.members:
-                each.launch()
-            for each in self.members:
-                each.wait_ready()
+            for member in self.members:
+                member.launch()
+            for member in self.members:
+                member.wait_ready()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self.members:
-            each.close()
+        for member in self.members:
+            member.close()
 
     def replace(self, number: int) -> None:
-        """Exchange a member that is lost for one without data, at the same addresses."""
+        """Replace a lost member with one without data at the same addresses."""
         lost, other = self.members[number], self.members[(number + 1) % 3]
-        self.move_leader(other)  # or all would wait for an election
+        self.move_leader(other)  # otherwise every client would wait for an election
         lost.kill()
 
         def is_removed() -> bool:
-            with contextlib.suppress(urllib.error.HTTPError):  # 503 while it still counts the lost one as connected
-                known = other.call('cluster/member/list', {})['members']
-                for each in known:
-                    if each['name'] == lost.member:
-                        known = other.call('cluster/member/remove', {'ID': each['ID']})['members']
-                return all(each['name'] != lost.member for each in known)
+            with contextlib.suppress(urllib.error.HTTPError):  # 503 while it still counts the lost member as connected
+                members = other.call('cluster/member/list', {})['members']
+                for member in members:
+                    if member['name'] == lost.member:
+                        members = other.call('cluster/member/remove', {'ID': member['ID']})['members']
+                return all(member['name'] != lost.member for member in members)
             return False
 
         def is_added() -> bool:
-            with contextlib.suppress(urllib.error.HTTPError):  # not while a leader is being elected
+            with contextlib.suppress(urllib.error.HTTPError):  # refused while a leader is being elected
                 return bool(other.call('cluster/member/add', {'peerURLs': [lost.peer]}))
             return False
 
@@ -165,26 +168,26 @@ class EtcdCluster:
 
     @property
     def endpoints(self) -> list[str]:
-        """All of them, as `endpoints:` has them."""
-        return [each.endpoint for each in self.members]
+        """Return the endpoints of all members, for the configuration key `endpoints:`."""
+        return [member.endpoint for member in self.members]
 
     def leader(self) -> Member:
-        """Who leads now."""
+        """Return the member that currently leads."""
 
-        def found() -> Member | None:
-            for each in self.members:
+        def find_leading_member() -> Member | None:
+            for member in self.members:
                 with contextlib.suppress(OSError, KeyError):
-                    status = each.call('maintenance/status', {}, timeout=1) if each.is_running else {}
+                    status = member.call('maintenance/status', {}, timeout=1) if member.is_running else {}
                     if status and status['leader'] == status['header']['member_id']:
-                        return each
+                        return member
             return None
 
-        leader = until(found, 20, 'a member leads')
+        leader = until(find_leading_member, 20, 'a member leads')
         assert leader is not None
         return leader
 
     def move_leader(self, to: Member) -> None:
-        """Let this member lead."""
+        """Transfer the leadership to this member."""
         leader = self.leader()
         if leader is not to:
             status = to.call('maintenance/status', {})
@@ -192,7 +195,7 @@ class EtcdCluster:
 
 
 class EtcdControl(Control):
-    """A Control whose commands read `section` as the `etcd:` of their configuration; the checks ask `etcd` itself."""
+    """A Control whose commands read `section` as their `etcd:`; the checks query `etcd`."""
 
     def __init__(self, etcd: Etcd, placement: PlacementServer, directory: Path, section: Mapping[str, Any]) -> None:
         super().__init__(etcd, placement, directory, mortal=True)
@@ -200,11 +203,11 @@ class EtcdControl(Control):
         self.configure(self.schedule_yaml)
 
     def configure(self, path: Path) -> None:
-        """Have a configuration file say the section as it is now."""
+        """Write the current section into a configuration file."""
         path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), 'etcd': self.section}))
 
     def ecompute(self, inventory: str | None = 'VCPU:4,DISK_GB:10,MEMORY_MB:512', **settings: Any) -> Ecompute:
-        """A started fake ecompute, ended with this."""
+        """Start a fake ecompute that ends with this control."""
         compute = _Compute(self.etcd, self.placement.url, inventory, **settings)
         self.configure(compute.config)
         return self.at_exit.enter_context(compute)
@@ -216,15 +219,15 @@ class _Compute(Ecompute):
         self._asked = etcd
 
     def is_ready(self) -> bool:
-        """As any ecompute, told by the etcd that the checks ask."""
+        """Return True once the etcd of the checks and the log both report this process as ready."""
         try:
-            there = self._asked.get(f'/computes/{self.uuid}') is not None
+            is_present = self._asked.get(f'/computes/{self.uuid}') is not None
         except OSError:
             return False
-        return there and f' {self.pid} ready: ' in self.last_words(1000)
+        return is_present and f' {self.pid} ready: ' in self.last_words(1000)
 
 
 def _etcdctl(*words: str) -> None:
     settings = {**os.environ, 'ETCDCTL_API': '3'}
-    done = subprocess.run(['etcdctl', *words], capture_output=True, text=True, check=False, env=settings)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(['etcdctl', *words], capture_output=True, text=True, check=False, env=settings)
+    assert process.returncode == 0, process.stderr

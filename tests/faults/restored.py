@@ -1,4 +1,4 @@
-"""What the tests of restored control planes share: one query, requests for it, and the domains that come of them."""
+"""Helpers for the tests of restored control planes: a query, its requests, counts of domains."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:16'
 
 
 def domains(*computes: Ecompute) -> dict[str, int]:
-    """Count the domains of each instance over all state directories."""
-    return dict(Counter(instance for each in computes for instance in guests(each)))
+    """Count the domains of each instance over the state directories of all computes."""
+    return dict(Counter(instance for compute in computes for instance in guests(compute)))
 
 
 def called(compute: Ecompute) -> str:
-    """What people call one of several computes of this machine."""
+    """Return the label that messages use for one of several computes of this machine."""
     return f'{socket.gethostname()} ({compute.uuid})'
 
 
 def queue(control: Control, *words: str) -> str:
-    """Put a request into the queue of flavor small; its uuid."""
+    """Queue a request for flavor small; return its uuid."""
     assert control.eschedule('flavor', 'set', 'small', QUERY).code == 0
     instance = str(uuid.uuid4())
-    done = control.eschedule('--flavor', 'small', '--queue', IMAGE, '--uuid', instance, *words)
-    assert done.code == 0, done
+    result = control.eschedule('--flavor', 'small', '--queue', IMAGE, '--uuid', instance, *words)
+    assert result.code == 0, result
     return instance
 
 
 def stopped(compute: Ecompute) -> Ecompute:
-    """Stop a compute; it is started again by launch() or start()."""
+    """Stop a compute; launch() or start() starts it again."""
     assert compute.stop() == 0
     return compute
 
 
 def ask(control: Control, instance: str, *words: str) -> Result:
-    """The idempotent command."""
+    """Run the idempotent create of this instance's uuid."""
     return control.eschedule(QUERY, IMAGE, '--uuid', instance, *words)
