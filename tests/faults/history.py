@@ -1,18 +1,18 @@
-"""The history of a soak: JSON lines, each written as it happens, so that a run that crashed leaves one.
+"""The history of a soak: JSON lines, each written when it happens, so that a crashed run leaves a history too.
 
 Every line has `t` (seconds of the run's own monotonic clock) and `what`:
 
-    plan       seed, size, computes {uuid: {name, slots, real}}: once, the first
-    ask        id, client, kind, argv, and what of the plan matters later: instance (if known), image, frozen, …
+    plan       seed, size, computes {uuid: {name, slots, real}}: once, the first line
+    ask        id, client, kind, argv, and parts of the plan that matter later: instance (if known), image, frozen, …
     answer     id, code (negative: ended by that signal, None: hung and killed), stdout, stderr, seconds
-    skip       number of an operation that could not be asked (the create it is about had no uuid), or of a fault
-    fault      id, kind, target, seconds; `over` ends it; `recovered` says how long its part took from then on
-    exit       part, code, ready: an ecompute, etcd … that ended without any fault; `stuck`: one that did not end
+    skip       number of a fault, or of an operation that could not be sent (its create had no uuid)
+    fault      id, kind, target, seconds; `over` ends it; `recovered` gives the seconds that its part took after that
+    exit       part, code, ready: an ecompute, etcd … that ended without a fault; `stuck`: one that did not end
     change     revision, key, value (None: removed), lease: every change of etcd, in order
-    state      instance, state, compute: of these, what a record says anew
+    state      instance, state, compute: the changes that show a new state in a record
     process    compute, pid, fds, threads, rss (MiB), when (start, end)
-    quiet      after: the seconds until nothing was in work any more; left: what was all the same
-    final      all planes, and what the audit found: once, the last
+    quiet      after: the seconds until no work was in progress; left: the work still in progress then
+    final      all planes, and the findings of the audit: once, the last line
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Line = dict[str, Any]
 
 
 class History:
-    """Written by any thread."""
+    """Writes a history; any thread may call it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open('w', encoding='utf-8')
@@ -36,11 +36,11 @@ class History:
         self._ids = iter(range(1, 2**62))
 
     def now(self) -> float:
-        """Seconds since the history was begun."""
+        """Return the seconds since the history was begun."""
         return time.monotonic() - self._began
 
     def next_id(self) -> int:
-        """A number no other line has as its id."""
+        """Return a number that no other line has as its id."""
         with self._lock:
             return next(self._ids)
 
@@ -52,11 +52,10 @@ class History:
             self._file.flush()
 
     def close(self) -> None:
-        """Nothing is written any more."""
         self._file.close()
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of a history; a last one that was cut off by a crash is left out."""
+    """Read the lines of a history, except a last line that a crash cut off."""
     lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith('\n')]

@@ -1,6 +1,7 @@
-"""Network namespaces, each joined to the machine by one cable, in which packets to a server can be dropped.
+"""Network namespaces in which packets to a server can be dropped.
 
-Servers that stand on the machine are reached over the cable, at MAINLAND. Nothing else is: there is no default route.
+Each is joined to the machine by one veth pair. Servers that run on the machine are reached over that pair, at the
+gateway's address. There is no default route, so nothing else is reachable.
 """
 
 from __future__ import annotations
@@ -23,22 +24,24 @@ from ecomp.lab.machine import run
 from tests.kit.commands import Ecompute
 from tests.kit.servers import Etcd, PlacementServer
 
+# Numbers for the veth pairs; a number that another test run on this machine uses is skipped.
 _numbers = itertools.count(os.getpid() % 200 * 64)
-"""Of the cables: one that is taken, by another test run on this machine, is passed over."""
 
-BOTH, REQUESTS, ANSWERS = 'both', 'requests', 'answers'
+BOTH = 'both'
+REQUESTS = 'requests'
+ANSWERS = 'answers'
 
 
 class Island:
-    """A namespace and its cable. `with` removes both."""
+    """A namespace and its veth pair; `with` creates and removes both."""
 
     def __init__(self) -> None:
-        taken = {path.name for path in Path('/sys/class/net').iterdir()}
-        number = next(each % 16384 for each in _numbers if f'ecf14v{each % 16384}' not in taken)
+        interfaces = {path.name for path in Path('/sys/class/net').iterdir()}
+        number = next(n % 16384 for n in _numbers if f'ecf14v{n % 16384}' not in interfaces)
         self.space = f'ecf14-{number}'
         self._link = f'ecf14v{number}'
         base = f'10.214.{number // 64}.{number % 64 * 4}'.rpartition('.')
-        self.gateway, self.address = (f'{base[0]}.{int(base[2]) + each}' for each in (1, 2))
+        self.gateway, self.address = (f'{base[0]}.{int(base[2]) + offset}' for offset in (1, 2))
 
     def __enter__(self) -> Self:
         try:
@@ -55,34 +58,34 @@ class Island:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The interface at this end goes with its other end; a half made one has to be removed by itself.
+        # Deleting the namespace removes both ends of the pair; a half-made pair has to be removed by itself.
         for command in (['ip', 'netns', 'delete', self.space], ['ip', 'link', 'delete', self._link]):
             with suppress(EcompError):
                 run(command)
 
     def reach(self, address: str) -> None:
-        """Let an address of the machine be reached over the cable."""
+        """Make an address of the machine reachable over the veth pair."""
         if address != self.gateway:
             run(['ip', '-n', self.space, 'route', 'replace', f'{address}/32', 'via', self.gateway])
 
     def cut(self, port: int, which: str = BOTH) -> None:
-        """Drop what is sent to a server's port, what comes from it, or both."""
+        """Drop the packets to a server's port, the packets from it, or both."""
         if which != ANSWERS:
             self._rule('OUTPUT', '-p', 'tcp', '--dport', str(port))
         if which != REQUESTS:
             self._rule('INPUT', '-p', 'tcp', '--sport', str(port))
 
     def lose(self, share: float) -> None:
-        """Drop this share of all packets, both ways."""
+        """Drop this share of all packets in both directions."""
         for chain in ('OUTPUT', 'INPUT'):
             self._rule(chain, '-m', 'statistic', '--mode', 'random', '--probability', str(share))
 
     def heal(self) -> None:
-        """Let everything through."""
+        """Remove all rules, so that every packet passes."""
         run(['ip', 'netns', 'exec', self.space, 'iptables', '-w', '-F'])
 
     def dropped(self) -> int:
-        """How many packets have been dropped since the rules were made."""
+        """Count the packets dropped since the rules were made."""
         lines = run(['ip', 'netns', 'exec', self.space, 'iptables', '-w', '-vnxL']).splitlines()
         return sum(int(line.split()[0]) for line in lines if ' DROP ' in line and not line.startswith('Chain'))
 
@@ -92,22 +95,26 @@ class Island:
 
 @contextmanager
 def islands(number: int) -> Iterator[list[Island]]:
-    """So many islands; the first one's gateway is where servers may stand. Skips where they cannot be made."""
+    """Yield this many islands; servers may listen at the first one's gateway.
+
+    Skips the test if namespaces cannot be made.
+    """
     if os.geteuid() or not (shutil.which('ip') and shutil.which('iptables')):
         pytest.skip('namespaces need root, and the Debian packages iproute2 and iptables')
     with ExitStack() as stack:
-        made = [stack.enter_context(Island()) for _ in range(number)]
-        for each in made:
-            each.reach(made[0].gateway)
-        yield made
+        created = [stack.enter_context(Island()) for _ in range(number)]
+        for island in created:
+            island.reach(created[0].gateway)
+        yield created
 
 
 class EtcdAt(Etcd):
     """An etcd at another address of this machine than localhost."""
 
     def at(self, address: str) -> Self:
-        """Stand there. Before it is started."""
-        self.endpoint, self.client = f'{address}:{self.port}', f'http://{address}:{self.port}'
+        """Set the address; call it before the start."""
+        self.endpoint = f'{address}:{self.port}'
+        self.client = f'http://{address}:{self.port}'
         return self
 
 
@@ -117,34 +124,36 @@ class PlacementAt(PlacementServer):
     address = '127.0.0.1'
 
     def at(self, address: str) -> Self:
-        """Stand there. Before it is started."""
-        self.address, self.url = address, f'http://{address}:{self.port}'
+        """Set the address; call it before the start."""
+        self.address = address
+        self.url = f'http://{address}:{self.port}'
         return self
 
     def command(self) -> list[str]:
-        """The lab's server, there."""
+        """Return the command of the lab's placement server at this address."""
         return [self.address if word == '127.0.0.1' else word for word in super().command()]
 
 
 class Islander(Ecompute):
-    """An ecompute that runs on an island."""
+    """An ecompute that runs in an island's namespace."""
 
     island: Island
 
     def command(self) -> list[str]:
-        """In its namespace; `ip netns exec` becomes it."""
+        """Return the command that runs it in the namespace; `ip netns exec` becomes ecompute."""
         return ['ip', 'netns', 'exec', self.island.space, *super().command()]
 
 
 class SlowLine:
-    """A relay to 127.0.0.1:`port` over which everything takes `delay` seconds, half of it each way.
+    """A relay to 127.0.0.1:`port` that adds `delay` seconds to each round trip.
 
-    Whole chunks are delayed, in order, and the connection itself is not. tc's netem would be nearer to the truth, but
-    not every kernel has it.
+    Half of the delay is added in each direction. Whole chunks are delayed, in order, and the connection setup is not.
+    tc's netem would be more realistic, but not every kernel has it.
     """
 
     def __init__(self, port: int, delay: float) -> None:
-        self._target, self._delay = port, delay / 2
+        self._target = port
+        self._delay = delay / 2
         self._listener = socket.create_server(('127.0.0.1', 0))
         self.address = f'127.0.0.1:{self._listener.getsockname()[1]}'
         self._sockets: set[socket.socket] = set()
@@ -156,10 +165,10 @@ class SlowLine:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        for each in (self._listener, *list(self._sockets)):
+        for connection in (self._listener, *list(self._sockets)):
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
