@@ -1,4 +1,4 @@
-"""A soak's history, sorted: who asked for what and was told what, which fault was when. Pure."""
+"""Index a soak's history: each command with its answer, and the time of each fault. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOR_EVER = float('inf')
 
 
 class Placed(NamedTuple):
-    """What a NOTIFIED line says."""
+    """The compute and the instance of a NOTIFIED line."""
 
     compute: str
     instance: str
@@ -28,7 +28,10 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Ask:
-    """One command and its answer. `instance` is the uuid it named; `end` is never, and `code` None, if it hung."""
+    """One command and its answer.
+
+    `instance` is the uuid in the command. If the command hung, `end` is infinite and `code` None.
+    """
 
     number: int
     t: float
@@ -50,19 +53,19 @@ class Ask:
 
     @property
     def notified(self) -> Placed | None:
-        """Where it placed which instance: that is the acknowledgement, whatever --wait said later."""
-        found = NOTIFIED.match(self.stdout) if self.kind == 'create' else None
-        return Placed(found[1], found[2]) if found else None
+        """Return the placement that the command acknowledged, even if --wait failed later."""
+        match = NOTIFIED.match(self.stdout) if self.kind == 'create' else None
+        return Placed(match[1], match[2]) if match else None
 
     @property
     def in_tree(self) -> str | None:
-        """The one compute it wanted."""
-        found = IN_TREE.search(self.argv[0])
-        return found[1] if found else None
+        """Return the only compute that the query allows, or None."""
+        match = IN_TREE.search(self.argv[0])
+        return match[1] if match else None
 
 
 class Span(NamedTuple):
-    """A fault: from its beginning until what it hit was itself again."""
+    """A fault, from its beginning until the part that it hit has recovered."""
 
     kind: str
     target: str
@@ -72,7 +75,7 @@ class Span(NamedTuple):
 
 
 class Account:
-    """Questions to a history."""
+    """Queries on a history."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = lines
@@ -80,47 +83,47 @@ class Account:
         self.final = next(self.of('final'), None)
 
     def of(self, what: str) -> Iterator[Line]:
-        """The lines of a kind."""
+        """Return the lines of one kind."""
         return (line for line in self.lines if line['what'] == what)
 
     @property
     def planes(self) -> dict[str, Any]:
-        """All planes at the end."""
-        assert self.final is not None  # the first thing that is looked at
+        """Return all planes at the end."""
+        assert self.final is not None  # the validator checks this first
         planes: dict[str, Any] = self.final['planes']
         return planes
 
     @cached_property
     def asks(self) -> list[Ask]:
-        """Every command, in order."""
+        """Return every command, in order."""
         answers = {line['id']: line for line in self.of('answer')}
-        nothing = {'t': FOR_EVER, 'code': None, 'stdout': '', 'stderr': '', 'seconds': FOR_EVER}
-        found = []
+        no_answer = {'t': FOR_EVER, 'code': None, 'stdout': '', 'stderr': '', 'seconds': FOR_EVER}
+        asks = []
         for line in self.of('ask'):
-            answer = answers.get(line['id'], nothing)
-            own = {name: line[name] for name in ('t', 'kind', 'instance', 'image', 'proxied', 'trouble', 'frozen')}
-            said = {name: answer[name] for name in ('code', 'stdout', 'stderr', 'seconds')}
-            found.append(Ask(line['id'], end=answer['t'], argv=tuple(line['argv']), **own, **said))
-        return found
+            answer = answers.get(line['id'], no_answer)
+            request = {name: line[name] for name in ('t', 'kind', 'instance', 'image', 'proxied', 'trouble', 'frozen')}
+            reply = {name: answer[name] for name in ('code', 'stdout', 'stderr', 'seconds')}
+            asks.append(Ask(line['id'], end=answer['t'], argv=tuple(line['argv']), **request, **reply))
+        return asks
 
     @cached_property
     def creates(self) -> dict[str, list[Ask]]:
-        """The creates of each instance whose uuid is known, by --uuid or by the answer."""
-        found: dict[str, list[Ask]] = {}
+        """Return the creates of each instance whose uuid is known, from --uuid or the answer."""
+        by_instance: dict[str, list[Ask]] = {}
         for ask in self.asks:
             instance = ask.notified.instance if ask.notified else ask.instance
             if ask.kind == 'create' and instance is not None:
-                found.setdefault(instance, []).append(ask)
-        return found
+                by_instance.setdefault(instance, []).append(ask)
+        return by_instance
 
     @cached_property
     def acknowledged(self) -> dict[str, list[Ask]]:
-        """The creates of each instance that were told NOTIFIED."""
-        told = {instance: [ask for ask in asks if ask.notified] for instance, asks in self.creates.items()}
-        return {instance: asks for instance, asks in told.items() if asks}
+        """Return the creates of each instance that were answered NOTIFIED."""
+        notified = {instance: [ask for ask in asks if ask.notified] for instance, asks in self.creates.items()}
+        return {instance: asks for instance, asks in notified.items() if asks}
 
     def destroys(self, instance: str) -> list[Ask]:
-        """The destroys of an instance that were, or may have been, accepted."""
+        """Return the destroys of an instance that were, or may have been, accepted."""
         return [
             ask
             for ask in self.asks
@@ -129,9 +132,9 @@ class Account:
 
     @cached_property
     def history(self) -> judging.History:
-        """What the judge of every test judges."""
+        """Convert to the history that the judge of every test reads."""
         asks = [
-            judging.Ask(each.argv, each.code, each.stdout, each.stderr, each.t, each.end) for each in self.asks
+            judging.Ask(ask.argv, ask.code, ask.stdout, ask.stderr, ask.t, ask.end) for ask in self.asks
         ]
         changes = [
             judging.Change(line['revision'], line['key'], line['value'] and Kept(line['value'].encode(), line['lease']))
@@ -141,50 +144,56 @@ class Account:
 
     @cached_property
     def faults(self) -> list[Span]:
-        """Every fault."""
-        over = {line['id']: line['t'] for line in self.of('over')}
-        recovered = {line['id']: line['t'] for line in self.of('recovered')}
-        found = []
+        """Return every fault."""
+        end_times = {line['id']: line['t'] for line in self.of('over')}
+        recovery_times = {line['id']: line['t'] for line in self.of('recovered')}
+        spans = []
         for line in self.of('fault'):
-            last = line['t'] if line['seconds'] == 0 else FOR_EVER
-            end = recovered.get(line['id']) or over.get(line['id']) or last
-            found.append(Span(line['kind'], line['target'], line['t'], end, line.get('instance')))
-        return found
+            default_end = line['t'] if line['seconds'] == 0 else FOR_EVER
+            end = recovery_times.get(line['id']) or end_times.get(line['id']) or default_end
+            spans.append(Span(line['kind'], line['target'], line['t'], end, line.get('instance')))
+        return spans
 
     @property
     def killed_guests(self) -> set[str | None]:
-        """The instances whose QEMU was killed."""
+        """Return the instances whose QEMU was killed."""
         return {fault.instance for fault in self.faults if fault.kind == 'qemu-kill'}
 
     def outage(self, begin: float, end: float) -> bool:
-        """Whether a part of the control plane was away in this time."""
-        return any(each.kind in CONTROL and each.begin < end and each.end > begin for each in self.faults)
+        """Return True if a part of the control plane was away in this period."""
+        return any(fault.kind in CONTROL and fault.begin < end and fault.end > begin for fault in self.faults)
 
     def silenced(self, begin: float, end: float, long: float) -> bool:
-        """Whether computes may have been silent: something was between them and etcd for long."""
+        """Return True if computes may have been silent.
+
+        That is so if a fault between them and etcd lasted `long` seconds or more.
+        """
         return any(
-            each.kind in SILENCING and each.begin < end and each.end > begin and each.end - each.begin >= long
-            for each in self.faults
+            fault.kind in SILENCING and fault.begin < end and fault.end > begin and fault.end - fault.begin >= long
+            for fault in self.faults
         )
 
     def disturbed(self, name: str, begin: float, end: float) -> bool:
-        """Whether anything happened to a compute in this time."""
-        return any(each.target == name and each.begin < end and each.end > begin for each in self.faults) or any(
+        """Return True if a fault or an exit hit a compute in this period."""
+        return any(fault.target == name and fault.begin < end and fault.end > begin for fault in self.faults) or any(
             line['part'].startswith(name) and begin < line['t'] < end for line in self.of('exit')
         )
 
     def most_held(self, ask: Ask, compute: str | None) -> int:
-        """The most instances that can have held room (of this compute) while `ask` was asking, itself apart."""
+        """Return the maximum number of other instances that can have held room during `ask`.
+
+        With `compute`, only room on that compute counts.
+        """
         ends = (line for line in self.of('state') if line['state'] in ('gone', 'error'))
-        ended = {line['instance'] for line in ends if line['t'] < ask.t}
+        finished = {line['instance'] for line in ends if line['t'] < ask.t}
         held = set()
-        for each in self.asks:
-            if each.kind != 'create' or each is ask or each.t > ask.end:
+        for other in self.asks:
+            if other.kind != 'create' or other is ask or other.t > ask.end:
                 continue
-            placed = each.notified
-            name = placed.instance if placed else each.instance
-            refused = each.code in (2, 3, 5) and each.end < ask.t
-            elsewhere = compute is not None and (placed.compute if placed else each.in_tree or compute) != compute
-            if name not in ended and not refused and not elsewhere:
-                held.add(name or f'of {each.number}')
+            placed = other.notified
+            name = placed.instance if placed else other.instance
+            refused = other.code in (2, 3, 5) and other.end < ask.t
+            elsewhere = compute is not None and (placed.compute if placed else other.in_tree or compute) != compute
+            if name not in finished and not refused and not elsewhere:
+                held.add(name or f'of {other.number}')
         return len(held)

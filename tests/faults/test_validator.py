@@ -1,4 +1,4 @@
-"""The soak's validator: a history in which all is well passes, and each thing that is not is found, and it alone."""
+"""The soak's validator: it accepts a correct history and finds exactly each planted violation."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def ask(number: int, t: float, kind: str, instance: str | None, *argv: str, **mo
 
 
 def answer(number: int, t: float, code: int | None, stdout: str = '', stderr: str = '') -> Line:
-    said = {'code': code, 'stdout': stdout, 'stderr': stderr, 'seconds': 0.5}
-    return {'t': t, 'what': 'answer', 'id': number, **said}
+    reply = {'code': code, 'stdout': stdout, 'stderr': stderr, 'seconds': 0.5}
+    return {'t': t, 'what': 'answer', 'id': number, **reply}
 
 
 def notified(compute: str, instance: str) -> str:
@@ -38,8 +38,8 @@ def notified(compute: str, instance: str) -> str:
 
 
 def fault(number: int, t: float, kind: str, target: str, over: float, **more: Any) -> list[Line]:
-    begun = {'t': t, 'what': 'fault', 'id': number, 'kind': kind, 'target': target, 'seconds': over - t, **more}
-    return [begun, *([{'t': over, 'what': 'over', 'id': number}] if over > t else [])]
+    start = {'t': t, 'what': 'fault', 'id': number, 'kind': kind, 'target': target, 'seconds': over - t, **more}
+    return [start, *([{'t': over, 'what': 'over', 'id': number}] if over > t else [])]
 
 
 def state(t: float, instance: str, name: str) -> Line:
@@ -47,33 +47,33 @@ def state(t: float, instance: str, name: str) -> Line:
 
 
 def changes(*transactions: Mapping[str, dict[str, Any] | None], since: int = 1) -> list[Line]:
-    """What each transaction changed in etcd, and what is removed by it (None)."""
-    found: list[Line] = []
+    """Make the lines of etcd's changes; None as a value deletes the key."""
+    lines: list[Line] = []
     for revision, transaction in enumerate(transactions, since):
         for key, value in transaction.items():
             text = None if value is None else json.dumps({'version': 1, **value})
             lease = int(key.startswith('/requests/') or (value or {}).get('state') in ('gone', 'error'))
             facts = {'revision': revision, 'key': key, 'value': text, 'lease': lease}
-            found.append({'t': 1.0, 'what': 'change', **facts})
-    return found
+            lines.append({'t': 1.0, 'what': 'change', **facts})
+    return lines
 
 
 def lives(compute: str, instance: str, *states: str) -> list[dict[str, dict[str, Any] | None]]:
-    """Announced, delivered, and its record in each of these states; the last one may be its end."""
+    """Make an instance's transactions: attempt, delivery, and its record in each of these states."""
     request, host = f'/requests/{instance}', f'/hosts/{compute}/{instance}'
-    asked = {'instance': instance, 'project_id': 'p', 'allocations': {compute: {'resources': SIZE}}}
-    found: list[dict[str, dict[str, Any] | None]] = [
-        {request: {'instances': [instance], 'pid': 5}}, {request: None, host: asked}
+    request_value = {'instance': instance, 'project_id': 'p', 'allocations': {compute: {'resources': SIZE}}}
+    transactions: list[dict[str, dict[str, Any] | None]] = [
+        {request: {'instances': [instance], 'pid': 5}}, {request: None, host: request_value}
     ]
     for name in states:
         stages = dict.fromkeys(('scheduled', 'image', 'disk', *(['started'] if name != 'error' else [])), 'T')
         error = {'reason': 'HTTP 404'} if name == 'error' else None
         facts = {'instance': instance, 'compute': compute, 'state': name, 'stages': stages, 'error': error}
         if name == 'destroying':
-            found.append({host: {**asked, 'allocations': {}, 'resources': SIZE}})
-        ended: dict[str, dict[str, Any] | None] = {host: None} if name in ('gone', 'error') else {}
-        found.append({f'/instances/{compute}/{instance}': facts, **ended})
-    return found
+            transactions.append({host: {**request_value, 'allocations': {}, 'resources': SIZE}})
+        end_changes: dict[str, dict[str, Any] | None] = {host: None} if name in ('gone', 'error') else {}
+        transactions.append({f'/instances/{compute}/{instance}': facts, **end_changes})
+    return transactions
 
 
 def record(compute: str, name: str, reason: str | None = None) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def process(when: str, **more: int) -> Line:
 
 
 def good() -> list[Line]:
-    """What every test begins with: all of it is as it should be."""
+    """Make a correct history, which every test starts with."""
     computes = {
         FAKE: {'name': 'fake1', 'slots': 3, 'real': False},
         REAL: {'name': 'hv1', 'slots': 3, 'real': True},
@@ -101,7 +101,7 @@ def good() -> list[Line]:
         'hosts': [[FAKE, KEPT, True], [FAKE, RESUMED, True], [REAL, OFF, True]],
         'requests': [],
         'booted': {},
-        'capacity': {each: {name: 9 * amount for name, amount in SIZE.items()} for each in (FAKE, REAL)},
+        'capacity': {compute: {name: 9 * amount for name, amount in SIZE.items()} for compute in (FAKE, REAL)},
         'allocations': {KEPT: {FAKE: SIZE}, RESUMED: {FAKE: SIZE}, OFF: {REAL: SIZE}},
         'guests': {
             FAKE: {KEPT: {'running': True, 'disk': True}, RESUMED: {'running': True, 'disk': True}},
@@ -156,12 +156,12 @@ def good() -> list[Line]:
 
 
 def planes(lines: list[Line]) -> dict[str, Any]:
-    found: dict[str, Any] = lines[-1]['planes']
-    return found
+    final_planes: dict[str, Any] = lines[-1]['planes']
+    return final_planes
 
 
 def line(lines: list[Line], what: str, number: int | str) -> Line:
-    return next(each for each in lines if each['what'] == what and number in (each.get('id'), each.get('instance')))
+    return next(row for row in lines if row['what'] == what and number in (row.get('id'), row.get('instance')))
 
 
 def changed(what: str, number: int, **facts: Any) -> Callable[[list[Line]], None]:
@@ -169,19 +169,19 @@ def changed(what: str, number: int, **facts: Any) -> Callable[[list[Line]], None
 
 
 def forget(lines: list[Line], instance: str) -> None:
-    """Nothing of it is anywhere."""
-    there = planes(lines)
+    """Remove an instance from all planes."""
+    final_planes = planes(lines)
     for plane in ('records', 'booted', 'allocations'):
-        there[plane].pop(instance, None)
-    there['hosts'] = [each for each in there['hosts'] if each[1] != instance]
-    for guests in there['guests'].values():
+        final_planes[plane].pop(instance, None)
+    final_planes['hosts'] = [row for row in final_planes['hosts'] if row[1] != instance]
+    for guests in final_planes['guests'].values():
         guests.pop(instance, None)
-    for left in there['left'].values():
-        left['guest data'] = [each for each in left['guest data'] if each != instance]
+    for leftovers in final_planes['left'].values():
+        leftovers['guest data'] = [name for name in leftovers['guest data'] if name != instance]
 
 
 def ends(compute: str, instance: str) -> Callable[[list[Line]], None]:
-    """It is gone: etcd says so, and nothing of it is anywhere."""
+    """Make a change that ends an instance: etcd says gone, and nothing is left on any plane."""
 
     def change(lines: list[Line]) -> None:
         forget(lines, instance)
@@ -194,11 +194,11 @@ def ends(compute: str, instance: str) -> Callable[[list[Line]], None]:
 def lives_of_nothing(lines: list[Line]) -> None:
     lines[-1:-1] = [ask(20, 140.0, 'create', NOBODY, image='missing'), answer(20, 141.0, 0, notified(REAL, NOBODY))]
     added(*changes(*lives(REAL, NOBODY, 'building', 'active'), since=100))(lines)
-    there = planes(lines)
-    there['records'][NOBODY] = record(REAL, 'active')
-    there['hosts'].append([REAL, NOBODY, True])
-    there['allocations'][NOBODY] = {REAL: SIZE}
-    there['guests'][REAL][NOBODY] = {'running': True, 'disk': True}
+    final_planes = planes(lines)
+    final_planes['records'][NOBODY] = record(REAL, 'active')
+    final_planes['hosts'].append([REAL, NOBODY, True])
+    final_planes['allocations'][NOBODY] = {REAL: SIZE}
+    final_planes['guests'][REAL][NOBODY] = {'running': True, 'disk': True}
 
 
 def added(*more: Line) -> Callable[[list[Line]], None]:
@@ -210,15 +210,15 @@ def added(*more: Line) -> Callable[[list[Line]], None]:
 
 def plane(name: str, *path: str, value: Any) -> Callable[[list[Line]], None]:
     def change(lines: list[Line]) -> None:
-        where = planes(lines)[name]
-        for each in path[:-1]:
-            where = where[each]
-        if isinstance(where, list):
-            where.append(value)
+        container = planes(lines)[name]
+        for key in path[:-1]:
+            container = container[key]
+        if isinstance(container, list):
+            container.append(value)
         elif value is None:
-            del where[path[-1]]
+            del container[path[-1]]
         else:
-            where[path[-1]] = value
+            container[path[-1]] = value
 
     return change
 
@@ -282,9 +282,9 @@ def test_one_wrong_thing_is_found_and_it_alone(
 ) -> None:
     lines = good()
     change(lines)
-    found = violations(lines)
-    assert [each.kind for each in found] == [kind], found
-    assert words in found[0].text
+    found_violations = violations(lines)
+    assert [violation.kind for violation in found_violations] == [kind], found_violations
+    assert words in found_violations[0].text
 
 
 def test_what_a_fault_explains_is_no_violation() -> None:
@@ -294,7 +294,7 @@ def test_what_a_fault_explains_is_no_violation() -> None:
         ask(20, 151.0, 'destroy', KEPT, 'destroy', KEPT),
         answer(20, 154.0, 7, '', AWAY),
     )(lines)
-    # Its answer was lost: it may have been accepted, or not.
+    # The destroy's answer was lost, so it may have been accepted or not.
     assert violations(lines) == []
     ends(FAKE, KEPT)(lines)
     assert violations(lines) == []
@@ -305,21 +305,21 @@ def test_a_history_is_read_back_also_when_its_last_line_is_torn(tmp_path: Path) 
     history.write('ask', id=history.next_id())
     history.write('answer', id=1)
     history.close()
-    whole = read(tmp_path / 'history.jsonl')
-    assert [each['what'] for each in whole] == ['ask', 'answer']
+    lines = read(tmp_path / 'history.jsonl')
+    assert [line_read['what'] for line_read in lines] == ['ask', 'answer']
     text = (tmp_path / 'history.jsonl').read_text()
     (tmp_path / 'history.jsonl').write_text(text[:-5])
-    assert read(tmp_path / 'history.jsonl') == whole[:1]
+    assert read(tmp_path / 'history.jsonl') == lines[:1]
 
 
 def test_the_validator_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / 'history.jsonl'
-    path.write_text(''.join(json.dumps(each) + '\n' for each in good()))
+    path.write_text(''.join(json.dumps(entry) + '\n' for entry in good()))
     assert main([str(path)]) == 0
     assert capsys.readouterr().out == ''
     lines = good()
     forget(lines, KEPT)
-    path.write_text(''.join(json.dumps(each) + '\n' for each in lines))
+    path.write_text(''.join(json.dumps(entry) + '\n' for entry in lines))
     assert main([str(path)]) == 1
     assert KEPT in capsys.readouterr().out
 
@@ -337,21 +337,21 @@ def test_a_plan_has_all_kinds_and_no_target_twice_at_once(seed: int) -> None:
     plan = soak_plan.make(seed, WHOLE)
     assert len(plan.operations) == 1000
     kinds = {*soak_plan.OF_CONTROL, *soak_plan.OF_FAKES, *soak_plan.OF_HOSTS}
-    assert {each.kind for each in plan.faults} == kinds
-    free: dict[str, float] = {}
-    for each in plan.faults:
-        assert free.get(each.target, 0.0) <= each.at, each
-        free[each.target] = each.at + each.seconds
-    creates = {each.number: each for each in plan.operations if each.kind == 'create'}
-    destroys = [each for each in plan.operations if each.kind == 'destroy']
-    assert {each.trouble.partition(':')[0] for each in creates.values()} == {'', 'kill', 'freeze', 'at', 'stop'}
-    assert {each.image for each in creates.values()} == {'idle', 'guest', 'missing'}
-    assert any(each.of is None for each in destroys)
-    known = [each.of for each in destroys if each.of is not None]
-    assert len(known) > len(set(known))  # some twice
-    assert all(creates[number].kind == 'create' for number in known)
-    twins = [each for each in creates.values() if each.of is not None]
-    assert any(each.client != creates[each.of].client for each in twins if each.of is not None)
+    assert {item.kind for item in plan.faults} == kinds
+    free_at: dict[str, float] = {}
+    for item in plan.faults:
+        assert free_at.get(item.target, 0.0) <= item.at, item
+        free_at[item.target] = item.at + item.seconds
+    creates = {item.number: item for item in plan.operations if item.kind == 'create'}
+    destroys = [item for item in plan.operations if item.kind == 'destroy']
+    assert {item.trouble.partition(':')[0] for item in creates.values()} == {'', 'kill', 'freeze', 'at', 'stop'}
+    assert {item.image for item in creates.values()} == {'idle', 'guest', 'missing'}
+    assert any(item.of is None for item in destroys)
+    targets = [item.of for item in destroys if item.of is not None]
+    assert len(targets) > len(set(targets))  # some are destroyed twice
+    assert all(creates[number].kind == 'create' for number in targets)
+    twins = [item for item in creates.values() if item.of is not None]
+    assert any(item.client != creates[item.of].client for item in twins if item.of is not None)
 
 
 def test_the_failpoints_of_a_plan_are_places_of_the_processes_they_are_for() -> None:

@@ -1,10 +1,12 @@
-"""What a soak's history must not show. Pure: lines in, violations out; run it on a file to see them.
+"""Find violations in a soak's history. Pure: lines in, violations out.
+
+Run it on a file to print them:
 
     python -m tests.faults.validator HISTORY.jsonl
 
-What can be checked of a refusal for lack of capacity: nobody knows what placement held at that moment, but there is a
-most that it can have held: every instance that was asked for and not yet seen to end. A refusal is wrong when the
-computes that nothing had happened to had more room than that.
+A refusal for lack of capacity is checked against an upper bound, because the allocations that placement had at that
+moment are unknown: every instance that was requested and not yet reported as finished may have held room. A refusal is
+wrong if the undisturbed computes had more room than that.
 """
 
 from __future__ import annotations
@@ -18,24 +20,27 @@ from tests.faults.history import Line, read
 from tests.faults.soak_account import Account, Ask
 from tests.kit.history import judge
 
+# Seconds that an eschedule may take, without --wait and frozen time: etcd calls of 5 s, a placement call of 30 s.
 DEADLINE = 60.0
-"""Seconds an eschedule may take, --wait and being frozen apart: some calls of 5 s to etcd, one of 30 s to placement."""
 WAIT = 30.0
+# Seconds of a control plane's fault after which computes may count as silent: their lease is 30 s.
 LONG = 10.0
-"""Seconds of a control plane's fault from which on computes may count as silent: their lease is 30 s."""
+# Seconds after a fault's end during which its consequences may still appear.
 AFTER = 15.0
-"""Seconds after a fault's end in which its consequences may still be met."""
 LIVING = {'active', 'stopped'}
 CODES = {'create': {0, 3, 5, 7}, 'destroy': {0, 4, 5, 7}}
+# Further exit codes that --wait allows.
 WAITING = {'create': {1, 4, 6}, 'destroy': {6}}
-"""What --wait adds."""
-MORE_FDS, MORE_THREADS = 20, 16
-"""What an ecompute may have more at the end than before the first request: its pools of threads fill as needed."""
+# Descriptors and threads that an ecompute may gain after the first request: its thread pools fill as needed.
+MORE_FDS = 20
+MORE_THREADS = 16
 
 
 class Violation(NamedTuple):
-    """`kind` is history (what the judge of every test finds), lost, doubled, leaked, answer, late, refused, crash,
-    growth or audit.
+    """A finding of the soak.
+
+    `kind` is history (found by the judge of every test), lost, doubled, leaked, answer, late, refused, crash, growth or
+    audit.
     """
 
     kind: str
@@ -43,16 +48,16 @@ class Violation(NamedTuple):
 
 
 def violations(lines: Sequence[Line]) -> list[Violation]:
-    """Everything in a history that must not be."""
+    """Return all violations in a history."""
     account = Account(lines)
     if account.final is None:
         return [Violation('lost', 'the run ended before everything was looked at')]
     rules = (_answers, _refusals, _judged, _fates, _guests, _parts, _growth, _audit)
-    return [found for rule in rules for found in rule(account)]
+    return [violation for rule in rules for violation in rule(account)]
 
 
 def _answers(account: Account) -> Iterator[Violation]:
-    """Each command: its time, its code and its words."""
+    """Check each command's time, exit code and output."""
     for ask in account.asks:
         if ask.code is None:
             yield Violation('late', f'{ask}: did not end')
@@ -77,7 +82,7 @@ def _wrong_words(ask: Ask) -> str | None:
     if ask.code is not None and ask.code >= 0 and ask.code not in allowed:
         return f'exit {ask.code} means nothing here'
     placed = ask.notified is not None
-    # One that was killed, or whose --wait ended otherwise, may have said where it placed it.
+    # A command that was killed, or whose --wait ended otherwise, may have printed the compute it used.
     right = placed or not ask.stdout
     if ask.kind == 'create' and ask.code in (0, 3):
         right = placed if ask.code == 0 else ask.stdout == 'NO ALLOCATIONS LEFT\n'
@@ -95,8 +100,8 @@ def _wrong_code(account: Account, ask: Ask) -> str | None:
     if ask.code == 7 and not ask.proxied and not account.outage(ask.t - AFTER, ask.end):
         return 'a backend could not be reached, and nothing was wrong with it'
     if ask.code == 5 and ask.kind == 'create' and 'not delivered' not in ask.stderr:
-        same = [each for each in account.asks if each.instance == ask.instance and each is not ask]
-        if ask.instance is None or not any(each.t < ask.end for each in same):
+        same = [other for other in account.asks if other.instance == ask.instance and other is not ask]
+        if ask.instance is None or not any(other.t < ask.end for other in same):
             return 'a conflict with nobody'
     if ask.code == 4 and ask.kind == 'create' and not (ask.notified and account.destroys(ask.notified.instance)):
         return 'nobody destroyed what it waits for'
@@ -104,39 +109,39 @@ def _wrong_code(account: Account, ask: Ask) -> str | None:
 
 
 def _not_found(account: Account, ask: Ask) -> Iterator[Violation]:
-    assert ask.instance is not None  # a destroy names one
-    others = [each for each in account.destroys(ask.instance) if each is not ask and each.t < ask.end]
-    known = [each for each in account.acknowledged.get(ask.instance, []) if each.end < ask.t]
+    assert ask.instance is not None  # a destroy always names an instance
+    others = [other for other in account.destroys(ask.instance) if other is not ask and other.t < ask.end]
+    earlier_creates = [other for other in account.acknowledged.get(ask.instance, []) if other.end < ask.t]
     if 'gone since' in ask.stderr and not others:
         yield Violation('lost', f'{ask}: it is gone, and nobody asked for that')
-    if 'gone since' not in ask.stderr and known and not others:
-        yield Violation('lost', f'{ask}: it is not known, and {known[0]} placed it')
+    if 'gone since' not in ask.stderr and earlier_creates and not others:
+        yield Violation('lost', f'{ask}: it is not known, and {earlier_creates[0]} placed it')
 
 
 def _refusals(account: Account) -> Iterator[Violation]:
     for ask in account.asks:
         if ask.kind != 'create' or ask.code != 3 or account.silenced(ask.t - DEADLINE, ask.end, LONG):
             continue
-        wanted = ask.in_tree
+        compute = ask.in_tree
         undisturbed = [
             uuid
-            for uuid, each in account.computes.items()
-            if wanted in (None, uuid) and not account.disturbed(each['name'], ask.t - AFTER, ask.end)
+            for uuid, facts in account.computes.items()
+            if compute in (None, uuid) and not account.disturbed(facts['name'], ask.t - AFTER, ask.end)
         ]
         room = sum(account.computes[uuid]['slots'] for uuid in undisturbed)
-        most = account.most_held(ask, wanted)
-        if most < room:
-            yield Violation('refused', f'{ask}: at most {most} instances, and room for {room}')
+        max_held = account.most_held(ask, compute)
+        if max_held < room:
+            yield Violation('refused', f'{ask}: at most {max_held} instances, and room for {room}')
 
 
 def _judged(account: Account) -> Iterator[Violation]:
-    """What every test is judged by: the commands, and all that etcd held meanwhile."""
-    found = judge(account.history)
-    yield from (Violation('history', text) for text in [*found.never, *found.still])
+    """Report the findings of the judge of every test: the commands and all changes of etcd."""
+    judgement = judge(account.history)
+    yield from (Violation('history', text) for text in [*judgement.never, *judgement.still])
 
 
 def _fates(account: Account) -> Iterator[Violation]:
-    """What became of an instance has a cause that the soak knows."""
+    """Check that every instance's final state has a cause known to the soak."""
     records = account.planes['records']
     for instance, asks in account.acknowledged.items():
         record = records.get(instance)
@@ -152,7 +157,7 @@ def _fates(account: Account) -> Iterator[Violation]:
 
 
 def _guests(account: Account) -> Iterator[Violation]:
-    """At the end: the guest of what lives is there once, and of all else nothing is left on any compute."""
+    """Check that every living instance has exactly one guest, and that nothing else is left."""
     planes = account.planes
     where: dict[str, list[str]] = {}
     for compute, guests in planes['guests'].items():
@@ -164,15 +169,15 @@ def _guests(account: Account) -> Iterator[Violation]:
         guest = planes['guests'].get(compute, {}).get(instance)
         if guest is None or not guest['disk'] or guest['running'] != (state == 'active'):
             yield Violation('lost', f'{instance}: {state} on {compute}, its guest there is {guest}')
-    there = {'guest': list(where)}
-    for compute, left in planes['left'].items():
-        there[f'guest data on {compute}'] = left['guest data']
-        if left['parts']:
-            yield Violation('leaked', f'{compute}: {left["parts"]}')
-    for what, names in there.items():
-        yield from (Violation('leaked', f'{name}: a {what}, and no instance') for name in set(names) - living.keys())
-    found = {name: sorted(each) for name, each in where.items() if len(each) > 1}
-    yield from (Violation('doubled', f'{name}: guests on {computes}') for name, computes in found.items())
+    owners_by_kind = {'guest': list(where)}
+    for compute, leftovers in planes['left'].items():
+        owners_by_kind[f'guest data on {compute}'] = leftovers['guest data']
+        if leftovers['parts']:
+            yield Violation('leaked', f'{compute}: {leftovers["parts"]}')
+    for kind, names in owners_by_kind.items():
+        yield from (Violation('leaked', f'{name}: a {kind}, and no instance') for name in set(names) - living.keys())
+    doubled = {name: sorted(owners) for name, owners in where.items() if len(owners) > 1}
+    yield from (Violation('doubled', f'{name}: guests on {computes}') for name, computes in doubled.items())
 
 
 def _parts(account: Account) -> Iterator[Violation]:
@@ -191,23 +196,23 @@ def _growth(account: Account) -> Iterator[Violation]:
         before = first.get((line['compute'], line['pid']))
         if line['when'] != 'end' or before is None:
             continue
-        for what, more in (('fds', MORE_FDS), ('threads', MORE_THREADS)):
-            if line[what] > before[what] + more:
+        for kind, allowed in (('fds', MORE_FDS), ('threads', MORE_THREADS)):
+            if line[kind] > before[kind] + allowed:
                 name = account.computes[line['compute']]['name']
-                yield Violation('growth', f'{name}: {before[what]} {what} at the start, {line[what]} at the end')
+                yield Violation('growth', f'{name}: {before[kind]} {kind} at the start, {line[kind]} at the end')
 
 
 def _audit(account: Account) -> Iterator[Violation]:
-    assert account.final is not None  # the first thing that is looked at
+    assert account.final is not None  # find_violations() checks this first
     yield from (Violation('audit', str(finding)) for finding in account.final['audit'])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the violations of a history; 1 if there are any."""
-    found = violations(read(Path(argv[0])))
-    for kind, text in found:
+    """Print the violations of a history; return 1 if there are any."""
+    all_violations = violations(read(Path(argv[0])))
+    for kind, text in all_violations:
         print(f'{kind}: {text}')
-    return 1 if found else 0
+    return 1 if all_violations else 0
 
 
 if __name__ == '__main__':
