@@ -3,10 +3,11 @@
     python -m tests.faults.soak --minutes 30 --seed N --fakes 50 --hosts 5 --clients 50 --operations 1000
     python -m tests.faults.soak --replay HISTORY.jsonl
 
-Needs root and what elab needs. The same seed and sizes make the same plan (not the same race). What happened is in
-the history it names, and what was wrong on stdout, with a table and one line of JSON; exit 1 if anything was. In the
-table, *recovered* is from a part's start to its being ready, *served* from the end of a control plane's fault to the
-next request that was acknowledged, *landed* from an acknowledgement to `active`, `error` or `gone`.
+It needs root and the programs that elab needs. The same seed and sizes make the same plan (not the same races). The
+first line of the output names the history file. At the end come a table, one line of JSON and the violations; the exit
+status is 1 if there are any. In the table, *recovered* is the time from a part's start until it is ready, *served* from
+the end of a control plane's fault to the next acknowledged request, *landed* from an acknowledgement to `active`,
+`error` or `gone`.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from tests.faults.soak_plan import Fault, Plan, Size, make
 from tests.faults.soak_planes import Watcher, collect, control_planes, in_work, processes
 from tests.kit.audit import findings
 
+# Seconds until all work must be finished: a dead eschedule's key lives 60 s, and its claim is released after two checks
+# a minute apart, each up to 66 s late.
 QUIET = 420.0
-"""Seconds until nothing may be in work any more: a dead eschedule's key lives 60 s, and its claim is released after two
-looks a minute apart, each up to 66 s late."""
+# Seconds after which an audit must have no findings.
 AUDIT = 150.0
-"""Seconds after which an audit has to find nothing."""
+# Kinds of violations that are counted separately.
 KINDS = ('history', 'lost', 'doubled', 'leaked')
-"""Violations of which each kind is a figure of its own."""
+# Seconds that the clients may take after the last operation was due.
 LATE = 300.0
-"""Seconds the clients may take after the last operation was due."""
 
 
 def soak(plan: Plan, name: str, directory: Path, guest: Path | None = None) -> Path:
-    """Run a plan in a lab of this name; the path of the history."""
+    """Run a plan in a lab of this name; return the path of the history."""
     path = directory / 'history.jsonl'
     history = History(path)
     print(f'soak: seed {plan.seed}, {len(plan.operations)} operations, {len(plan.faults)} faults; {path}', flush=True)
@@ -68,7 +69,7 @@ def _run(plan: Plan, cluster: Cluster, history: History) -> None:
     watcher = Watcher(cluster.direct[0], history)
     watcher.start()
     processes(cluster, 'start')
-    computes = {str(each['name']): uuid for uuid, each in cluster.computes().items()}
+    computes = {str(entry['name']): uuid for uuid, entry in cluster.computes().items()}
     images = str(cluster.whole.facts['images'])
     clients = Clients(plan.operations, cluster.schedules, computes, images, history, cluster.directory)
     faults = Faults(cluster, watcher)
@@ -79,9 +80,9 @@ def _run(plan: Plan, cluster: Cluster, history: History) -> None:
     while timeline or ends or clients.at_work():
         now = time.monotonic() - began
         assert now < plan.size.seconds + plan.size.longest + LATE, 'clients do not end'
-        for each in [each for each in ends if each[0] <= now or faults.is_through(each[1])]:
-            ends.remove(each)
-            faults.end(each[1])
+        for entry in [entry for entry in ends if entry[0] <= now or faults.is_through(entry[1])]:
+            ends.remove(entry)
+            faults.end(entry[1])
         if timeline and timeline[0].at <= now:
             fault = timeline.pop(0)
             if faults.begin(fault):
@@ -96,7 +97,7 @@ def _run(plan: Plan, cluster: Cluster, history: History) -> None:
 
 
 def _wait_quiet(cluster: Cluster) -> float:
-    """The seconds until nothing is in work, or until that took too long."""
+    """Wait until no work is in progress or MAX_QUIET_SECONDS have passed; return the seconds."""
     began = time.monotonic()
     while time.monotonic() - began < QUIET and _left(cluster):
         cluster.tend()
@@ -111,78 +112,81 @@ def _left(cluster: Cluster) -> list[str]:
 
 
 def _audit(cluster: Cluster) -> list[Any]:
-    """What `eschedule audit` finds, at the last of some looks."""
-    found: list[Any] = []
+    """Repeat `eschedule audit` until it has no findings or time is up; return the last findings."""
+    results: list[Any] = []
     began = time.monotonic()
-    while time.monotonic() - began < AUDIT and (found := findings(cluster.whole)):
+    while time.monotonic() - began < AUDIT and (results := findings(cluster.whole)):
         time.sleep(2)
-    return found
+    return results
 
 
-# What it comes to
+# Results
 
 
 def figures(lines: Sequence[Line]) -> dict[str, Any]:
-    """The counts and times of a history."""
-    account, found = Account(lines), Counter(each.kind for each in validator.violations(lines))
-    codes = Counter(f'{each.kind} {each.code}' for each in account.asks)
+    """Return the counts and times of a history."""
+    account, counts = Account(lines), Counter(ask.kind for ask in validator.violations(lines))
+    codes = Counter(f'{ask.kind} {ask.code}' for ask in account.asks)
     recovered: dict[str, list[float]] = {}
     kinds = {line['id']: line['kind'] for line in account.of('fault')}
     for line in account.of('recovered'):
         recovered.setdefault(kinds[line['id']], []).append(line['seconds'])
     faults = Counter(kinds.values()) + Counter(
-        f'eschedule-{each.trouble.partition(":")[0]}' for each in account.asks if each.trouble
+        f'eschedule-{ask.trouble.partition(":")[0]}' for ask in account.asks if ask.trouble
     )
     landed = _landed(account)
     quiet = next(account.of('quiet'), {'after': None})
-    ends = [each.end for each in account.asks if each.code is not None]
+    ends = [ask.end for ask in account.asks if ask.code is not None]
     states = Counter(record['state'] for record in account.planes['records'].values()) if account.final else {}
     return {
         'seed': next(account.of('plan'), {}).get('seed'),
-        'seconds': round(max(ends, default=0) - min((each.t for each in account.asks), default=0)),
+        'seconds': round(max(ends, default=0) - min((ask.t for ask in account.asks), default=0)),
         'requests': len(account.asks),
         'acknowledged': len(account.acknowledged) + codes['destroy 0'],
-        **{kind: found[kind] for kind in KINDS},
-        'other violations': sum(found.values()) - sum(found[kind] for kind in KINDS),
+        **{kind: counts[kind] for kind in KINDS},
+        'other violations': sum(counts.values()) - sum(counts[kind] for kind in KINDS),
         'answers': dict(sorted(codes.items())),
         'states': dict(sorted(states.items())),
         'faults': sum(faults.values()),
         'by kind': dict(sorted(faults.items())),
         'failpoints fired': sum(line.get('fired', False) for line in account.of('over')),
-        'recovered': {kind: _spread(each) for kind, each in sorted(recovered.items())},
-        'served': {kind: _spread(each) for kind, each in sorted(_served(account).items())},
+        'recovered': {kind: _spread(ask) for kind, ask in sorted(recovered.items())},
+        'served': {kind: _spread(ask) for kind, ask in sorted(_served(account).items())},
         'landed': _spread(landed),
         'quiet after': quiet['after'],
     }
 
 
 def _served(account: Account) -> dict[str, list[float]]:
-    """Seconds from the end of each fault of the control plane until a client was told that something is done."""
-    over = {line['id']: line['t'] for line in account.of('over')}
-    told = sorted(each.end for each in account.asks if each.code == 0)
-    found: dict[str, list[float]] = {}
+    """Return the seconds from the end of each control plane's fault to the next successful answer."""
+    end_times = {line['id']: line['t'] for line in account.of('over')}
+    answered = sorted(ask.end for ask in account.asks if ask.code == 0)
+    by_kind: dict[str, list[float]] = {}
     for line in account.of('fault'):
-        ended = over.get(line['id'], float('inf'))
-        after = [end for end in told if end > ended]
+        ended = end_times.get(line['id'], float('inf'))
+        after = [end for end in answered if end > ended]
         if line['kind'] in CONTROL and after:
-            found.setdefault(line['kind'], []).append(after[0] - ended)
-    return found
+            by_kind.setdefault(line['kind'], []).append(after[0] - ended)
+    return by_kind
 
 
 def _landed(account: Account) -> list[float]:
-    """Seconds from each acknowledgement to the end it promises being seen: active, error or gone."""
-    seen: dict[str, list[tuple[float, str]]] = {}
+    """Return the seconds from each acknowledgement until its final state was seen.
+
+    For a create that is active, stopped, error or gone, for a destroy gone.
+    """
+    states_seen: dict[str, list[tuple[float, str]]] = {}
     for line in account.of('state'):
-        seen.setdefault(line['instance'], []).append((line['t'], line['state']))
-    found = []
+        states_seen.setdefault(line['instance'], []).append((line['t'], line['state']))
+    durations = []
     for instance, asks in account.acknowledged.items():
-        times = [t for t, state in seen.get(instance, []) if state in ('active', 'stopped', 'error', 'gone')]
-        found += [max(times[0] - asks[0].end, 0.0)] if times else []
+        times = [t for t, state in states_seen.get(instance, []) if state in ('active', 'stopped', 'error', 'gone')]
+        durations += [max(times[0] - asks[0].end, 0.0)] if times else []
     for ask in account.asks:
-        times = [t for t, state in seen.get(ask.instance or '', []) if state == 'gone']
+        times = [t for t, state in states_seen.get(ask.instance or '', []) if state == 'gone']
         if ask.kind == 'destroy' and ask.code == 0 and times:
-            found.append(max(times[0] - ask.end, 0.0))
-    return found
+            durations.append(max(times[0] - ask.end, 0.0))
+    return durations
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
@@ -192,38 +196,38 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def table(counted: Mapping[str, Any]) -> str:
-    """The figures for people."""
+    """Format the figures for people."""
     rows = []
     for name, value in counted.items():
-        text = ', '.join(f'{key} {each}' for key, each in value.items()) if isinstance(value, dict) else str(value)
+        text = ', '.join(f'{key} {entry}' for key, entry in value.items()) if isinstance(value, dict) else str(value)
         if name in ('recovered', 'served'):
             text = ''.join(
-                f'\n    {kind:<20} {each["n"]:>4} times  median {each["median"]:>6} s  worst {each["worst"]:>6} s'
-                for kind, each in value.items()
+                f'\n    {kind:<20} {entry["n"]:>4} times  median {entry["median"]:>6} s  worst {entry["worst"]:>6} s'
+                for kind, entry in value.items()
             )
         rows.append(f'{name:<18} {text}')
     return '\n'.join(rows)
 
 
 def report(path: Path) -> list[validator.Violation]:
-    """Print what a history comes to; its violations."""
+    """Print the figures and violations of a history; return the violations."""
     lines = read(path)
-    found = validator.violations(lines)
-    counted = figures(lines)
-    print(table(counted))
-    print(json.dumps(counted))
-    for kind, text in found:
+    violations = validator.violations(lines)
+    results = figures(lines)
+    print(table(results))
+    print(json.dumps(results))
+    for kind, text in violations:
         print(f'VIOLATION {kind}: {text}')
-    return found
+    return violations
 
 
 def _replayed(history: Path) -> Plan:
-    line = next(each for each in read(history) if each['what'] == 'plan')
+    line = next(entry for entry in read(history) if entry['what'] == 'plan')
     return make(line['seed'], Size(**line['size']))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a soak; 1 if something was wrong."""
+    """Run a soak; return 1 if there were violations."""
     parser = argparse.ArgumentParser('soak', description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument('--minutes', type=float, default=30.0)
     parser.add_argument('--seed', type=int, default=random.SystemRandom().randrange(10**6))
@@ -246,8 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     plan = _replayed(options.replay) if options.replay else make(options.seed, size)
     path = soak(plan, f'soak{plan.seed}', directory, options.guest)
-    found = report(path)
-    return 1 if found else 0
+    violations = report(path)
+    return 1 if violations else 0
 
 
 if __name__ == '__main__':

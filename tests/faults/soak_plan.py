@@ -1,4 +1,4 @@
-"""What a soak will do, made up front out of one seed: who asks for what and when, and which fault begins when. Pure."""
+"""Make the plan of a soak from one seed: all operations and faults with their times. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+# Too small for a kernel: for the disk that boots nothing.
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
-"""Too small for a kernel: for a disk that boots nothing."""
 GUEST = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
+# Seconds between the end of one fault and the next at the same target.
 SETTLE = 6.0
-"""Seconds between the end of one fault and the next at the same target."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much. Operations and faults begin within `seconds`; no fault lasts longer than `longest` seconds.
+    """The size of a soak.
 
-    `patient`: every client asks again when its answer was lost, so that nothing is left for the computes to find out
-    after two looks a minute apart.
+    Operations and faults begin within `seconds`; no fault lasts longer than `longest` seconds. `patient`: every client
+    asks again after a lost answer, so that computes have no claims to release, which takes two checks a minute apart.
     """
 
     seconds: float
@@ -36,9 +36,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Operation:
-    """One eschedule, about create number `of`. `where` is the one compute it may be placed on.
+    """One eschedule command about the create with number `of`.
 
-    `trouble` is `kill:AFTER`, `freeze:AFTER:SECONDS`, `at:FAILPOINT` (killed) or `stop:FAILPOINT:SECONDS` (frozen).
+    `compute` is the only compute it may be placed on. `trouble` is `kill:AFTER`, `freeze:AFTER:SECONDS`, `at:FAILPOINT`
+    (killed) or `stop:FAILPOINT:SECONDS` (frozen).
     """
 
     number: int
@@ -58,7 +59,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `pick` chooses where only the run knows what there is; `place` is a failpoint."""
+    """One fault.
+
+    `pick` chooses among targets that exist only during the run; `place` is a failpoint.
+    """
 
     number: int
     at: float
@@ -71,7 +75,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """The same seed and size give the same plan."""
+    """A whole soak; the same seed and size give the same plan."""
 
     seed: int
     size: Size
@@ -108,59 +112,63 @@ INSTANT = {'etcd-compact', 'worker-kill', 'qemu-kill', 'etcd-answer-lost', 'plac
 
 
 def make(seed: int, size: Size) -> Plan:
-    """The plan of a seed."""
+    """Make the plan of a seed."""
     rng = random.Random(seed)
     faults = list(_faults(rng, size))
     aimed = list(_aimed(rng, size, faults))[: size.operations // 2]
     operations = _operations(rng, size, size.operations - len(aimed))
-    numbered = {each.number: replace(each, number=number) for number, each in enumerate(aimed, len(operations))}
-    operations += [replace(each, of=each.of and numbered[each.of].number) for each in numbered.values()]
+    numbered = {op.number: replace(op, number=number) for number, op in enumerate(aimed, len(operations))}
+    operations += [replace(op, of=op.of and numbered[op.of].number) for op in numbered.values()]
     return Plan(seed, size, tuple(sorted(operations, key=lambda each: (each.at, each.number))), tuple(faults))
 
 
 def _aimed(rng: random.Random, size: Size, faults: Sequence[Fault]) -> Iterator[Operation]:
-    """A create on the compute a fault is about, when it begins, and often a destroy of it: else it hits nothing."""
+    """Yield a create on the compute of each fault, at its beginning, and often a destroy of it.
+
+    Without them most faults would hit an idle compute.
+    """
     number = 1
     for fault in faults:
         if fault.kind in OF_CONTROL:
             continue
-        # A failpoint's process has to be up again first.
-        begun = fault.at + (rng.uniform(0.5, 2) if fault.place else rng.uniform(-0.7, 0.3))
+        # A failpoint's process has to be running again first.
+        begins_at = fault.at + (rng.uniform(0.5, 2) if fault.place else rng.uniform(-0.7, 0.3))
         common: dict[str, Any] = {'uuid': _uuid(rng), 'again': True}
         client = rng.randrange(size.clients)
-        yield Operation(number, client, max(begun, 0.0), 'create', where=fault.target, **common)
-        # The real hosts are small: what is made there goes again.
+        yield Operation(number, client, max(begins_at, 0.0), 'create', where=fault.target, **common)
+        # The real hosts are small, so instances there are destroyed again.
         if rng.random() < 0.6 or fault.place in OF_DESTROYS or fault.kind in OF_HOSTS:
-            after = begun + rng.uniform(0.6, 3)
+            after = begins_at + rng.uniform(0.6, 3)
             yield Operation(number + 1, _other(rng, size, client), after, 'destroy', of=number, **common)
         number += 2
 
 
 def _operations(rng: random.Random, size: Size, count: int) -> list[Operation]:
     times = sorted(rng.uniform(0, size.seconds) for _ in range(count))
-    found: list[Operation] = []
+    operations: list[Operation] = []
     living: list[Operation] = []
     destroyed: list[Operation] = []
-    while len(found) < count:
-        number, at = len(found), times[len(found)]
-        # Of two clients that give one uuid at once, the second is the next operation.
-        before = found[-1] if found else None
-        often = 0.7 if before is not None and before.trouble.startswith('stop') else 0.12
-        if before is not None and before.kind == 'create' and before.uuid and rng.random() < often:
-            query = before.query if rng.random() < 0.8 else before.query.replace('DISK_GB:1', 'DISK_GB:2')
-            late = rng.uniform(0.3, 1.0) if before.trouble.startswith('stop') else rng.uniform(0, 0.1)
+    while len(operations) < count:
+        number, at = len(operations), times[len(operations)]
+        # A second client that uses the same uuid concurrently is the next operation.
+        previous = operations[-1] if operations else None
+        twin_probability = 0.7 if previous is not None and previous.trouble.startswith('stop') else 0.12
+        if previous is not None and previous.kind == 'create' and previous.uuid and rng.random() < twin_probability:
+            query = previous.query if rng.random() < 0.8 else previous.query.replace('DISK_GB:1', 'DISK_GB:2')
+            delay = rng.uniform(0.3, 1.0) if previous.trouble.startswith('stop') else rng.uniform(0, 0.1)
             twin = Operation(
-                number, _other(rng, size, before.client), before.at + late, 'create',
-                uuid=before.uuid, of=before.number, where=before.where, image=before.image, query=query, again=True,
+                number, _other(rng, size, previous.client), previous.at + delay, 'create',
+                uuid=previous.uuid, of=previous.number, where=previous.where, image=previous.image, query=query,
+                again=True,
             )
-            found.append(twin)
+            operations.append(twin)
         elif len(living) < 5 or rng.random() < 0.58:
             create = _create(rng, size, number, at)
-            found.append(create)
+            operations.append(create)
             living.append(create)
         else:
-            found.append(_destroy(rng, size, number, at, living, destroyed))
-    return found
+            operations.append(_destroy(rng, size, number, at, living, destroyed))
+    return operations
 
 
 def _create(rng: random.Random, size: Size, number: int, at: float) -> Operation:
@@ -200,20 +208,20 @@ def _destroy(
     if chance < 0.08:
         return Operation(number, client, at, 'destroy', uuid=_uuid(rng), proxied=proxied)
     if chance < 0.18 and destroyed:
-        about = rng.choice(destroyed)
+        target = rng.choice(destroyed)
     elif chance < 0.4 and living[-1].uuid:
-        # While it is being built, or before anybody has heard of it.
-        about = living.pop()
-        at = max(at, about.at + rng.uniform(0.2, 1.2))
-        destroyed.append(about)
+        # The destroy comes during the build, or before any process knows of the instance.
+        target = living.pop()
+        at = max(at, target.at + rng.uniform(0.2, 1.2))
+        destroyed.append(target)
     else:
-        # The real hosts are small: their guests go sooner.
-        weights = [4 if each.where else 1 for each in living]
-        about = living.pop(rng.choices(range(len(living)), weights)[0])
-        destroyed.append(about)
+        # The real hosts are small, so their guests are destroyed sooner.
+        weights = [4 if create.where else 1 for create in living]
+        target = living.pop(rng.choices(range(len(living)), weights)[0])
+        destroyed.append(target)
     return Operation(
         number, client, at, 'destroy',
-        uuid=about.uuid, of=about.number, trouble=trouble, wait=wait, proxied=proxied, again=True,
+        uuid=target.uuid, of=target.number, trouble=trouble, wait=wait, proxied=proxied, again=True,
     )
 
 
