@@ -1,7 +1,8 @@
-"""What a soak breaks: a lab's control plane and hosts, fake ecomputes beside them, and proxies in between.
+"""The cluster of a soak: a lab's control plane and hosts, fake ecomputes, and proxies.
 
-Whatever a fault holds down is in `down`; all else that ends is started again by tend(), as an init system would.
-tend(), begin() and end() are the main thread's: the fakes die with the thread that started them.
+A part that a fault keeps stopped is in `down`; restart_parts() restarts every other part that ends, as an init system
+would. Only the main thread may call restart_parts(), begin() and end(): the fakes die with the thread that started
+them.
 """
 
 from __future__ import annotations
@@ -30,26 +31,28 @@ from tests.kit.proxy import Proxy
 from tests.kit.servers import until
 
 FAKE_VCPUS = 3
+# Guests for which all real hosts together have room.
 GUESTS = 6
-"""Guests that all real hosts together have room for."""
+# Fakes that are started concurrently.
 AT_ONCE = 4
-"""Fakes that are started at the same time."""
+# Seconds before a part that ended by itself is restarted.
 PAUSE = 1.0
-"""Seconds before what ended by itself is started again."""
+# Seconds within which a process has to end after SIGTERM.
 STUCK = 90.0
-"""Seconds in which a process that was asked to stop has to be gone."""
 
 
 class Cluster:
-    """Up when made; close() removes all of it."""
+    """A running cluster; close() removes all of it."""
 
     def __init__(self, name: str, size: Size, directory: Path, history: History) -> None:
-        self.size, self.directory, self.history = size, directory, history
+        self.size = size
+        self.directory = directory
+        self.history = history
         self.parts: dict[str, Part] = {}
         self.down: set[str] = set()
         self.stack = contextlib.ExitStack()
         try:
-            # A lab has one host at least; without `hosts` it is not used. One that does not come up removes itself.
+            # A lab has at least one host; with `hosts` 0 it is not used. A lab that fails to start removes itself.
             self.whole = Lab(name, max(size.hosts, 1))
             self.stack.callback(self.whole.close)
             self._start()
@@ -74,7 +77,7 @@ class Cluster:
             False: write_config(self.directory / 'direct.yaml', *self.direct, **image),
             True: write_config(self.directory / 'proxied.yaml', *self.proxied, **image),
         }
-        # What the lab's own audit asks by, too.
+        # The lab's own audit reads this configuration, too.
         write_config(self.lab.directory / 'schedule.yaml', *self.direct, **image)
         self.hosts = [LabHost(self.lab, name) for name in self.lab.hosts[: self.size.hosts]]
         for host in self.hosts:
@@ -85,11 +88,17 @@ class Cluster:
         self._wait_ready(0)
 
     def _start_control(self, data: Path) -> None:
-        """etcd and placement anew, on the same data and in plain text: a fault loses the request it was told."""
-        certs.disable(self.lab.certs, lambda _: None)  # in plain text nobody is anybody
-        own, prefix = str(self.lab.layout.control), machine.inside(self.lab.layout, self.lab.directory, 'control')
-        machine.end(self.lab.processes[what] for what in ('stunnel', 'placement', 'etcd'))
-        servers = control.etcd(data, [own, control.LOCALHOST], ETCD_PORT), control.placement(data, own, PLACEMENT_PORT)
+        """Restart etcd and placement on the same data without TLS.
+
+        The proxies can find the request to lose only in plain text.
+        """
+        certs.disable(self.lab.certs, lambda _: None)  # without TLS there are no users
+        address, prefix = str(self.lab.layout.control), machine.inside(self.lab.layout, self.lab.directory, 'control')
+        machine.end(self.lab.processes[name] for name in ('stunnel', 'placement', 'etcd'))
+        servers = (
+            control.etcd(data, [address, control.LOCALHOST], ETCD_PORT),
+            control.placement(data, address, PLACEMENT_PORT),
+        )
         for server in servers:
             self.lab.remember(server.what, server.start(prefix))
         for server in servers:
@@ -97,7 +106,7 @@ class Cluster:
             self._add(LabPart(self.lab, server.what, partial(server.start, prefix), server.ready))
 
     def _prepare_host(self, host: LabHost) -> None:
-        """Give it a share of our guests, and start its ecompute anew with it."""
+        """Give a host its share of the guests and restart its ecompute with that inventory."""
         path = host.directory / 'compute.yaml'
         room = -(-GUESTS // self.size.hosts)
         settings = yaml.safe_load(path.read_text())
@@ -105,13 +114,13 @@ class Cluster:
         settings['placement'] = {'endpoint': self.direct[1], 'insecure': True}
         settings['inventory'] = {'VCPU': room, 'MEMORY_MB': 1024, 'DISK_GB': 2 * room}
         path.write_text(yaml.safe_dump(settings))
-        what = f'{host.name} libvirtd'
+        name = f'{host.name} libvirtd'
 
         def start() -> Process:
             host.start_libvirt()
-            return self.lab.processes[what]
+            return self.lab.processes[name]
 
-        self._add(LabPart(self.lab, what, start, lambda _: host.libvirt_answers()))
+        self._add(LabPart(self.lab, name, start, lambda _: host.libvirt_answers()))
         part = HostPart(host)
         part.send(signal.SIGTERM)
         until(lambda: part.pid() is None, 60, f'{part.name} ends')
@@ -119,11 +128,11 @@ class Cluster:
         self._launch(part)
 
     def _start_fake(self, number: int) -> None:
-        # Every fifth is behind the proxies.
-        ends = self.proxied if number % 5 == 0 else self.direct
+        # Every fifth connects through the proxies.
+        endpoints = self.proxied if number % 5 == 0 else self.direct
         inventory = f'VCPU:{FAKE_VCPUS},DISK_GB:30,MEMORY_MB:4096'
         directory = self.directory / f'fake{number}'
-        part = FakePart(f'fake{number}', FakeServer(*ends, inventory, directory))
+        part = FakePart(f'fake{number}', FakeServer(*endpoints, inventory, directory))
         self.stack.callback(part.server.close)
         self.fakes.append(part)
         self._add(part)
@@ -136,21 +145,23 @@ class Cluster:
 
     def _launch(self, part: Part) -> None:
         part.launch()
-        part.since, part.is_ready, part.expected_end = time.monotonic(), False, False
+        part.since = time.monotonic()
+        part.is_ready = False
+        part.expected_end = False
 
     def _wait_ready(self, but: int) -> None:
-        def few_left() -> bool:
+        def are_ready() -> bool:
             self.tend()
             return sum(not part.is_ready for part in self.parts.values()) <= but
 
-        until(few_left, 120, f'all parts but {but} are ready')
+        until(are_ready, 120, f'all parts but {but} are ready')
 
-    # What the rest of the soak asks
+    # Queries of the other modules
 
     def computes(self) -> dict[str, dict[str, object]]:
-        """{uuid: {name, slots, real}} of every compute."""
+        """Return {uuid: {name, slots, real}} for every compute."""
         fakes = {
-            each.server.uuid: {'name': each.name, 'slots': FAKE_VCPUS, 'real': False} for each in self.fakes
+            fake.server.uuid: {'name': fake.name, 'slots': FAKE_VCPUS, 'real': False} for fake in self.fakes
         }
         room = -(-GUESTS // max(self.size.hosts, 1))
         return fakes | {
@@ -158,23 +169,23 @@ class Cluster:
         }
 
     def compute_parts(self) -> dict[str, Compute]:
-        """{uuid: part} of every compute."""
+        """Return {uuid: part} for every compute."""
         hosts = {self.whole.compute(host.name): self.parts[f'{host.name} ecompute'] for host in self.hosts}
-        found = {each.server.uuid: each for each in self.fakes} | hosts
-        return {uuid: part for uuid, part in found.items() if isinstance(part, Compute)}
+        parts = {fake.server.uuid: fake for fake in self.fakes} | hosts
+        return {uuid: part for uuid, part in parts.items() if isinstance(part, Compute)}
 
     def qemus(self, host: LabHost) -> list[tuple[str, int]]:
-        """(instance, pid) of every QEMU of a host."""
-        found = []
+        """Return (instance, pid) for every QEMU of a host."""
+        processes = []
         for path in sorted((host.directory / 'run/qemu').glob('*.pid')):
             with contextlib.suppress(OSError, ValueError):
                 pid = int(path.read_text())
                 if path.stem.encode() in Path(f'/proc/{pid}/cmdline').read_bytes():
-                    found.append((path.stem, pid))
-        return found
+                    processes.append((path.stem, pid))
+        return processes
 
     def workers(self, host: LabHost) -> list[int]:
-        """The worker processes of a host's ecompute."""
+        """Return the worker processes of a host's ecompute."""
         pid = self.parts[f'{host.name} ecompute'].pid()
         with contextlib.suppress(OSError):
             children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
@@ -182,7 +193,7 @@ class Cluster:
         return []
 
     def tend(self) -> None:
-        """Start what ended and is not held down, and note what became ready."""
+        """Restart the parts that ended and are not in `down`, and note the parts that became ready."""
         for part in self.parts.values():
             if part.name in self.down:
                 self._end_stuck(part)
@@ -206,7 +217,7 @@ class Cluster:
             part.send(signal.SIGKILL)
 
     def whole_again(self) -> None:
-        """Everything runs and is ready; faults have ended."""
+        """End all faults and wait until every part is ready."""
         for proxy in self.proxies.values():
             proxy.come_back()
         for host in self.hosts:
@@ -217,12 +228,12 @@ class Cluster:
         self._wait_ready(0)
 
     def link(self, host: LabHost, state: str) -> None:
-        """Cut a host from the lab's LAN (`down`), or join it again (`up`)."""
+        """Cut a host from the lab's LAN (`down`), or reconnect it (`up`)."""
         space = self.lab.layout.namespace('control')
         subprocess.run(['ip', '-n', space, 'link', 'set', host.name, state], check=True, timeout=10)
 
     def close(self) -> None:
-        """Remove the cluster; the logs stay."""
+        """Remove the cluster and keep the logs."""
         for part in self.parts.values():
             part.send(signal.SIGCONT)
             if isinstance(part, HostPart) and part.log.exists():

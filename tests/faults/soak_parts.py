@@ -1,4 +1,4 @@
-"""The processes of a soak's cluster that faults end and freeze, each with one way to start it and to ask it."""
+"""The processes of a soak's cluster that faults end and freeze: how to start and probe them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.kit.commands import Ecompute
 
 
 class Part:
-    """A process that is to run. `code` is its exit code, where it is our child and has ended."""
+    """A process that should run.
+
+    `code()` is its exit code if it is a child of this process and has ended.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -25,22 +28,22 @@ class Part:
         self.fault: int | None = None
 
     def pid(self) -> int | None:
-        """Its process, None when it has ended."""
+        """Return its process id, or None once it has ended."""
         raise NotImplementedError
 
     def launch(self) -> None:
-        """Start it, with the failpoints it is armed with."""
+        """Start it with the failpoints in `armed`."""
         raise NotImplementedError
 
     def ready(self) -> bool:
-        """Asks whether it is."""
+        """Probe if it is ready."""
         raise NotImplementedError
 
     def code(self) -> int | None:
         return None
 
     def send(self, number: int) -> bool:
-        """Send it a signal; False if it has ended."""
+        """Send it a signal; return False if it has ended."""
         pid = self.pid()
         if pid is not None:
             os.kill(pid, number)
@@ -48,7 +51,7 @@ class Part:
 
 
 class Compute(Part):
-    """An ecompute, fake or real: it is ready when its log says so."""
+    """An ecompute, fake or real; it is ready once its log reports that."""
 
     def __init__(self, name: str, log: Path) -> None:
         super().__init__(name)
@@ -56,7 +59,7 @@ class Compute(Part):
         self._from = 0
 
     def mark(self) -> None:
-        """Only what the log says from now on counts."""
+        """Ignore everything that the log contains so far."""
         self._from = self.log.stat().st_size if self.log.exists() else 0
 
     def ready(self) -> bool:
@@ -69,7 +72,7 @@ class Compute(Part):
 
 
 class FakeServer(Ecompute):
-    """Ecompute, with failpoints."""
+    """An Ecompute with failpoints."""
 
     armed: Mapping[str, str] = {}
 
@@ -96,13 +99,15 @@ class FakePart(Compute):
 
 
 class LabPart(Part):
-    """One of the lab's own processes, started as elab does."""
+    """One of the lab's own processes, started as elab starts it."""
 
     def __init__(
         self, lab: state.Lab, what: str, start: Callable[[], Process], ready: Callable[[Process], bool]
     ) -> None:
         super().__init__(what)
-        self._lab, self._start, self._ready = lab, start, ready
+        self._lab = lab
+        self._start = start
+        self._ready = ready
 
     def pid(self) -> int | None:
         process = self._lab.running(self.name)

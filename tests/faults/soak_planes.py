@@ -1,6 +1,6 @@
-"""All planes as the servers themselves show them, as plain JSON values; and whether anything is still in work.
+"""Read all planes from the servers as JSON values, and find the work in progress.
 
-Nothing of ecomp's own reading code: its mistakes must not hide themselves.
+It uses none of ecomp's own reading code, so that a defect there cannot hide itself.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from tests.kit.servers import b64
 from tests.kit.witness import Revisions
 
 HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
+# Seconds for a call of etcd.
 LIMIT = 3.0
-"""Seconds for a call of etcd."""
+# Seconds between two readings of etcd's changes.
 LOOK = 0.5
-"""Seconds between two looks at the records."""
 BAD_WORDS = re.compile('Traceback|unexpected error')
 
 Planes = dict[str, Any]
 
 
 def under(where: str, prefix: str) -> list[dict[str, str]]:
-    """What is under a prefix in etcd: key, value."""
+    """Return the entries under a prefix in etcd: key and value."""
     start = prefix.encode()
     end = start[:-1] + bytes([start[-1] + 1])
     with Reply(where, 'kv/range', {'key': b64(start), 'range_end': b64(end)}, LIMIT) as answer:
-        found = json.loads(answer.read())
+        response = json.loads(answer.read())
     return [
         {
-            'key': base64.b64decode(each['key']).decode(),
-            'value': base64.b64decode(each.get('value', '')).decode(errors='replace'),
+            'key': base64.b64decode(entry['key']).decode(),
+            'value': base64.b64decode(entry.get('value', '')).decode(errors='replace'),
         }
-        for each in found.get('kvs', [])
+        for entry in response.get('kvs', [])
     ]
 
 
 def collect(cluster: Cluster) -> Planes:
-    """Everything that is anywhere."""
+    """Read all planes: etcd, placement, guests, files and logs."""
     planes = control_planes(cluster)
     planes['guests'], planes['left'] = {}, {}
     planes['capacity'] = {
         compute: {
-            name: int(each['total'] * each['allocation_ratio'])
-            for name, each in _placement(cluster.direct[1], f'/resource_providers/{compute}/inventories').items()
+            name: int(facts['total'] * facts['allocation_ratio'])
+            for name, facts in _placement(cluster.direct[1], f'/resource_providers/{compute}/inventories').items()
         }
         for compute in cluster.computes()
     }
     for fake in cluster.fakes:
         path = fake.server.directory / 'state/fake.json'
-        there = json.loads(path.read_text()) if path.exists() else []
+        guests = json.loads(path.read_text()) if path.exists() else []
         planes['guests'][fake.server.uuid] = {
-            each['instance']: {'running': each['running'], 'disk': each['disk']} for each in there
+            facts['instance']: {'running': facts['running'], 'disk': facts['disk']} for facts in guests
         }
     for host in cluster.hosts:
         compute, state = cluster.whole.compute(host.name), cluster.whole.state(host.name)
@@ -79,38 +79,38 @@ def collect(cluster: Cluster) -> Planes:
 
 
 def control_planes(cluster: Cluster) -> Planes:
-    """What etcd and placement hold."""
-    where, placement = cluster.direct
-    everything = {name: under(where, f'/{name}/') for name in ('hosts', 'instances', 'requests', 'booted')}
-    held: dict[str, dict[str, Any]] = {}
+    """Read the contents of etcd and placement."""
+    etcd_endpoint, placement = cluster.direct
+    everything = {name: under(etcd_endpoint, f'/{name}/') for name in ('hosts', 'instances', 'requests', 'booted')}
+    allocations: dict[str, dict[str, Any]] = {}
     for compute in cluster.computes():
-        for consumer, each in _placement(placement, f'/resource_providers/{compute}/allocations').items():
-            held.setdefault(consumer, {})[compute] = each['resources']
+        for consumer, entry in _placement(placement, f'/resource_providers/{compute}/allocations').items():
+            allocations.setdefault(consumer, {})[compute] = entry['resources']
     return {
-        'records': {_last(each['key']): json.loads(each['value']) for each in everything['instances']},
+        'records': {_last(entry['key']): json.loads(entry['value']) for entry in everything['instances']},
         'hosts': [
-            [*each['key'].split('/')[2:4], bool(json.loads(each['value'])['allocations'])]
-            for each in everything['hosts']
+            [*entry['key'].split('/')[2:4], bool(json.loads(entry['value'])['allocations'])]
+            for entry in everything['hosts']
         ],
-        'requests': sorted(_last(each['key']) for each in everything['requests']),
-        'booted': {_last(each['key']): each['value'] for each in everything['booted']},
-        'allocations': held,
+        'requests': sorted(_last(entry['key']) for entry in everything['requests']),
+        'booted': {_last(entry['key']): entry['value'] for entry in everything['booted']},
+        'allocations': allocations,
     }
 
 
 def in_work(planes: Planes) -> list[str]:
-    """What is not at its end yet, or is for somebody to release."""
-    found = [f'{name}: an eschedule is or was at it' for name in planes['requests']]
-    for compute, name, wanted in planes['hosts']:
+    """List the instances that are not in a final state and the claims to be released."""
+    pending = [f'{name}: an eschedule is or was at it' for name in planes['requests']]
+    for compute, name, is_wanted in planes['hosts']:
         record = planes['records'].get(name)
-        if record is None or not wanted or record['state'] not in ('active', 'stopped'):
-            found.append(f'{name}: {record["state"] if record else "not seen"} on {compute}, wanted: {wanted}')
-    asked = {name for _, name, _ in planes['hosts']}
-    return found + [f'{name}: a claim without a request' for name in planes['allocations'].keys() - asked]
+        if record is None or not is_wanted or record['state'] not in ('active', 'stopped'):
+            pending.append(f'{name}: {record["state"] if record else "not seen"} on {compute}, wanted: {is_wanted}')
+    requested = {name for _, name, _ in planes['hosts']}
+    return pending + [f'{name}: a claim without a request' for name in planes['allocations'].keys() - requested]
 
 
 class Watcher(threading.Thread):
-    """Writes down every change of etcd, soon after it: before anybody may have etcd forget it."""
+    """Writes every change of etcd into the history before a compaction can remove it."""
 
     def __init__(self, where: str, history: History) -> None:
         super().__init__(name='watcher', daemon=True)
@@ -126,24 +126,27 @@ class Watcher(threading.Thread):
                 self.read_on()
 
     def read_on(self) -> int:
-        """Write down what is new; the revision up to which all is. OSError, or its like while etcd is ending."""
+        """Write all new changes; return the last revision that the history includes.
+
+        Raises OSError, ValueError or KeyError while etcd is ending.
+        """
         with self._lock:
             try:
                 return self._revisions.read_on()
             finally:
-                for each in self._revisions.changes:
-                    self._write(each)
+                for change in self._revisions.changes:
+                    self._write(change)
                 self._revisions.changes.clear()
 
     def stop(self) -> None:
-        """End, with all that etcd has."""
+        """End the thread after writing all changes that etcd has."""
         self._stopped.set()
         self.join()
         self.read_on()
 
     def _write(self, change: Change) -> None:
-        kept = change.kept
-        value, lease = (None, 0) if kept is None else (kept.value.decode(errors='replace'), kept.lease)
+        entry = change.kept
+        value, lease = (None, 0) if entry is None else (entry.value.decode(errors='replace'), entry.lease)
         self._history.write('change', revision=change.revision, key=change.key, value=value, lease=lease)
         if value is not None and change.key.startswith('/instances/'):
             record = json.loads(value)
@@ -154,7 +157,7 @@ class Watcher(threading.Thread):
 
 
 def processes(cluster: Cluster, when: str) -> None:
-    """Write down what each ecompute has open."""
+    """Write the open files, threads and memory of each ecompute into the history."""
     for uuid, part in cluster.compute_parts().items():
         pid = part.pid()
         with suppress(OSError):
@@ -170,12 +173,12 @@ def processes(cluster: Cluster, when: str) -> None:
 def _placement(endpoint: str, path: str) -> dict[str, Any]:
     request = urllib.request.Request(endpoint + path, headers=HEADERS)
     with urllib.request.urlopen(request, timeout=30) as answer:
-        found: dict[str, Any] = json.load(answer)[path.rpartition('/')[2]]
-    return found
+        members: dict[str, Any] = json.load(answer)[path.rpartition('/')[2]]
+    return members
 
 
 def _bad(lines: list[str]) -> list[str]:
-    """The lines no log may have, each with what comes after it."""
+    """Return the lines that no log may have, each with the lines that follow it."""
     return [' | '.join(lines[number : number + 12]) for number, line in enumerate(lines) if BAD_WORDS.search(line)]
 
 
