@@ -1,4 +1,4 @@
-"""The clients of a soak: each runs its operations in turn as real eschedules, and writes down what was said."""
+"""The clients of a soak: each runs its operations as real eschedules and records the answers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.faults.history import History
 from tests.faults.soak_plan import Operation
 from tests.kit.servers import environment
 
+# eschedules that run concurrently: on two cores a larger number only wait for each other.
 AT_ONCE = 6
-"""eschedules that run at the same time: on two cores more of them only wait for each other."""
+# Seconds after which an eschedule is killed; its exit code in the history is then None.
 HUNG = 180.0
-"""Seconds after which an eschedule is killed, and its answer is None."""
+# Maximum number of times that a client sends a command whose answer is lost.
 AGAIN = 12
-"""How often a client asks again whose answer was lost."""
 PAUSE = 1.5
 NOTIFIED = re.compile(r'NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})\n')
 SAYS_UUID = re.compile(r'--uuid ([0-9a-f-]{36}) ')
 
 
 class Clients:
-    """All clients; `computes` is {name: uuid}, `images` the URL images are under."""
+    """All clients; `computes` is {name: uuid}, `images` the URL of the images' directory."""
 
     def __init__(
         self,
@@ -38,50 +38,55 @@ class Clients:
         history: History,
         directory: Path,
     ) -> None:
-        self._schedules, self._computes, self._images = schedules, computes, images
-        self._history, self._directory = history, directory
+        self._schedules = schedules
+        self._computes = computes
+        self._images = images
+        self._history = history
+        self._directory = directory
         self._slots = threading.Semaphore(AT_ONCE)
         self._uuids: dict[int, str] = {}
-        self._answered = {each.number: threading.Event() for each in operations}
+        self._answered = {operation.number: threading.Event() for operation in operations}
         self._threads = []
-        for client in sorted({each.client for each in operations}):
-            own = [each for each in operations if each.client == client]
-            self._threads.append(threading.Thread(target=self._work, args=(own,), name=f'client {client}', daemon=True))
+        for client in sorted({operation.client for operation in operations}):
+            assigned = [operation for operation in operations if operation.client == client]
+            self._threads.append(
+                threading.Thread(target=self._work, args=(assigned,), name=f'client {client}', daemon=True)
+            )
 
     def start(self) -> None:
-        """Begin; operations are due at their seconds from now."""
+        """Start all clients; operations are due at their seconds from this moment."""
         self._began = time.monotonic()
         for thread in self._threads:
             thread.start()
 
     def at_work(self) -> bool:
-        """Whether any client has something to do still."""
+        """Return True while any client has operations to run."""
         return any(thread.is_alive() for thread in self._threads)
 
     def _work(self, operations: Sequence[Operation]) -> None:
-        for each in operations:
-            time.sleep(max(each.at - (time.monotonic() - self._began), 0.0))
+        for operation in operations:
+            time.sleep(max(operation.at - (time.monotonic() - self._began), 0.0))
             try:
-                self._do(each)
+                self._do(operation)
             finally:
-                self._answered[each.number].set()
+                self._answered[operation.number].set()
 
     def _do(self, operation: Operation) -> None:
         words = self._words(operation)
         if words is None:
             self._history.write('skip', operation=operation.number, why='the create it is about has no uuid')
             return
-        trouble, follows = operation.trouble, None
+        trouble, previous_number = operation.trouble, None
         for _ in range(AGAIN):
-            number, code, said = self._ask(operation, words, trouble, follows)
-            placed, told = NOTIFIED.search(said[0]), SAYS_UUID.search(said[1])
-            known = operation.uuid or (placed and placed[2]) or (told and told[1])
-            if known and operation.kind == 'create':
-                self._uuids[operation.number] = known
-            if not operation.again or not known or code not in (7, -signal.SIGKILL, None):
+            number, code, output = self._ask(operation, words, trouble, previous_number)
+            placed_match, uuid_match = NOTIFIED.search(output[0]), SAYS_UUID.search(output[1])
+            instance = operation.uuid or (placed_match and placed_match[2]) or (uuid_match and uuid_match[1])
+            if instance and operation.kind == 'create':
+                self._uuids[operation.number] = instance
+            if not operation.again or not instance or code not in (7, -signal.SIGKILL, None):
                 return
-            # As the message says: the same command with --uuid goes on, or says what became of it.
-            words, trouble, follows = self._words(operation, known), '', number
+            # As the error message advises: the same command with --uuid continues, or reports the outcome.
+            words, trouble, previous_number = self._words(operation, instance), '', number
             if words is None:
                 return
             time.sleep(PAUSE)
@@ -105,15 +110,15 @@ class Clients:
     def _ask(
         self, operation: Operation, words: Sequence[str], trouble: str, follows: int | None
     ) -> tuple[int, int | None, tuple[str, str]]:
-        kind, *rest = trouble.split(':')
+        kind, *arguments = trouble.split(':')
         with self._slots:
             number = self._history.next_id()
             instance = words[-1] if operation.kind == 'destroy' else _after(words, '--uuid')
-            frozen = float(rest[1]) if kind in ('freeze', 'stop') else 0.0
+            frozen = float(arguments[1]) if kind in ('freeze', 'stop') else 0.0
             env = environment()
             if kind in ('at', 'stop'):
                 fired = self._directory / f'fired-operation-{number}'
-                env['ECOMP_FAILPOINT'] = f'{rest[0]}:{"kill" if kind == "at" else "stop"}'
+                env['ECOMP_FAILPOINT'] = f'{arguments[0]}:{"kill" if kind == "at" else "stop"}'
                 env['ECOMP_FAILPOINT_FIRED'] = str(fired)
             self._history.write(
                 'ask', id=number, client=operation.client, kind=operation.kind, argv=list(words), instance=instance,
@@ -127,20 +132,20 @@ class Clients:
                 cwd=self._directory,
             )
             if kind == 'kill':
-                _wait(process, float(rest[0]))
+                _wait(process, float(arguments[0]))
                 process.kill()
             elif kind == 'freeze':
-                _wait(process, float(rest[0]))
+                _wait(process, float(arguments[0]))
                 process.send_signal(signal.SIGSTOP)
                 time.sleep(frozen)
                 process.send_signal(signal.SIGCONT)
             elif kind == 'stop':
                 threading.Thread(target=_go_on, args=(process, frozen), daemon=True).start()
-            said, hung = _hear(process)
+            output, hung = _hear(process)
             code = None if hung else process.returncode
             seconds = round(time.monotonic() - began, 3)
-            self._history.write('answer', id=number, code=code, stdout=said[0], stderr=said[1], seconds=seconds)
-        return number, code, said
+            self._history.write('answer', id=number, code=code, stdout=output[0], stderr=output[1], seconds=seconds)
+        return number, code, output
 
 
 def _hear(process: subprocess.Popen[str]) -> tuple[tuple[str, str], bool]:
@@ -152,7 +157,7 @@ def _hear(process: subprocess.Popen[str]) -> tuple[tuple[str, str], bool]:
 
 
 def _go_on(process: subprocess.Popen[str], frozen: float) -> None:
-    """Let it go on so many seconds after it was frozen."""
+    """Continue a process this many seconds after it was stopped."""
     while process.poll() is None:
         if Path(f'/proc/{process.pid}/stat').read_text().rpartition(')')[2].split()[0] == 'T':
             time.sleep(frozen)

@@ -1,4 +1,7 @@
-"""How each fault of a soak is begun and ended. All of it by pid, and only at what the soak started."""
+"""Begin and end each fault of a soak.
+
+Every signal goes to the pid of a process that the soak started.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +19,39 @@ from tests.faults.soak_plan import Fault
 from tests.faults.soak_planes import Watcher
 from tests.kit.gateway import Reply
 
+# Ends a fault and returns the facts for its line in the history.
 End = Callable[[], dict[str, object]]
-"""Ends a fault; what is to be said of it."""
 
 
 class Faults:
-    """The faults of one run. Everything here is the main thread's."""
+    """The faults of one run; only the main thread may use them."""
 
     def __init__(self, cluster: Cluster, watcher: Watcher) -> None:
-        self._cluster, self._watcher = cluster, watcher
+        self._cluster = cluster
+        self._watcher = watcher
         self._history = cluster.history
         self._open: dict[int, End] = {}
 
     def begin(self, fault: Fault) -> bool:
-        """Begin it, if its target is in a state to have it; True if end() is to be called."""
-        begun = self._begin(fault)
+        """Begin a fault if the state of its target allows it; return True if end() is to be called."""
+        result = self._begin(fault)
         facts = {'kind': fault.kind, 'target': fault.target, 'seconds': fault.seconds}
-        if begun is None:
+        if result is None:
             self._history.write('skip', fault=fault.number, **facts)
             return False
-        said, end = begun
-        self._history.write('fault', id=fault.number, **facts, **said)
+        details, end = result
+        self._history.write('fault', id=fault.number, **facts, **details)
         if end is not None:
             self._open[fault.number] = end
         return end is not None
 
     def end(self, fault: Fault) -> None:
-        """End it; what was down is started again by the cluster."""
-        said = self._open.pop(fault.number)()
-        self._history.write('over', id=fault.number, **said)
+        """End a fault; the cluster restarts the part that was down."""
+        details = self._open.pop(fault.number)()
+        self._history.write('over', id=fault.number, **details)
 
     def is_through(self, fault: Fault) -> bool:
-        """Whether a failpoint was reached, so that there is nothing more to wait for."""
+        """Return True if the fault's failpoint was reached, so that the wait may end."""
         return bool(fault.place) and _has_fired(self._fired(fault))
 
     def _fired(self, fault: Fault) -> Path:
@@ -67,7 +71,7 @@ class Faults:
             return self._lose('etcd', b'/hosts/')
         if kind == 'placement-answer-lost':
             return self._lose('placement', b'PUT /allocations/')
-        host = next(each for each in cluster.hosts if each.name == fault.target)
+        host = next(candidate for candidate in cluster.hosts if candidate.name == fault.target)
         if kind.startswith('libvirtd-'):
             return self._process(fault, cluster.parts[f'{host.name} libvirtd'])
         if kind == 'partition':
@@ -83,21 +87,24 @@ class Faults:
         pid = part.pid()
         if pid is None or not part.is_ready or part.name in self._cluster.down:
             return None
-        how = fault.kind.rpartition('-')[2]
-        if how == 'freeze':
+        action = fault.kind.rpartition('-')[2]
+        if action == 'freeze':
             part.send(signal.SIGSTOP)
             return {'pid': pid}, lambda: self._thaw(fault, part)
         self._cluster.down.add(part.name)
-        part.expected_end, part.since = True, time.monotonic()
-        part.send(signal.SIGTERM if how == 'term' else signal.SIGKILL)
-        if how != 'failpoint':
+        part.expected_end = True
+        part.since = time.monotonic()
+        part.send(signal.SIGTERM if action == 'term' else signal.SIGKILL)
+        if action != 'failpoint':
             return {'pid': pid}, lambda: self._let_start(fault, part)
         return self._arm(fault, part)
 
     def _thaw(self, fault: Fault, part: Part) -> dict[str, object]:
         part.send(signal.SIGCONT)
-        if not isinstance(part, Compute):  # a server is asked; an ecompute's log said long ago that it is ready
-            part.is_ready, part.fault, part.since = False, fault.number, time.monotonic()
+        if not isinstance(part, Compute):  # a server is probed; an ecompute's log reported readiness long ago
+            part.is_ready = False
+            part.fault = fault.number
+            part.since = time.monotonic()
         return {}
 
     def _let_start(self, fault: Fault, part: Part) -> dict[str, object]:
@@ -106,7 +113,7 @@ class Faults:
         return {}
 
     def _arm(self, fault: Fault, part: Part) -> tuple[dict[str, object], End]:
-        """The process is being killed; it is started again to die at a place."""
+        """Restart a process that is being killed, so that it dies at the fault's failpoint."""
         fired = self._fired(fault)
         deadline = time.monotonic() + 5
         while part.pid() is not None and time.monotonic() < deadline:
@@ -143,14 +150,14 @@ class Faults:
         return {}, end
 
     def _lose(self, which: str, pattern: bytes) -> tuple[dict[str, object], None]:
-        """The next request with `pattern` through the proxy is carried out, and its answer lost."""
-        first: list[float] = []
+        """Carry out the next request with `pattern` through the proxy and drop its answer."""
+        times: list[float] = []
 
-        def applied() -> bool:
-            first.append(time.monotonic())
-            return first[-1] - first[0] > 0.3
+        def is_applied() -> bool:
+            times.append(time.monotonic())
+            return times[-1] - times[0] > 0.3
 
-        self._cluster.proxies[which].lose_answer(pattern, applied)
+        self._cluster.proxies[which].lose_answer(pattern, is_applied)
         return {}, None
 
     def _join(self, host: LabHost) -> dict[str, object]:
@@ -159,7 +166,7 @@ class Faults:
 
     def _compact(self) -> tuple[dict[str, object], None] | None:
         try:
-            revision = self._watcher.read_on()  # what is forgotten is written down
+            revision = self._watcher.read_on()  # write the changes before they are compacted
             Reply(self._cluster.direct[0], 'kv/compaction', {'revision': revision, 'physical': True}, 2.0).close()
         except (OSError, ValueError):
             return None
