@@ -1,4 +1,4 @@
-"""eschedule audit on real libvirt: what only a hypervisor can have is found, leftovers go, strangers stay."""
+"""eschedule audit on real libvirt: it finds defects, removes leftovers, keeps foreign domains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STRANGER = 'a-stranger'
 
 @contextmanager
 def backends(host: Hypervisor) -> Iterator[tuple[Store, Placement]]:
-    """etcd and placement of the lab, as eschedule has them."""
+    """Yield the lab's etcd and placement as eschedule uses them."""
     config = load_schedule(host.lab.directory / 'schedule.yaml')
     store, placement = Store(config.etcd), Placement(config.placement)
     try:
@@ -41,28 +41,31 @@ def backends(host: Hypervisor) -> Iterator[tuple[Store, Placement]]:
 
 
 def finds(host: Hypervisor, *wanted: tuple[str, str]) -> None:
-    """The audit soon finds just this: ecompute may write down first what it sees."""
-    seen: list[object] = []
+    """Check that the audit soon has exactly these findings.
 
-    def found() -> bool:
+    ecompute may have to update its records first.
+    """
+    findings: list[object] = []
+
+    def has_expected() -> bool:
         with backends(host) as (store, placement):
-            seen[:] = [(each.code, each.subject) for each in audit(store, placement, 0.5).findings]
-        return sorted(map(str, seen)) == sorted(map(str, wanted))
+            findings[:] = [(finding.code, finding.subject) for finding in audit(store, placement, 0.5).findings]
+        return sorted(map(str, findings)) == sorted(map(str, wanted))
 
     try:
-        until(found, SOON, f'the audit finds {wanted}')
+        until(has_expected, SOON, f'the audit finds {wanted}')
     except AssertionError as error:
-        raise AssertionError(f'{error}; it found {seen}') from None
+        raise AssertionError(f'{error}; it found {findings}') from None
 
 
 def base_of(host: Hypervisor, instance: str) -> Path:
-    """What an instance's disk lies on."""
+    """Return the base volume of an instance's disk."""
     command = ['qemu-img', 'info', '-U', '--output=json', str(host.disk(instance))]
     return Path(json.loads(subprocess.run(command, check=True, capture_output=True).stdout)['full-backing-filename'])
 
 
 def make_disk(host: Hypervisor, instance: str, *options: str) -> None:
-    """An overlay of our name."""
+    """Create an overlay under our file name."""
     subprocess.run(['qemu-img', 'create', '-q', '-f', 'qcow2', *options, str(host.disk(instance)), '1G'], check=True)
 
 
@@ -90,7 +93,7 @@ def disk_gone(host: Hypervisor, instance: str) -> Iterator[str]:
 
 @contextmanager
 def undefined(host: Hypervisor, instance: str) -> Iterator[str]:
-    """A running domain without a definition: it becomes transient."""
+    """Undefine a running domain, which makes it transient."""
     text = host.virsh('dumpxml', instance)
     host.virsh('undefine', instance)
     yield instance
@@ -99,39 +102,39 @@ def undefined(host: Hypervisor, instance: str) -> Iterator[str]:
 
 @contextmanager
 def domain_of_nobody(host: Hypervisor, instance: str) -> Iterator[str]:
-    """A domain with our mark, and a disk."""
-    nobody = str(uuid.uuid4())
-    make_disk(host, nobody, '-F', 'raw', '-b', str(base_of(host, instance)))
-    text = host.virsh('dumpxml', '--inactive', instance).replace(instance, nobody)
+    """Define a domain with our owner mark, and create its disk."""
+    orphan = str(uuid.uuid4())
+    make_disk(host, orphan, '-F', 'raw', '-b', str(base_of(host, instance)))
+    text = host.virsh('dumpxml', '--inactive', instance).replace(instance, orphan)
     define(host, re.sub(r"<mac address='[^']*'/>", '', text))
-    yield nobody
-    host.virsh('undefine', nobody)
-    host.disk(nobody).unlink()
+    yield orphan
+    host.virsh('undefine', orphan)
+    host.disk(orphan).unlink()
 
 
 @contextmanager
 def disk_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
-    nobody = str(uuid.uuid4())
-    make_disk(host, nobody)
-    yield nobody
-    host.disk(nobody).unlink()
+    orphan = str(uuid.uuid4())
+    make_disk(host, orphan)
+    yield orphan
+    host.disk(orphan).unlink()
 
 
 @contextmanager
 def seed_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
-    nobody, path = str(uuid.uuid4()), host.state / 'metadata' / '52:54:00:00:00:01.json'
-    path.write_text(json.dumps({'version': 1, 'instance': nobody, 'mac': path.stem}))
-    yield nobody
+    orphan, path = str(uuid.uuid4()), host.state / 'metadata' / '52:54:00:00:00:01.json'
+    path.write_text(json.dumps({'version': 1, 'instance': orphan, 'mac': path.stem}))
+    yield orphan
     path.unlink()
 
 
 @contextmanager
 def iso_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
-    nobody = str(uuid.uuid4())
-    path = host.state / f'seeds/{nobody}.iso'
+    orphan = str(uuid.uuid4())
+    path = host.state / f'seeds/{orphan}.iso'
     path.touch()
     try:
-        yield nobody
+        yield orphan
     finally:
         path.unlink()
 
@@ -142,24 +145,24 @@ def reserve(host: Hypervisor, command: str, instance: str, address: str) -> None
 
 
 def free_address(host: Hypervisor) -> str:
-    """One of the network's that nobody has."""
+    """Return a free address of the network."""
     text = host.virsh('net-dumpxml', 'default')
     first = re.search(r"range start='(\S+)\.2'", text)
     assert first, text
-    return next(each for each in (f'{first[1]}.{last}' for last in range(2, 255)) if f"'{each}'" not in text)
+    return next(address for address in (f'{first[1]}.{last}' for last in range(2, 255)) if f"'{address}'" not in text)
 
 
 @contextmanager
 def reservation_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
-    nobody, address = str(uuid.uuid4()), free_address(host)
-    reserve(host, 'add', nobody, address)
-    yield nobody
-    reserve(host, 'delete', nobody, address)
+    orphan, address = str(uuid.uuid4()), free_address(host)
+    reserve(host, 'add', orphan, address)
+    yield orphan
+    reserve(host, 'delete', orphan, address)
 
 
 @contextmanager
 def unreserved(host: Hypervisor, instance: str) -> Iterator[str]:
-    """The reservation is gone; with a restart of ecompute it is there again."""
+    """Remove the reservation; the restart of ecompute recreates it."""
     expected = host.record(instance)['addresses'][0]['expected']
     reserve(host, 'delete', instance, expected)
     yield instance
@@ -187,14 +190,14 @@ def download_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
 
 @contextmanager
 def changed_base(host: Hypervisor, _: str) -> Iterator[str]:
-    """A base volume that is not what its name says, when it is read again."""
+    """Add a base volume whose digest differs from its name and let the scrubber read it."""
     digest = uuid.uuid4().hex * 2
     path = host.state / 'images' / f'base-{digest}.raw'
     path.write_bytes(b'something else')
     Scrubber(path.parent).scrub(time.time())
     yield host.compute
-    for each in (path, *path.parent.glob(f'.*-{digest}')):
-        each.unlink()
+    for file in (path, *path.parent.glob(f'.*-{digest}')):
+        file.unlink()
 
 
 OPEN = """<network><name>open</name><forward mode='open'/><bridge name='virbr7'/>
@@ -204,7 +207,7 @@ OPEN = """<network><name>open</name><forward mode='open'/><bridge name='virbr7'/
 
 @contextmanager
 def open_network(host: Hypervisor, _: str) -> Iterator[str]:
-    """Guests are plugged into a network as libvirt makes them."""
+    """Plug guests into a network with libvirt's default settings."""
     definition, config = host.lab.directory / 'open.xml', host.directory / 'compute.yaml'
     definition.write_text(OPEN)
     host.virsh('net-define', str(definition))
@@ -230,7 +233,7 @@ PLANTS: dict[str, Callable[[Hypervisor, str], AbstractContextManager[str]]] = {
     'part-orphaned': download_of_nobody,
     'base-differs': changed_base,
     'reservation-orphaned': reservation_of_nobody,
-    # Last, for they end with a new ecompute, whose workers sweep such files as they start.
+    # Last, because these restart ecompute, whose workers remove such files at their start.
     'reservation-missing': unreserved,
     'reservation-differs': reserved_otherwise,
     'dhcp-open': open_network,
@@ -239,16 +242,16 @@ PLANTS: dict[str, Callable[[Hypervisor, str], AbstractContextManager[str]]] = {
 
 @pytest.fixture
 def stranger(host: Hypervisor) -> Iterator[str]:
-    """A domain somebody else defined, over an overlay volume of ours that nobody asks for: its instance's name."""
-    nobody = str(uuid.uuid4())
-    make_disk(host, nobody)
-    device = f"<disk type='file'><source file='{host.disk(nobody)}'/><target dev='vda' bus='virtio'/></disk>"
+    """The instance of an overlay without a request, used by a domain defined outside ecomp."""
+    orphan = str(uuid.uuid4())
+    make_disk(host, orphan)
+    device = f"<disk type='file'><source file='{host.disk(orphan)}'/><target dev='vda' bus='virtio'/></disk>"
     system = "<os><type arch='x86_64' machine='pc'>hvm</type></os>"
     head = f"<domain type='qemu'><name>{STRANGER}</name><memory unit='MiB'>32</memory>"
     define(host, f'{head}{system}<devices>{device}</devices></domain>')
-    yield nobody
+    yield orphan
     host.virsh('undefine', STRANGER)
-    host.disk(nobody).unlink()
+    host.disk(orphan).unlink()
 
 
 @pytest.mark.slow
@@ -267,12 +270,12 @@ def test_leftovers_go_and_strangers_stay(host: Hypervisor, stranger: str) -> Non
     instance = host.running()
     pid = host.qemu(instance)
     image = host.state / 'images' / 'base-0123.part'
-    nobody = str(uuid.uuid4())
+    orphan = str(uuid.uuid4())
     seed = host.state / 'metadata' / '52:54:00:00:00:01.json'
     iso = host.state / f'seeds/{uuid.uuid4()}.iso'
     with domain_of_nobody(host, instance) as domain:
-        make_disk(host, nobody)
-        seed.write_text(json.dumps({'version': 1, 'instance': nobody, 'mac': seed.stem}))
+        make_disk(host, orphan)
+        seed.write_text(json.dumps({'version': 1, 'instance': orphan, 'mac': seed.stem}))
         image.write_bytes(b'half')
         iso.touch()
         unnamed = str(uuid.uuid4())
@@ -280,19 +283,19 @@ def test_leftovers_go_and_strangers_stay(host: Hypervisor, stranger: str) -> Non
         before = {name: host.virsh('dumpxml', name) for name in (instance, domain, STRANGER)}
         finds(
             host,
-            *(('disk-orphaned', nobody), ('disk-orphaned', stranger), ('seed-orphaned', nobody)),
+            *(('disk-orphaned', orphan), ('disk-orphaned', stranger), ('seed-orphaned', orphan)),
             *(('reservation-orphaned', unnamed), ('iso-orphaned', iso.stem)),
             *(('domain-orphaned', domain), ('part-orphaned', host.compute)),
         )
-        told: list[str] = []
+        messages: list[str] = []
         with backends(host) as (store, placement):
-            report = fix(store, placement, told.append, apart=0.5)
-        left = {(each.code, each.subject) for each in report.findings}
-        assert left == {('disk-orphaned', stranger), ('domain-orphaned', domain)}, told
-        assert any(f'disk {stranger}: not removed: domain {STRANGER} has it' in line for line in told), told
-        assert not any(path.exists() for path in (host.disk(nobody), seed, image, iso))
+            report = fix(store, placement, messages.append, apart=0.5)
+        remaining = {(finding.code, finding.subject) for finding in report.findings}
+        assert remaining == {('disk-orphaned', stranger), ('domain-orphaned', domain)}, messages
+        assert any(f'disk {stranger}: not removed: domain {STRANGER} has it' in line for line in messages), messages
+        assert not any(path.exists() for path in (host.disk(orphan), seed, image, iso))
         assert unnamed not in host.virsh('net-dumpxml', 'default') + host.virsh('net-dumpxml', 'default', '--inactive')
         assert instance in host.virsh('net-dumpxml', 'default')
-        assert all(host.disk(each).exists() for each in (instance, domain, stranger))
+        assert all(host.disk(owner).exists() for owner in (instance, domain, stranger))
         assert {name: host.virsh('dumpxml', name) for name in before} == before
         assert host.qemu(instance) == pid

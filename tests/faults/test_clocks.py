@@ -1,4 +1,4 @@
-"""F30: clocks that are wrong, differ, or jump: nothing that waits or expires is told by the time of day."""
+"""F30: clocks that are wrong, differ or jump: no wait and no expiry depends on the time of day."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tests.kit.servers import environment, until
 from tests.kit.story import SMALL, addressed, boot, logged, place, reached, record
 from tests.kit.tuned import Tuned, tuned
 
-# https://github.com/wolfcw/libfaketime: monotonic timers stay as they are, as a jump of the real clock leaves them.
+# https://github.com/wolfcw/libfaketime: a jump of the real clock does not move monotonic timers either.
 ALWAYS = {'FAKETIME_DONT_FAKE_MONOTONIC': '1', 'FAKETIME_NO_CACHE': '1'}
 
 
 @pytest.fixture(scope='module')
 def library() -> str:
-    """libfaketime for programs with threads."""
+    """The path of libfaketime's library for programs with threads."""
     if shutil.which('dpkg') is None:
         pytest.skip('not a Debian machine: where libfaketime is, is not known')
-    listed = subprocess.run(['dpkg', '-L', 'libfaketime'], capture_output=True, text=True, check=False).stdout
-    found = [path for path in listed.split() if path.endswith('/libfaketimeMT.so.1')]
-    if not found:
+    files = subprocess.run(['dpkg', '-L', 'libfaketime'], capture_output=True, text=True, check=False).stdout
+    libraries = [path for path in files.split() if path.endswith('/libfaketimeMT.so.1')]
+    if not libraries:
         pytest.skip('libfaketime is not installed: apt-get install libfaketime')
-    return found[0]
+    return libraries[0]
 
 
-# Its clock_nanosleep, on which time.sleep is built, answers "Invalid argument" whenever the clock is off.
+# libfaketime's clock_nanosleep, on which time.sleep is built, fails with "Invalid argument" whenever the clock is off.
 SLEEP = """
 import threading, time
 time.sleep = lambda seconds: None if threading.Event().wait(seconds) else None
@@ -45,7 +45,7 @@ time.sleep = lambda seconds: None if threading.Event().wait(seconds) else None
 
 @pytest.fixture
 def always(library: str, tmp_path: Path) -> dict[str, str]:
-    """What every process with a clock of its own has in its environment."""
+    """The environment that every process with its own clock has."""
     (tmp_path / 'python').mkdir()
     (tmp_path / 'python' / 'sitecustomize.py').write_text(SLEEP)
     path = os.pathsep.join([str(tmp_path / 'python'), environment()['PYTHONPATH']])
@@ -54,17 +54,17 @@ def always(library: str, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def eschedule_at(always: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Commands started from now on have this clock."""
+    """A function that sets the clock of the commands started afterwards."""
 
-    def at(offset: str) -> None:
+    def set_offset(offset: str) -> None:
         for name, value in {**always, 'FAKETIME': offset}.items():
             monkeypatch.setenv(name, value)
 
-    return at
+    return set_offset
 
 
 class Clock:
-    """The clock of one process, as a file says that can be written anew at any time."""
+    """The clock of one process, set by a file that can be rewritten at any time."""
 
     def __init__(self, always: dict[str, str], path: Path) -> None:
         self._path = path
@@ -72,14 +72,14 @@ class Clock:
         self.environment = {**always, 'FAKETIME_TIMESTAMP_FILE': str(path)}
 
     def jump(self, offset: str) -> None:
-        """From now on it is off by this, such as -1h."""
-        new = self._path.with_suffix('.new')
-        new.write_text(f'{offset}\n')
-        new.rename(self._path)
+        """Set the clock's offset, such as -1h."""
+        new_file = self._path.with_suffix('.new')
+        new_file.write_text(f'{offset}\n')
+        new_file.rename(self._path)
 
 
 def apart(control: Control, instance: str) -> timedelta:
-    """By how much ecompute's clock is ahead of eschedule's, as the record tells."""
+    """Return how far ecompute's clock is ahead of eschedule's, according to the record."""
     stages = (record(control, instance) or {})['stages']
     return datetime.fromisoformat(stages['started']) - datetime.fromisoformat(stages['requested'])
 
@@ -89,17 +89,17 @@ def apart(control: Control, instance: str) -> timedelta:
 def test_clocks_that_differ(
     cluster: Control, always: dict[str, str], eschedule_at: Callable[[str], None], compute_at: str, command_at: str
 ) -> None:
-    """F30: ecompute's clock an hour ahead and eschedule's one behind, or the reverse: all works as ever (fake)"""
+    """F30: ecompute's clock an hour ahead and eschedule's one behind, or the reverse: nothing changes (fake)."""
     compute = tuned(cluster, extra={**always, 'FAKETIME': compute_at})
     eschedule_at(command_at)
-    done = cluster.eschedule('--wait', '--timeout', '60', SMALL)
-    assert done.code == 0, done
+    created = cluster.eschedule('--wait', '--timeout', '60', SMALL)
+    assert created.code == 0, created
     (instance,) = guests(compute)
     hours = timedelta(hours=int(compute_at[:2]) - int(command_at[:2]))
     assert abs(apart(cluster, instance) - hours) < timedelta(minutes=5), 'the clocks were not moved'
     for words in (['list'], ['show', instance], ['hosts'], [instance]):
-        shown = cluster.eschedule(*words)
-        assert (shown.code, shown.stderr) == (0, ''), shown
+        result = cluster.eschedule(*words)
+        assert (result.code, result.stderr) == (0, ''), result
     assert cluster.eschedule('destroy', '--wait', '--timeout', '60', instance).code == 0
     addressed(cluster, place(cluster)[1])
     check(cluster, compute)
@@ -108,12 +108,12 @@ def test_clocks_that_differ(
 @pytest.mark.slow
 @pytest.mark.parametrize('jump', ['+1h', '-400d'])
 def test_a_clock_that_jumps(cluster: Control, always: dict[str, str], tmp_path: Path, jump: str) -> None:
-    """F30: ecompute's clock jumps while it runs: it stays alive, works on, and releases nothing early (fake)"""
+    """F30: ecompute's clock jumps while it runs: it stays alive, keeps working and releases nothing early (fake)."""
     clock = Clock(always, tmp_path / 'clock')
     compute = tuned(cluster, numbers={'EVERY': 0.3}, extra=clock.environment)
     _, before = place(cluster)
     address = addressed(cluster, before)
-    # Somebody's claim that no request stands behind: it goes after two looks a minute apart, and not before.
+    # A claim without a request: it is released after two checks a minute apart, and not earlier.
     orphan = str(uuid.uuid4())
     claim(cluster, orphan, compute.uuid)
     presence = everything(cluster)[f'/computes/{compute.uuid}'].lease
@@ -135,7 +135,7 @@ def test_a_clock_that_jumps(cluster: Control, always: dict[str, str], tmp_path: 
 
 
 def looked(control: Control, compute: Tuned) -> None:
-    """ecompute has made a guest and removed it, and looked at its claims meanwhile."""
+    """Create and destroy an instance; ecompute checks its claims in that time."""
     instance = boot(control)
     assert control.eschedule('destroy', '--wait', instance).code == 0
     assert instance not in guests(compute)
@@ -145,7 +145,7 @@ def looked(control: Control, compute: Tuned) -> None:
 def test_a_clock_that_jumps_in_a_build(
     cluster: Control, always: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F30: both clocks go back a day while eschedule waits for a build: both end like any other (fake)"""
+    """F30: both clocks go back a day while eschedule waits for a build: both finish as usual (fake)."""
     clock = Clock(always, tmp_path / 'clock')
     compute = tuned(cluster, failpoint='seeded:stop:1', extra=clock.environment)
     instance = str(uuid.uuid4())
@@ -157,14 +157,14 @@ def test_a_clock_that_jumps_in_a_build(
         compute.stopped_at('seeded')
         clock.jump('-1d')
         compute.resume()
-        ended = waiting.end()
-    assert ended.code == 0, ended
-    assert ended.stdout.splitlines()[1] == addressed(cluster, instance)
-    found = reached(cluster, instance, 'active')
-    assert found['stages']['started'] < found['stages']['requested'], 'the clock was not moved'
+        result = waiting.end()
+    assert result.code == 0, result
+    assert result.stdout.splitlines()[1] == addressed(cluster, instance)
+    active = reached(cluster, instance, 'active')
+    assert active['stages']['started'] < active['stages']['requested'], 'the clock was not moved'
     until(lambda: cluster.eschedule(instance).code == 0, 20, 'its address can be asked for')
-    shown = cluster.eschedule('show', instance)
-    assert (shown.code, shown.stderr) == (0, '')
+    details = cluster.eschedule('show', instance)
+    assert (details.code, details.stderr) == (0, '')
     compute.failpoint = ''
     compute.restart()
     looked(cluster, compute)

@@ -1,4 +1,4 @@
-"""F21: the disk full in each place: said with what and where, nothing half written stays, with room it works again."""
+"""F21: the disk is full in each place: reported with reason and path, no partial file stays, and work resumes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
 from tests.kit.story import SMALL, addressed, boot, log_of, logged, logs, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
+MIB = 2**20
 PAGE = os.sysconf('SC_PAGE_SIZE')
 FULL = 'No space left on device'
 
 
 class SmallDisk:
-    """A file system of its own, which can be filled to the last byte."""
+    """A file system that can be filled to the last byte."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ballast = path / 'ballast'
 
     def fill(self) -> None:
-        """No room is left, not even for one more page."""
+        """Fill the file system, so that not even one more page fits."""
         with self._ballast.open('ab', buffering=0) as file:
             for size in (MIB, 4 * KIB, 1):
                 try:
@@ -47,35 +48,35 @@ class SmallDisk:
         assert os.statvfs(self.path).f_bavail == 0
 
     def free(self) -> None:
-        """Room again."""
+        """Free the space."""
         self._ballast.unlink()
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
-    """Makes file systems of so many bytes, and unmounts them when all else is closed."""
+    """A function that mounts a file system of a number of bytes; it is unmounted last."""
     if os.geteuid() != 0:
         pytest.skip('mounting a tmpfs needs root')
-    with ExitStack() as undo:
+    with ExitStack() as stack:
 
-        def make(size: int) -> SmallDisk:
+        def mount_disk(size: int) -> SmallDisk:
             path = tmp_path / f'small-{uuid.uuid4().hex[:6]}'
             path.mkdir()
             subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={size}', 'ecomp-test', str(path)], check=True)
-            # Lazily: whoever has still something open there, as after a failed test, must not keep it mounted.
-            undo.callback(subprocess.run, ['umount', '-l', str(path)], check=True)
+            # Lazily: a file that is still open there, as after a failed test, must not keep it mounted.
+            stack.callback(subprocess.run, ['umount', '-l', str(path)], check=True)
             return SmallDisk(path)
 
-        yield make
+        yield mount_disk
 
 
 def pieces(directory: Path) -> list[str]:
-    """Half written files below a directory."""
+    """List partial files below a directory."""
     return [str(path) for path in directory.rglob('*') if path.suffix in ('.part', '.new')]
 
 
 def test_download(small_disk: Callable[[int], SmallDisk]) -> None:
-    """F21: no room for the image: the download says so, its .part is gone, and it is taken once there is room (fake)"""
+    """F21: no room for an image: reported, its .part is removed, and downloaded once there is room (fake)."""
     disk = small_disk(8 * MIB)
     directory = disk.path / 'images'
     cache = ImageCache(directory, inspect, None, LIMITS, LOOPBACK)
@@ -87,13 +88,13 @@ def test_download(small_disk: Callable[[int], SmallDisk]) -> None:
             get(cache, server.url + 'good?2')
         assert caught.value.stage == 'image'
         assert kept(directory) == before
-        assert get(cache, server.url + 'good') == first  # what is there is still good
+        assert get(cache, server.url + 'good') == first  # the cached image is still valid
         disk.free()
         assert get(cache, server.url + 'good?2').virtual_size == first.virtual_size
 
 
 def test_state_directory_while_running(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
-    """F21: no room in the state directory: builds end in error with the reason, destroys wait, others stay (fake)"""
+    """F21: no room in the state directory: builds fail with the reason, destroys wait, others stay (fake)."""
     disk = small_disk(MIB)
     compute = cluster.ecompute(state=str(disk.path / 'state'))
     _, before = place(cluster)
@@ -107,9 +108,9 @@ def test_state_directory_while_running(cluster: Control, small_disk: Callable[[i
         assert str(disk.path) in error['reason']
         assert error['stage'] in ('scheduled', 'image', 'disk')
         assert cluster.placement.allocations(instance) == {}
-    # What they ended with is written again and again meanwhile, beside its place: such a file is there for a moment.
+    # Their final state is written again and again beside its place, so such a file exists for a moment.
     until(lambda: pieces(disk.path) == [], 5, f'nothing half written stays in {disk.path}')
-    # A guest is destroyed as soon as that can be written down; until then it is there, and so is its claim.
+    # A guest is destroyed only after that can be written; until then it and its claim stay.
     assert cluster.eschedule('destroy', doomed).code == 0
     until(lambda: logged(compute, FULL, 'trying again'), 20, 'it says that it waits')
     with idle(compute.pid, 0.15):
@@ -126,19 +127,19 @@ def test_state_directory_while_running(cluster: Control, small_disk: Callable[[i
 
 
 def fake_guests(cluster: Control, disk: SmallDisk, compute: Ecompute) -> None:
-    """The end, with the guests read where this compute has them."""
+    """Run the final checks; the link lets them read the guests of this compute."""
     (compute.directory / 'state').symlink_to(disk.path / 'state')
     check(cluster, compute)
     assert len(guests(compute)) == 2
 
 
 def test_state_directory_at_start(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
-    """F21: no room for the uuid, the token or the memory at its start: one line, exit 1, then it starts (fake)"""
+    """F21: no room for the uuid, token or memory at the start: one line, exit 1; with room it starts (fake)."""
     disk = small_disk(MIB)
     compute = tuned(cluster, start=False)
     text = compute.config.read_text().replace(str(compute.directory / 'state'), str(disk.path / 'state'))
     compute.config.write_text('\n'.join(line for line in text.splitlines() if not line.startswith('uuid:')))
-    for made in ('', 'uuid', 'token'):
+    for existing in ('', 'uuid', 'token'):
         for path in (disk.path / 'state').glob('*'):
             assert path.name in ('lock', 'uuid', 'token', 'instances', 'metadata', 'cluster'), path
         disk.fill()
@@ -150,10 +151,10 @@ def test_state_directory_at_start(cluster: Control, small_disk: Callable[[int], 
         assert str(disk.path / 'state') in lines[-1], lines
         assert pieces(disk.path) == []
         disk.free()
-        # As far as it would have come: the next one misses the next file.
-        if made == '':
+        # Write the file that it would have created, so that the next start lacks room for the next file.
+        if existing == '':
             (disk.path / 'state' / 'uuid').write_text(f'{compute.uuid}\n')
-        elif made == 'uuid':
+        elif existing == 'uuid':
             (disk.path / 'state' / 'token').write_text(f'{uuid.uuid4()}\n')
     compute.start()
     addressed(cluster, place(cluster, f'{SMALL}&in_tree={compute.uuid}')[1])
@@ -161,7 +162,7 @@ def test_state_directory_at_start(cluster: Control, small_disk: Callable[[int], 
 
 
 def test_log(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
-    """F21: no room for ecompute's log: it works on as if nothing were, and logs again once there is room (fake)"""
+    """F21: no room for ecompute's log: it keeps working and logs again once there is room (fake)."""
     disk = small_disk(MIB)
     compute = tuned(cluster, start=False)
     compute.log = disk.path / 'ecompute.log'
@@ -170,7 +171,7 @@ def test_log(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
     pages = -(-compute.log.stat().st_size // PAGE)
     instance = boot(cluster)
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    # To the end of the page that it has, and no further.
+    # The log grows to the end of its current page and no further.
     assert compute.log.stat().st_size <= pages * PAGE
     assert compute.is_running
     disk.free()
@@ -180,8 +181,8 @@ def test_log(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
 
 
 def test_etcd(own_placement: PlacementServer, small_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
-    """F21: no room on etcd's disk, it panics: requests are refused, guests stay, all goes on once it is back (fake)"""
-    # Two segments of its log are 64 MiB each, taken beforehand; its database grows.
+    """F21: no room on etcd's disk, etcd panics: requests refused, guests stay; etcd's return is noticed (fake)."""
+    # Two segments of its log are 64 MiB each, allocated in advance; only its database grows.
     disk = small_disk(140 * MIB)
     with Etcd(disk.path / 'etcd') as etcd:
         control = Control(etcd, own_placement, tmp_path, mortal=True)
@@ -211,7 +212,7 @@ def test_etcd(own_placement: PlacementServer, small_disk: Callable[[int], SmallD
 
 
 def write_until_it_dies(etcd: Etcd) -> None:
-    """Put large values until etcd ends itself."""
+    """Put large values until etcd ends."""
     for number in range(2000):
         try:
             etcd.put(f'/filler/{number}', os.urandom(256 * KIB))
@@ -222,7 +223,7 @@ def write_until_it_dies(etcd: Etcd) -> None:
 
 
 def test_placement(own_etcd: Etcd, small_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
-    """F21: no room for placement's database, it answers 500: exit 7, nothing claimed, destroys wait (fake)"""
+    """F21: no room for placement's database, it answers 500: exit 7, nothing claimed, destroys wait (fake)."""
     disk = small_disk(3 * MIB)
     with PlacementServer(disk.path / 'placement') as placement:
         control = Control(own_etcd, placement, tmp_path, mortal=True)
@@ -230,8 +231,8 @@ def test_placement(own_etcd: Etcd, small_disk: Callable[[int], SmallDisk], tmp_p
             compute = control.ecompute()
             instance = boot(control)
             disk.fill()
-            done = control.eschedule(SMALL)
-            one_line(done, 7, 'placement', 'HTTP 500')
+            result = control.eschedule(SMALL)
+            one_line(result, 7, 'placement', 'HTTP 500')
             assert control.eschedule('destroy', instance).code == 0
             until(lambda: logged(compute, 'trying again'), 30, 'ecompute says that it waits')
             assert (record(control, instance) or {})['state'] == 'destroying'
