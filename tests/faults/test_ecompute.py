@@ -1,4 +1,4 @@
-"""ecompute killed, frozen, signalled, at every step."""
+"""ecompute killed, frozen or signalled at every step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.kit.servers import PATIENCE, until
 from tests.kit.story import SMALL, addressed, boot, known, log_of, logged, one_line, place, reached, reserved
 from tests.kit.tuned import tuned
 
-# F2: ecompute killed at every step of a build, a destroy, its start and its end; the next start goes on.
+# F2: ecompute killed at every step of a build, a destroy, its start and its end; the next start continues.
 
 
 BUILD_FAILPOINTS = (
@@ -49,7 +49,7 @@ def armed(cluster: Control) -> Armed:
 
 @pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'confirmed', 'seeded', 'disk-created', 'built', 'addressed'))
 def test_killed_while_building(cluster: Control, armed: Armed, step: str) -> None:
-    """F2: kill -9 of ecompute at a step of a build: the next start ends it, once (fake)"""
+    """F2: kill -9 of ecompute at a step of a build: the next start completes it, once (fake)."""
     armed.failpoint = f'{step}:kill'
     armed.start()
     _, instance = place(cluster)
@@ -62,7 +62,7 @@ def test_killed_while_building(cluster: Control, armed: Armed, step: str) -> Non
 
 @pytest.mark.parametrize('step', some(DESTROY_FAILPOINTS, 'destroying', 'removed', 'released', 'ended'))
 def test_killed_while_destroying(cluster: Control, armed: Armed, step: str) -> None:
-    """F2: kill -9 of ecompute at a step of a destroy: the next start ends it (fake)"""
+    """F2: kill -9 of ecompute at a step of a destroy: the next start completes it (fake)."""
     armed.failpoint = f'{step}:kill'
     armed.start()
     (_, instance), (_, other) = place(cluster), place(cluster)
@@ -78,9 +78,9 @@ def test_killed_while_destroying(cluster: Control, armed: Armed, step: str) -> N
 
 @pytest.mark.parametrize('by_hand', [False, True])
 def test_killed_before_the_state_directory_hears_of_an_end(cluster: Control, by_hand: bool) -> None:
-    """F2: kill -9 of ecompute between an end in etcd and in its directory: the next start frees the address (fake)"""
-    quick = {'host.claims.APART': 0.5, 'planner.APART': 0.5}  # between two looks for what vanished
-    armed = tuned(cluster, numbers=quick)
+    """F2: kill -9 between an end in etcd and in the state directory: the next start frees the address (fake)."""
+    intervals = {'host.claims.APART': 0.5, 'planner.APART': 0.5}  # between the two checks for a vanished guest
+    armed = tuned(cluster, numbers=intervals)
     instance = boot(cluster)
     armed.kill()
     if by_hand:
@@ -100,7 +100,7 @@ def test_killed_before_the_state_directory_hears_of_an_end(cluster: Control, by_
 
 @pytest.mark.parametrize('step', START_FAILPOINTS)
 def test_killed_while_starting(cluster: Control, armed: Armed, step: str) -> None:
-    """F2: kill -9 of ecompute while it starts, three times, the first time ever and with work waiting (fake)"""
+    """F2: kill -9 of ecompute while it starts, three times: on its first start and with requests waiting (fake)."""
     armed.failpoint = f'{step}:kill'
     for _ in range(2):
         armed.launch()
@@ -121,7 +121,7 @@ def test_killed_while_starting(cluster: Control, armed: Armed, step: str) -> Non
 
 @pytest.mark.parametrize('step', END_FAILPOINTS)
 def test_killed_while_ending(cluster: Control, armed: Armed, step: str) -> None:
-    """F2: kill -9 of ecompute while it ends: the next start is as after any other (fake)"""
+    """F2: kill -9 of ecompute while it ends: the next start is like any other (fake)."""
     armed.failpoint = f'{step}:kill'
     armed.start()
     _, instance = place(cluster)
@@ -135,37 +135,37 @@ def test_killed_while_ending(cluster: Control, armed: Armed, step: str) -> None:
 
 
 def test_killed_with_the_metadata_address_put(host: Hypervisor) -> None:
-    """F2: kill -9 of ecompute that put 169.254.169.254: the next start takes it off at its end, as its own (libvirt)"""
+    """F2: kill -9 of ecompute that added 169.254.169.254: the next one removes it as its own (libvirt)."""
     address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
 
-    def there() -> bool:
+    def has_address() -> bool:
         return address in host.lab.elab('exec', host.name, 'ip', 'addr', 'show', *bridge)
 
-    def ends() -> None:
+    def terminate() -> None:
         host.kill(signal.SIGTERM)
 
-    # The lab's network has the address itself.
-    ends()
-    assert there(), 'what is not ours stays'
+    # The lab's network has this address itself.
+    terminate()
+    assert has_address(), 'what is not ours stays'
     host.lab.elab('exec', host.name, 'ip', 'addr', 'del', address, *bridge)
     try:
         host.restart()
-        assert there()
+        assert has_address()
         host.kill()
-        assert there()
+        assert has_address()
         host.restart()
-        ends()
-        assert not there()
+        terminate()
+        assert not has_address()
         assert not (host.state / 'metadata-address').exists()
     finally:
         host.lab.elab('exec', host.name, 'ip', 'addr', 'replace', address, *bridge)
 
 
 def test_the_network_is_started_again(host: Hypervisor) -> None:
-    """F28: the network stopped and started by hand: 169.254.169.254 is put on its new bridge at once (libvirt)"""
+    """F28: the network restarted outside ecomp: 169.254.169.254 is soon added to its new bridge (libvirt)."""
     address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
 
-    def there() -> bool:
+    def has_address() -> bool:
         return address in host.lab.elab('exec', host.name, 'ip', 'addr', 'show', *bridge)
 
     definition = host.lab.virsh(host.name, 'net-dumpxml', 'default')
@@ -177,7 +177,7 @@ def test_the_network_is_started_again(host: Hypervisor) -> None:
         host.lab.virsh(host.name, 'net-define', str(xml))
         host.lab.virsh(host.name, 'net-destroy', 'default')
         host.lab.virsh(host.name, 'net-start', 'default')
-        until(there, 10, 'the address is there again')
+        until(has_address, 10, 'the address is there again')
     finally:
         host.kill(signal.SIGTERM)
         xml.write_text(definition)
@@ -193,7 +193,7 @@ REAL = ('building', 'reserved', 'built', 'removed', 'forgotten')
 
 @pytest.mark.parametrize('step', some(REAL, 'built'))
 def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
-    """F2: kill -9 of ecompute at a step of a build or a destroy: the next start ends it; one QEMU or none (libvirt)"""
+    """F2: kill -9 at a step of a build or destroy: the next start completes it, with one QEMU or none (libvirt)."""
     destroyed = step in DESTROY_FAILPOINTS
     host.restart(f'{step}:kill')
     instance = host.running() if destroyed else host.place()
@@ -217,7 +217,7 @@ FAIL_FAILPOINTS = ('failing', 'removed', 'forgotten', 'unreserved', 'released', 
 
 @pytest.mark.parametrize('step', some(FAIL_FAILPOINTS, 'failing', 'released'))
 def test_killed_while_a_build_fails(host: Hypervisor, step: str) -> None:
-    """F2: kill -9 of ecompute at a step of a failed build: the next start ends it, and says why it failed (libvirt)"""
+    """F2: kill -9 at a step of a failed build: the next start completes it and reports the reason (libvirt)."""
     host.restart(f'{step}:kill')
     instance = host.place('missing.raw')
     host.ended()
@@ -230,14 +230,14 @@ def test_killed_while_a_build_fails(host: Hypervisor, step: str) -> None:
     host.settled()
 
 
-# F5, F6, F36: ecompute frozen, killed, started twice, and asked to stop in the middle of something.
+# F5, F6, F36: ecompute frozen, killed, started twice, and stopped during work.
 
 
 ENDS_WITHIN = 20.0
 
 
 def said(compute: Ecompute) -> list[str]:
-    """What an ecompute said on its way out, beside its log's lines."""
+    """Return the lines that an ecompute printed at its end, apart from its log lines."""
     lines = [line for line in log_of(compute) if not re.match(r'\d{4}-\d\d-\d\dT', line)]
     assert all(line.startswith('ecompute: ') for line in lines), lines
     return lines
@@ -245,10 +245,13 @@ def said(compute: Ecompute) -> list[str]:
 
 @contextlib.contextmanager
 def frozen(control: Control, compute: Ecompute, really: bool) -> Iterator[Callable[[], None]]:
-    """An ecompute that is frozen, and what lets its lease end meanwhile: 61 s, or a word to etcd instead of them."""
+    """Freeze an ecompute; yield a function that lets its lease expire.
+
+    With `really` that takes 61 s, otherwise etcd revokes the lease.
+    """
     presence, began = f'/computes/{compute.uuid}', time.monotonic()
 
-    def time_passes() -> None:
+    def expire_lease() -> None:
         if really:
             until(lambda: time.monotonic() - began > 61, 70, 'a minute has passed')
             assert control.etcd.get(presence) is None
@@ -256,7 +259,7 @@ def frozen(control: Control, compute: Ecompute, really: bool) -> Iterator[Callab
             lapse(control, presence)
 
     compute.pause()
-    yield time_passes
+    yield expire_lease
     assert is_stopped(compute.pid)
     compute.resume()
 
@@ -266,30 +269,30 @@ REALLY = pytest.mark.parametrize('really', [False, pytest.param(True, marks=pyte
 
 @REALLY
 def test_frozen_while_requests_arrive(cluster: Control, compute: Ecompute, really: bool) -> None:
-    """F5: SIGSTOP of ecompute for longer than its lease, while creates and destroys arrive (fake)"""
-    kept, doomed = place(cluster)[1], place(cluster)[1]
-    before = addressed(cluster, kept)
+    """F5: SIGSTOP of ecompute for longer than its lease, while creates and destroys arrive (fake)."""
+    surviving, doomed = place(cluster)[1], place(cluster)[1]
+    before = addressed(cluster, surviving)
     addressed(cluster, doomed)
-    with frozen(cluster, compute, really) as time_passes:
-        new, never = place(cluster)[1], place(cluster)[1]
-        assert cluster.eschedule('destroy', doomed, never).code == 0
-        time_passes()
+    with frozen(cluster, compute, really) as expire_lease:
+        created, doomed_early = place(cluster)[1], place(cluster)[1]
+        assert cluster.eschedule('destroy', doomed, doomed_early).code == 0
+        expire_lease()
         assert cluster.eschedule(SMALL).code == 3
-    addressed(cluster, new)
+    addressed(cluster, created)
     reached(cluster, doomed, 'gone')
-    reached(cluster, never, 'gone')
+    reached(cluster, doomed_early, 'gone')
     until(lambda: cluster.etcd.get(f'/computes/{compute.uuid}'), 20, 'it says again that it is alive')
-    assert addressed(cluster, kept) == before
-    assert guests(compute).keys() == {kept, new}
+    assert addressed(cluster, surviving) == before
+    assert guests(compute).keys() == {surviving, created}
 
 
 @REALLY
 def test_frozen_while_another_takes_its_uuid(cluster: Control, tmp_path: Path, really: bool) -> None:
-    """F5: SIGSTOP of ecompute until another one has its uuid: on CONT it writes nothing any more (fake)"""
+    """F5: SIGSTOP of ecompute until another one has its uuid: after SIGCONT it writes nothing (fake)."""
     compute = cluster.ecompute()
-    with frozen(cluster, compute, really) as time_passes:
+    with frozen(cluster, compute, really) as expire_lease:
         _, instance = place(cluster)
-        time_passes()
+        expire_lease()
         other = cluster.ecompute(directory=tmp_path / 'other', uuid=compute.uuid)
         addressed(cluster, instance)
         before = revision(cluster, f'/instances/{compute.uuid}/{instance}')
@@ -306,14 +309,14 @@ CODES = {
     signal.SIGKILL: {-signal.SIGKILL},
     signal.SIGTERM: {0},
     signal.SIGINT: {0},
-    # Until the daemon runs nobody has anything to say at a hang-up: that is as good as a kill.
+    # Until the daemon runs, SIGHUP has its default action: it kills the process.
     signal.SIGHUP: {0, -signal.SIGHUP},
 }
 
 
 @pytest.mark.slow
 def test_a_storm_of_signals(cluster: Control) -> None:
-    """F6: 20 times kill -9, SIGTERM, SIGHUP or SIGINT at a random moment, while creates and destroys arrive (fake)"""
+    """F6: 20 times SIGKILL, SIGTERM, SIGHUP or SIGINT at a random moment while requests arrive (fake)."""
     rng = random.Random(6)
     compute = cluster.ecompute(BIG)
     placed = [place(cluster)[1]]
@@ -322,18 +325,18 @@ def test_a_storm_of_signals(cluster: Control) -> None:
     with ThreadPoolExecutor(1) as thread:
         for round_ in range(20):
             number = rng.choice(list(CODES))
-            asked = thread.submit(cluster.eschedule, SMALL) if compute.is_ready() else None
-            moment.wait(rng.uniform(0.0, 0.4))  # never set: the moment is the fault
+            pending = thread.submit(cluster.eschedule, SMALL) if compute.is_ready() else None
+            moment.wait(rng.uniform(0.0, 0.4))  # never set: the random moment is the fault
             numbers = [number, *rng.choices([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], k=rng.randrange(3))]
-            for each in numbers:
-                compute._signal(each)
+            for sig in numbers:
+                compute._signal(sig)
             until(lambda: not compute.is_running, 30, 'it ends')
             assert compute._process is not None
-            assert compute._process.returncode in set().union(*(CODES[each] for each in numbers)), (round_, numbers)
-            if asked is not None and (result := asked.result()).code == 0:
+            assert compute._process.returncode in set().union(*(CODES[sig] for sig in numbers)), (round_, numbers)
+            if pending is not None and (result := pending.result()).code == 0:
                 placed.append(result.stdout.split()[-1])
             else:
-                assert asked is None or asked.result().code == 3, asked.result()
+                assert pending is None or pending.result().code == 3, pending.result()
             if rng.random() < 0.3 and len(placed) > 1:
                 doomed.append(placed.pop())
                 assert cluster.eschedule('destroy', doomed[-1]).code == 0
@@ -355,7 +358,7 @@ def test_a_storm_of_signals(cluster: Control) -> None:
 
 
 def refused(compute: Ecompute) -> str:
-    """The one line of an ecompute that refused to start because somebody else is here."""
+    """Return the one line of an ecompute that refused to start because another one runs."""
     assert compute._process is not None
     assert compute._process.wait(PATIENCE * 30) == 5, compute.last_words()
     (line,) = said(compute)
@@ -364,12 +367,12 @@ def refused(compute: Ecompute) -> str:
 
 @pytest.mark.parametrize('shared', ['state directory', 'uuid'])
 def test_two_started_at_the_same_moment(cluster: Control, tmp_path: Path, shared: str) -> None:
-    """F6: two ecomputes of one state directory, or of one uuid, started at once: one works, one refuses (fake)"""
+    """F6: two ecomputes with one state directory, or one uuid, started together: one runs, one refuses (fake)."""
     state = {'state': str(tmp_path / 'state')} if shared == 'state directory' else {}
     first = tuned(cluster, start=False, directory=tmp_path / '1', **state)
     second = tuned(cluster, start=False, directory=tmp_path / '2', uuid=first.uuid, **state)
-    for each in (first, second):
-        each.launch()
+    for compute in (first, second):
+        compute.launch()
     until(lambda: not (first.is_running and second.is_running), 30, 'one of them refuses')
     loser, winner = (first, second) if not first.is_running else (second, first)
     line = refused(loser)
@@ -377,7 +380,7 @@ def test_two_started_at_the_same_moment(cluster: Control, tmp_path: Path, shared
     winner.wait_ready()
     assert json.loads(cluster.etcd.get(f'/computes/{first.uuid}') or b'{}')['token']
     instance = boot(cluster)
-    # Again, now that it has work; and nothing of the living one is touched.
+    # Once more while the winner has work: nothing of the running one changes.
     before = everything(cluster), cluster.placement.inventory(first.uuid)
     loser.log.unlink()
     loser.launch()
@@ -395,7 +398,7 @@ OTHERWISE = [pytest.param(step, next(SIGNALS), marks=pytest.mark.slow) for step 
 
 @pytest.mark.parametrize(('step', 'number'), [*ALTERNATELY, *OTHERWISE])
 def test_stopped_in_the_middle(cluster: Control, step: str, number: int) -> None:
-    """F36: SIGINT or SIGTERM in a build or a destroy: it ends in time, closes the host, and goes on next time (fake)"""
+    """F36: SIGINT or SIGTERM in a build or destroy: ends in time, closes the host, continues on restart (fake)."""
     compute = tuned(cluster, failpoint=f'{step}:stop:1')
     with Eschedule(cluster, SMALL) as eschedule:
         instance = eschedule.end().stdout.split()[-1]
@@ -404,22 +407,22 @@ def test_stopped_in_the_middle(cluster: Control, step: str, number: int) -> None
         addressed(cluster, instance)
         assert cluster.eschedule('destroy', instance).code == 0
     compute.stopped_at(step)
-    os.kill(compute.pid, number)  # it is there when the process goes on
+    os.kill(compute.pid, number)  # pending until the process is continued
     compute.resume()
     assert compute._process is not None
     assert compute._process.wait(PATIENCE * ENDS_WITHIN) == 0
     assert reserved(cluster, compute.uuid) == 4
     assert cluster.etcd.get(f'/computes/{compute.uuid}') is None
     assert said(compute) == []
-    found = known(cluster, instance)
-    assert found['state'] in (('destroying', 'gone') if destroyed else ('building', 'active'))
+    instance_record = known(cluster, instance)
+    assert instance_record['state'] in (('destroying', 'gone') if destroyed else ('building', 'active'))
     start_again(compute)
     assert reserved(cluster, compute.uuid) == 0
     reached(cluster, instance, 'gone' if destroyed else 'active')
     settled(cluster, compute)
 
 
-# Killed between the writes by which a compute says what it is: the next start, or the same command, ends it.
+# Killed between the writes that describe a compute: the next start, or the same command, completes them.
 
 
 DESCRIBED_FAILPOINTS = NOTED, SET = 'described-here', 'described'
@@ -434,16 +437,16 @@ def names(control: Control, compute: Armed, kind: str = 'traits') -> set[str]:
 
 
 def add(control: Control, compute: Armed, trait: str) -> None:
-    """Somebody else's trait."""
+    """Add a trait that ecompute does not own."""
     path = f'/resource_providers/{compute.uuid}/traits'
-    there = control.placement.call('GET', path)
-    control.placement.call('PUT', path, {**there, 'traits': [*there['traits'], trait]})
+    traits = control.placement.call('GET', path)
+    control.placement.call('PUT', path, {**traits, 'traits': [*traits['traits'], trait]})
 
 
-# What is noted is noted four times: of traits and of aggregates, before they are set and after.
+# Four notes are written: for traits and for aggregates, before and after they are set.
 @pytest.mark.parametrize(('step', 'times'), [(SET, 1), *((NOTED, times) for times in (1, 2, 3, 4))])
 def test_killed_while_it_says_what_it_is(cluster: Control, step: str, times: int) -> None:
-    """F2: kill -9 of ecompute between what it notes and what it sets of its traits and aggregates (fake)"""
+    """F2: kill -9 of ecompute between noting and setting its traits and aggregates (fake)."""
 
     def settings(number: int) -> dict[str, Any]:
         return {'traits': ['STORAGE_DISK_SSD', f'CUSTOM_NUMBER_{number}'], 'aggregates': [GROUPS[number]]}
@@ -451,9 +454,9 @@ def test_killed_while_it_says_what_it_is(cluster: Control, step: str, times: int
     compute = tuned(cluster, **settings(0))
     add(cluster, compute, 'HW_CPU_X86_AVX2')
     compute.stop()
-    where = (compute.config, cluster.etcd.endpoint, cluster.placement.url)
+    endpoints = (compute.config, cluster.etcd.endpoint, cluster.placement.url)
     fixed = {'uuid': compute.uuid, 'state': str(compute.directory / 'state')}
-    write_config(*where, **fixed, **settings(1))
+    write_config(*endpoints, **fixed, **settings(1))
     compute.failpoint = f'{step}:kill'
     for _ in range(times):
         compute.launch()
@@ -463,7 +466,7 @@ def test_killed_while_it_says_what_it_is(cluster: Control, step: str, times: int
     assert names(cluster, compute) == {'STORAGE_DISK_SSD', 'CUSTOM_NUMBER_1', 'HW_CPU_X86_AVX2'}
     assert names(cluster, compute, 'aggregates') == {GROUPS[1]}
     compute.stop()
-    write_config(*where, **fixed)
+    write_config(*endpoints, **fixed)
     compute.start()
     assert names(cluster, compute) == {'HW_CPU_X86_AVX2'}
     assert names(cluster, compute, 'aggregates') == set()
@@ -473,7 +476,7 @@ def test_killed_while_it_says_what_it_is(cluster: Control, step: str, times: int
 
 @pytest.mark.parametrize('disabled', [False, True])
 def test_killed_in_the_middle_of_its_end(cluster: Control, disabled: bool) -> None:
-    """F2: kill -9 of ecompute that has reserved its VCPU and not said that it is stopped, disabled or not (fake)"""
+    """F2: kill -9 of ecompute after it reserved its VCPU and before it reports its stop, disabled or not (fake)."""
     compute = tuned(cluster, failpoint='closed:kill')
     if disabled:
         assert cluster.eschedule('host', 'disable', compute.uuid).code == 0
@@ -496,7 +499,7 @@ def test_killed_in_the_middle_of_its_end(cluster: Control, disabled: bool) -> No
     [('disable', 'is disabled already', DISABLED), ('enable', 'is enabled already', ENABLED)],
 )
 def test_killed_before_it_says_so(cluster: Control, compute: Ecompute, command: str, already: str, step: str) -> None:
-    """F1: kill -9 of host disable, and of host enable, once it is done: said again, it is so already (fake)"""
+    """F1: kill -9 of host disable, and of host enable, after the change: a repeat reports it as done (fake)."""
     if command == 'enable':
         assert cluster.eschedule('host', 'disable', compute.uuid).code == 0
     with Eschedule(cluster, 'host', command, compute.uuid, failpoint=f'{step}:kill') as killed:

@@ -1,4 +1,4 @@
-"""F19, F21, F29 (libvirt): guests that crash, power off, fill their disk, or are changed by hand."""
+"""F19, F21, F29 (libvirt): guests that crash, power off or fill their disk, or are changed outside ecomp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kit.servers import until
 
 STEP_FAILPOINTS = ('disk-created',)
 
-# Waits for some 3 s of timer interrupts (55 ms each), then asks the machine's ACPI for its power to be turned off.
+# Waits for some 3 s of timer interrupts (55 ms each), then tells the machine's ACPI to turn the power off.
 POWER_OFF = bytes.fromhex(
     'fb'  # sti
     'b93700'  # mov cx, 55
@@ -30,8 +30,8 @@ POWER_OFF = bytes.fromhex(
     'ef'  # out dx, ax
 ) + HALT
 
-# Writes some 16 MiB, 127 sectors at a time from sector 2048 on, by the firmware; then it leaves its processor alone.
-# What it writes is the firmware itself: zeroes would not be kept.
+# Writes some 16 MiB through the firmware, 127 sectors at a time from sector 2048; then halts the processor. It writes
+# the firmware's own bytes, because zeroes would not be stored.
 PACKET = 0x7C22
 WRITE_16_MIB = (
     bytes.fromhex(
@@ -40,7 +40,7 @@ WRITE_16_MIB = (
         '51'  # next: push cx
     )
     + struct.pack('<BH', 0xBE, PACKET)  # mov si, packet
-    + bytes.fromhex('b80043 cd13 59')  # ah = 0x43, extended write; int 0x13 with the dl we came with; pop cx
+    + bytes.fromhex('b80043 cd13 59')  # ah = 0x43, extended write; int 0x13 with dl as at entry; pop cx
     + struct.pack('<HHH', 0x0681, PACKET + 8, 127)  # add word [packet + 8], 127
     + struct.pack('<HHB', 0x1683, PACKET + 10, 0)  # adc word [packet + 10], 0
     + bytes.fromhex('e2e9')  # loop next
@@ -51,7 +51,7 @@ WRITE_16_MIB = (
 
 @pytest.mark.parametrize('while_down', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_qemu_killed(host: Hypervisor, while_down: bool) -> None:
-    """F19: kill -9 of a QEMU, seen at once or by the next start: stopped, with the fault, its claim kept (libvirt)"""
+    """F19: kill -9 of a QEMU, noticed immediately or at the next start: stopped with a fault, claim kept (libvirt)."""
     instance, other = host.running(), host.running()
     before, claim = host.qemu(other), host.held(instance)
     if while_down:
@@ -62,7 +62,7 @@ def test_qemu_killed(host: Hypervisor, while_down: bool) -> None:
     host.reached(instance, 'stopped', fault=CRASHED)
     assert host.held(instance) == claim
     assert host.qemus() == [other]
-    # libvirt itself forgets it with a restart.
+    # A restart makes libvirt itself forget the reason.
     host.end_libvirtd(signal.SIGTERM)
     host.start_libvirtd()
     until(lambda: host.lines('libvirt qemu:///system is back'), 40, 'ecompute has looked again')
@@ -76,7 +76,7 @@ def test_qemu_killed(host: Hypervisor, while_down: bool) -> None:
 
 
 def test_guest_powers_off(host: Hypervisor) -> None:
-    """F19: a guest turns its power off: stopped, no fault, its claim kept; started by hand it is active (libvirt)"""
+    """F19: a guest powers off: stopped, no fault, claim kept; virsh start makes it active (libvirt)."""
     instance = host.place(put_image(host, 'power-off.raw', POWER_OFF))
     host.reached(instance, 'stopped')
     record = host.record(instance)
@@ -95,7 +95,7 @@ def test_guest_powers_off(host: Hypervisor) -> None:
 
 
 def test_qemu_that_does_not_start(host: Hypervisor) -> None:
-    """F19: a QEMU that cannot start: error at stage started with QEMU's reason, and nothing is left (libvirt)"""
+    """F19: a QEMU that cannot start: error at stage started with QEMU's reason, and nothing is left (libvirt)."""
     host.restart('disk-created:stop:1')
     instance = host.place()
     worker = host.frozen_at('disk-created')
@@ -110,7 +110,7 @@ def test_qemu_that_does_not_start(host: Hypervisor) -> None:
 
 
 def test_guests_disk_is_full(small_host: Hypervisor) -> None:
-    """F21: the file system under a guest's disk is full: paused and reported; with room it is resumed (libvirt)"""
+    """F21: the file system of a guest's disk is full: paused and reported; resumed once there is room (libvirt)."""
     host = small_host
     images = host.state / 'images'
     other = host.running()
@@ -139,17 +139,17 @@ def test_guests_disk_is_full(small_host: Hypervisor) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize('long', [False, True])
 def test_changed_by_hand(host: Hypervisor, long: bool) -> None:
-    """F29: domains and disks removed by hand: each recorded as it is; a claim goes where both are gone (libvirt)
+    """F29: domains and disks removed outside ecomp: recorded; without both the claim is released (libvirt).
 
-    Only the long one waits for that claim to go.
+    Only the long case waits for the release of that claim.
     """
     names = ['off', 'undefined', 'undefined off', 'both', 'no disk', 'no volume', 'no disk off', 'untouched']
     instances = dict(zip(names, [host.place() for _ in names], strict=True))
-    for each in instances.values():
-        host.reached(each, 'active', fault=None)
+    for instance in instances.values():
+        host.reached(instance, 'active', fault=None)
 
     began = time.monotonic()
-    # Of a disk libvirt says nothing; the next plan sees it.
+    # libvirt sends no event about a disk; the next plan notices it.
     host.disk(instances['no disk']).unlink()
     host.virsh('vol-delete', '--pool', 'ecompute', f'{instances["no volume"]}.qcow2')
     for name in ('off', 'undefined off', 'both', 'no disk off'):
@@ -167,20 +167,20 @@ def test_changed_by_hand(host: Hypervisor, long: bool) -> None:
     host.reached(instances['both'], 'stopped', fault=GONE_BOTH)
     host.virsh('destroy', instances['undefined'])
     host.reached(instances['undefined'], 'stopped', fault=GONE_DOMAIN)
-    assert all(host.held(each) for each in instances.values()), 'nobody lost a claim yet'
+    assert all(host.held(instance) for instance in instances.values()), 'nobody lost a claim yet'
 
     if long:
-        # Two sightings, a minute apart.
+        # Two checks, a minute apart.
         gone = host.reached(instances['both'], 'gone', seconds=120)
         assert time.monotonic() - began > 55
         assert gone['fault'] == GONE_BOTH
         host.nothing_of(instances.pop('both'))
-    assert all(host.held(each) for each in instances.values())
+    assert all(host.held(instance) for instance in instances.values())
     assert host.reached(instances['untouched'], 'active')['fault'] is None
     host.virsh('start', instances['off'])
     host.reached(instances['off'], 'active', fault=None)
 
     host.lab.destroy(*instances.values())
-    for each in instances.values():
-        host.nothing_of(each)
+    for instance in instances.values():
+        host.nothing_of(instance)
     host.settled()
