@@ -1,4 +1,4 @@
-"""F35: etcd behind certificates: what is wrong is said in one line; what is exchanged on disk is picked up."""
+"""F35: etcd with certificates: errors are reported in one line; certificates replaced on disk are loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOST = 'trying again until it is back'
 
 
 class Office:
-    """The authority, a client's certificate where the configuration says, and one for the tests' own questions."""
+    """The authority, the configured client certificate, and one for the tests' own queries."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -41,7 +41,7 @@ class Office:
         }
 
     def tls(self, name: str, *hosts: str, days: int = 10) -> Tls:
-        """The files of a member; issued again they are exchanged."""
+        """Issue the files of a member; issuing them again replaces them."""
         certificate, key = self.authority.issue(self.directory / name, name, *hosts, days=days)
         return Tls(certificate, key, self.authority.certificate, self._own)
 
@@ -54,7 +54,7 @@ def office(tmp_path: Path) -> Office:
 
 @pytest.fixture
 def secured(office: Office, own_placement: PlacementServer, tmp_path: Path) -> Iterator[EtcdControl]:
-    """One etcd that takes only clients with certificates, by name."""
+    """One etcd that accepts only clients with certificates, addressed by name."""
     with Member(tmp_path / 'etcd', 'm0', office.tls('server', *HOSTS), 'localhost') as etcd:
         control = EtcdControl(etcd, own_placement, tmp_path, {'endpoints': [etcd.endpoint], **office.section})
         try:
@@ -64,7 +64,7 @@ def secured(office: Office, own_placement: PlacementServer, tmp_path: Path) -> I
 
 
 def refused(control: EtcdControl, changes: Mapping[str, Any], *words: str, code: int = 7) -> None:
-    """With its section so changed, eschedule says this in one line."""
+    """Check that eschedule with a changed section fails with one line that contains these words."""
     right, control.section = control.section, {**control.section, **changes}
     control.section = {name: value for name, value in control.section.items() if value is not None}
     control.configure(control.schedule_yaml)
@@ -81,11 +81,11 @@ def refused(control: EtcdControl, changes: Mapping[str, Any], *words: str, code:
 
 @pytest.mark.usefixtures('compute')
 def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> None:
-    """F35: a client with its certificate is served, by name; each other one learns in one line what is wrong (fake)"""
+    """F35: a client is served with its certificate; with any other one line names the reason (fake)."""
     boot(secured)
     stranger = Authority(tmp_path / 'stranger')
-    pair = [str(each) for each in stranger.issue(tmp_path / 'theirs', 'ecomp')]
-    late = [str(each) for each in office.authority.issue(tmp_path / 'late', 'ecomp', days=-1)]
+    foreign_pair = [str(path) for path in stranger.issue(tmp_path / 'theirs', 'ecomp')]
+    expired = [str(path) for path in office.authority.issue(tmp_path / 'late', 'ecomp', days=-1)]
     junk = tmp_path / 'junk'
     junk.write_text('no certificate\n')
     empty = tmp_path / 'empty'
@@ -93,34 +93,37 @@ def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> N
     refused(secured, {'ca_cert': str(stranger.certificate)}, 'not signed by the authority in ca_cert')
     refused(secured, {'ca_cert': None}, 'none: a public one')
     refused(secured, {'cert_cert': None, 'cert_key': None}, 'it refuses our certificate')
-    refused(secured, {'cert_cert': pair[0], 'cert_key': pair[1]}, 'it refuses our certificate')
-    refused(secured, {'cert_cert': late[0], 'cert_key': late[1]}, 'it refuses our certificate', 'expired')
+    refused(secured, {'cert_cert': foreign_pair[0], 'cert_key': foreign_pair[1]}, 'it refuses our certificate')
+    refused(secured, {'cert_cert': expired[0], 'cert_key': expired[1]}, 'it refuses our certificate', 'expired')
     refused(secured, {'ca_cert': str(junk)}, 'is no certificate')
-    refused(secured, {'cert_key': late[1]}, 'do not belong together')
-    nothing: dict[str, Any] = dict.fromkeys(office.section)
-    # By address: a name may have two, of which the other one answers nobody.
-    refused(secured, {**nothing, 'endpoints': [f'127.0.0.1:{secured.etcd.port}']}, 'does it expect TLS')
+    refused(secured, {'cert_key': expired[1]}, 'do not belong together')
+    no_certificates: dict[str, Any] = dict.fromkeys(office.section)
+    # By address: a name may have two, and the second one may not answer.
+    refused(secured, {**no_certificates, 'endpoints': [f'127.0.0.1:{secured.etcd.port}']}, 'does it expect TLS')
     assert secured.etcd.keys('/requests/') == []
     for name in office.section:
         refused(secured, {name: str(empty)}, f'etcd certificate {empty}: is empty', code=2)
-    theirs = compute_refused(secured, tmp_path, {'ca_cert': str(stranger.certificate)})
-    one_line(theirs, 7, 'not signed by the authority in ca_cert', command='ecompute')
+    foreign_result = compute_refused(secured, tmp_path, {'ca_cert': str(stranger.certificate)})
+    one_line(foreign_result, 7, 'not signed by the authority in ca_cert', command='ecompute')
     one_line(compute_refused(secured, tmp_path, {'ca_cert': 'missing'}), 2, 'missing', command='ecompute')
 
 
 def compute_refused(control: EtcdControl, directory: Path, changes: Mapping[str, Any]) -> Result:
-    """How an ecompute ends whose section is so changed; of stderr, its last line, for its log is there, too."""
+    """Start an ecompute with a changed section; return its result.
+
+    Of stderr it contains only the last line, because the lines before it are the log.
+    """
     config = directory / 'refused.yaml'
     content = {'etcd': {**control.section, **changes}, 'placement': {'endpoint': control.placement.url}}
     config.write_text(yaml.safe_dump(content))
     fake = ['--fake', 'VCPU:1,DISK_GB:1,MEMORY_MB:1']
     command = [sys.executable, '-m', 'ecomp.compute', '--config', str(config), *fake]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
-    return Result(done.returncode, done.stdout, done.stderr.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    return Result(process.returncode, process.stdout, process.stderr.splitlines()[-1])
 
 
 def is_listening(endpoint: str) -> bool:
-    """Whether somebody takes connections there."""
+    """Return True if a process accepts connections at this endpoint."""
     host, _, port = endpoint.rpartition(':')
     try:
         socket.create_connection((host, int(port)), 5).close()
@@ -130,7 +133,7 @@ def is_listening(endpoint: str) -> bool:
 
 
 def test_a_server_whose_certificate_is_wrong(secured: EtcdControl, compute: Ecompute, office: Office) -> None:
-    """F35: etcd's own certificate expired, or made out to another name: said in one line, and mended (fake)"""
+    """F35: etcd's certificate expired, or issued for another name: reported in one line, then repaired (fake)."""
     boot(secured)
     for hosts, days, words in ((HOSTS, -1, 'its certificate has expired'), (('elsewhere',), 10, 'to another name')):
         secured.etcd.kill()
@@ -146,26 +149,26 @@ def test_a_server_whose_certificate_is_wrong(secured: EtcdControl, compute: Ecom
 
 
 def backs(compute: Ecompute) -> int:
-    """How often it said that etcd is back."""
+    """Count how often it logged that etcd is back."""
     return len(logged(compute, ' INFO ', 'etcd at ', 'is back'))
 
 
 def test_an_expired_certificate_is_exchanged(secured: EtcdControl, office: Office) -> None:
-    """F35: a client certificate is exchanged on disk while ecompute runs: the next connection uses it (fake)"""
-    late = office.authority.issue(office.directory / 'late', 'ecomp', days=-1)
+    """F35: a client certificate is replaced on disk while ecompute runs: the next connection uses it (fake)."""
+    expired_pair = office.authority.issue(office.directory / 'late', 'ecomp', days=-1)
     compute = secured.ecompute()
     boot(secured)
-    good = [each.read_bytes() for each in office.client]
-    for source, target in zip(late, office.client, strict=True):
+    good = [path.read_bytes() for path in office.client]
+    for source, target in zip(expired_pair, office.client, strict=True):
         shutil.copy(source, target)
-    secured.etcd.restart()  # or the connection that is there would do
+    secured.etcd.restart()  # otherwise the existing connection would still work
     until(lambda: logged(compute, LOST), 20, 'the loss is logged')
     one_line(secured.eschedule(SMALL), 7, 'it refuses our certificate')
-    # As whoever writes new ones leaves them for a moment: empty, of different pairs, cut off.
-    for torn in ((b'', b''), (good[0], late[1].read_bytes()), (good[0][:99], good[1]), (good[0], good[1][:99])):
+    # Intermediate states of a replacement: empty files, files of different pairs, truncated files.
+    for torn in ((b'', b''), (good[0], expired_pair[1].read_bytes()), (good[0][:99], good[1]), (good[0], good[1][:99])):
         for content, target in zip(torn, office.client, strict=True):
             target.write_bytes(content)
-        time.sleep(LAST_DELAY + 1)  # in which it tries again, however long it has waited before
+        time.sleep(LAST_DELAY + 1)  # in that time it retries, after the longest delay too
         assert backs(compute) == 0
         assert compute.is_running
     for content, target in zip(good, office.client, strict=True):
@@ -176,7 +179,7 @@ def test_an_expired_certificate_is_exchanged(secured: EtcdControl, office: Offic
 
 
 def test_all_is_exchanged(secured: EtcdControl, compute: Ecompute, office: Office) -> None:
-    """F35: another authority, and every certificate new: picked up without a restart (fake)"""
+    """F35: another authority, and every certificate new: loaded without a restart (fake)."""
     boot(secured)
     secured.etcd.kill()
     new = Authority(office.directory / 'new')
@@ -191,7 +194,7 @@ def test_all_is_exchanged(secured: EtcdControl, compute: Ecompute, office: Offic
 
 
 def test_members_with_certificates_of_their_own(office: Office, own_placement: PlacementServer, tmp_path: Path) -> None:
-    """F35: three members, each with a certificate for its own address alone: failover, and an exchange (fake)"""
+    """F35: three members, each with a certificate for its own address only: failover, and a replacement (fake)."""
     hosts = ['127.0.0.1', '127.0.0.2', '127.0.0.3']
     tls = [office.tls(f'server{number}', host) for number, host in enumerate(hosts)]
     with EtcdCluster(tmp_path / 'etcd', hosts, tls) as members:
