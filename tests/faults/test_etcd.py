@@ -1,4 +1,4 @@
-"""etcd killed, frozen, full, without members; presence keys that end."""
+"""etcd killed, frozen, full or without a quorum; presence keys that end."""
 
 from __future__ import annotations
 
@@ -40,13 +40,11 @@ from tests.kit.story import (
     reserved,
 )
 
-# F7, F8, F11: one etcd killed, frozen, compacted while nobody listens.
-#
-# Of several members: test_etcd_members.py; without space: test_etcd_full.py.
+# F7, F8, F11: one etcd killed, frozen, or compacted while a compute does not follow it.
 
 
 def test_killed_and_started_again(own_control: Control, compute: Ecompute) -> None:
-    """F7: etcd killed for a while: said once, little CPU, guests stay, eschedule exits 7, all goes on (fake)"""
+    """F7: etcd killed for a while: logged once, little CPU, guests stay, eschedule exits 7, work resumes (fake)."""
     etcd = own_control.etcd
     instance = boot(own_control)
     etcd.kill()
@@ -67,39 +65,39 @@ def test_killed_and_started_again(own_control: Control, compute: Ecompute) -> No
 
 @pytest.mark.slow
 def test_killed_again_and_again(own_control: Control) -> None:
-    """F7: etcd in a restart loop while instances come and go: each request is answered for (fake)"""
+    """F7: etcd in a restart loop while instances are created and destroyed: every request is answered (fake)."""
     etcd, compute = own_control.etcd, own_control.ecompute('VCPU:64,DISK_GB:99,MEMORY_MB:9999')
     instances = [str(uuid.uuid4()) for _ in range(8)]
-    ended = threading.Event()
+    finished = threading.Event()
 
     def restart() -> None:
-        # Longer each time: on a machine that is busy with others no command may be through in the first ones.
-        up = 1.5
-        while not ended.wait(up):
+        # Longer each time: on a busy machine no command may finish in the first periods.
+        uptime = 1.5
+        while not finished.wait(uptime):
             etcd.kill()
             etcd.start()
-            up *= 1.05
+            uptime *= 1.05
 
-    # Whoever started a server's process is the one whose thread must live on: so the clients are in threads.
+    # A server dies with the thread that started its process, so the clients run in threads and the restarts here.
     results: dict[str, int] = {}
 
     def ask() -> None:
         for instance in instances:
             words = (SMALL, '--uuid', instance)
-            while (done := own_control.eschedule(*words)).code == 7:
-                one_line(done, 7, 'etcd at ')
-            results[instance] = done.code
+            while (result := own_control.eschedule(*words)).code == 7:
+                one_line(result, 7, 'etcd at ')
+            results[instance] = result.code
             if instance in instances[:4]:
-                while (done := own_control.eschedule('destroy', instance)).code == 7:
-                    one_line(done, 7, 'etcd at ')
-        ended.set()
+                while (result := own_control.eschedule('destroy', instance)).code == 7:
+                    one_line(result, 7, 'etcd at ')
+        finished.set()
 
     client = threading.Thread(target=ask)
     client.start()
     try:
         restart()
     finally:
-        ended.set()
+        finished.set()
         client.join()
     etcd.wait_ready()
     assert set(results.values()) == {0}
@@ -111,7 +109,7 @@ def test_killed_again_and_again(own_control: Control) -> None:
 
 
 def test_frozen(own_control: Control, compute: Ecompute) -> None:
-    """F8: etcd frozen: noticed in 15 s, little CPU, guests stay, eschedule exits 7, all goes on (fake)"""
+    """F8: etcd frozen: noticed within 15 s, little CPU, guests stay, eschedule exits 7, work resumes (fake)."""
     etcd = own_control.etcd
     instance = boot(own_control)
     etcd.pause()
@@ -125,14 +123,14 @@ def test_frozen(own_control: Control, compute: Ecompute) -> None:
     assert running(compute) == {instance}
     etcd.resume()
     until(lambda: said_back(compute), 15, 'it follows etcd again')
-    # Frozen for longer than a lease lives: the key that says alive went with it, and comes again at once.
+    # Frozen for longer than its lease lives: the presence key expired, and is put again soon.
     until(lambda: etcd.keys('/computes/'), 5, 'the compute says again that it is alive')
     assert share < 0.05
     boot(own_control)
 
 
 def test_compacted_while_away(own_control: Control) -> None:
-    """F11: what a compute missed was compacted meanwhile: it lists anew (fake)"""
+    """F11: changes that a compute missed were compacted: it lists everything again (fake)."""
     with Proxy(own_control.etcd.port) as proxy:
         compute = own_control.at_exit.enter_context(Ecompute(proxy.address, own_control.placement.url))
         before = boot(own_control)
@@ -152,7 +150,7 @@ def test_compacted_while_away(own_control: Control) -> None:
 
 @pytest.fixture
 def small(own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
-    """With an etcd that is soon full."""
+    """A control with an etcd that has a small quota."""
     with Etcd(tmp_path / 'etcd', '--quota-backend-bytes=8388608') as etcd:
         control = Control(etcd, own_placement, tmp_path, mortal=True)
         try:
@@ -162,17 +160,17 @@ def small(own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
 
 
 def test_no_space(small: Control, compute: Ecompute) -> None:
-    """F12: etcd full: accepted destroys complete, new requests are refused and leave nothing, no build begins (fake)"""
-    kept, destroyed = boot_all(small, 2)
-    wanted = str(uuid.uuid4())
+    """F12: etcd full: accepted destroys complete, new requests are refused, no build begins (fake)."""
+    surviving, destroyed = boot_all(small, 2)
+    waiting = str(uuid.uuid4())
 
-    def accepted() -> None:
+    def accept_and_fill() -> None:
         assert small.eschedule('destroy', destroyed).code == 0
-        notified(small.eschedule(SMALL, '--uuid', wanted))
+        notified(small.eschedule(SMALL, '--uuid', waiting))
         fill(small.etcd)
 
-    frozen(compute, accepted)
-    until(lambda: running(compute) == {kept}, SOON, 'the destroy is carried out')
+    frozen(compute, accept_and_fill)
+    until(lambda: running(compute) == {surviving}, SOON, 'the destroy is carried out')
     until(lambda: small.etcd.get(f'/hosts/{compute.uuid}/{destroyed}') is None, SOON, 'its request is gone')
     assert small.placement.allocations(destroyed) == {}
     assert record(small, destroyed) is None
@@ -181,40 +179,40 @@ def test_no_space(small: Control, compute: Ecompute) -> None:
     assert logs(compute, 'no record of its end is kept', 'defragment')
     before = allocations(small)
     keys = small.etcd.keys('/')
-    for words in ((SMALL,), ('destroy', kept)):
+    for words in ((SMALL,), ('destroy', surviving)):
         one_line(small.eschedule(*words), 7, 'takes no writes', 'compact and defragment it, and disarm its alarm')
     assert allocations(small) == before
     assert small.etcd.keys('/') == keys
-    assert running(compute) == {kept}
-    assert not logged(compute, 'INSTANTIATE', wanted)
+    assert running(compute) == {surviving}
+    assert not logged(compute, 'INSTANTIATE', waiting)
     assert said(compute, 'takes no writes', 'trying again') == 1
     make_room(small.etcd)
-    addressed(small, wanted)
-    assert small.eschedule('destroy', '--wait', kept).code == 0
+    addressed(small, waiting)
+    assert small.eschedule('destroy', '--wait', surviving).code == 0
 
 
 def test_no_space_and_frozen_past_the_lease(small: Control, compute: Ecompute) -> None:
-    """F12: etcd full, and a compute frozen for longer than its lease: a destroy that was accepted completes (fake)"""
-    kept, destroyed = boot_all(small, 2)
+    """F12: etcd full, and a compute frozen for longer than its lease: an accepted destroy completes (fake)."""
+    surviving, destroyed = boot_all(small, 2)
 
-    def accepted() -> None:
+    def accept_and_fill() -> None:
         assert small.eschedule('destroy', destroyed).code == 0
         fill(small.etcd)
         lapse(small, f'/computes/{compute.uuid}')
 
-    frozen(compute, accepted)
+    frozen(compute, accept_and_fill)
     until(lambda: small.etcd.get(f'/hosts/{compute.uuid}/{destroyed}') is None, SOON, 'its request is gone')
-    assert running(compute) == {kept}
+    assert running(compute) == {surviving}
     assert small.placement.allocations(destroyed) == {}
     assert small.etcd.get(f'/computes/{compute.uuid}') is None
     make_room(small.etcd)
     until(lambda: small.etcd.get(f'/computes/{compute.uuid}'), SOON, 'it says again that it is alive')
-    assert small.eschedule('destroy', '--wait', kept).code == 0
+    assert small.eschedule('destroy', '--wait', surviving).code == 0
 
 
 @pytest.mark.usefixtures('compute')
 def test_full_between_claim_and_delivery(small: Control, instance: str) -> None:
-    """F12: etcd is full when the request is to be delivered: exit 7, and the claim is released (fake)"""
+    """F12: etcd is full at the delivery of a request: exit 7, and the claim is released (fake)."""
     with Eschedule(small, SMALL, '--uuid', instance, failpoint='claimed:stop') as eschedule:
         eschedule.stopped_at('claimed')
         assert small.placement.allocations(instance)
@@ -230,15 +228,15 @@ def test_full_between_claim_and_delivery(small: Control, instance: str) -> None:
 
 @pytest.mark.slow
 def test_full_while_a_guest_is_destroyed(small: Control) -> None:
-    """F12: full between the record that says destroying and the end: no difference; several at once (fake)"""
+    """F12: etcd full between the record `destroying` and the end, several destroys: they complete (fake)."""
     compute = small.ecompute()
     instances = boot_all(small, 4)
 
-    def all_destroyed() -> None:
-        assert {done.code for done in at_once(small, [('destroy', each) for each in instances], 2)} == {0}
+    def destroy_all() -> None:
+        assert {result.code for result in at_once(small, [('destroy', instance) for instance in instances], 2)} == {0}
         fill(small.etcd)
 
-    frozen(compute, all_destroyed)
+    frozen(compute, destroy_all)
     until(lambda: running(compute) == set(), SOON, 'all are destroyed')
     until(lambda: small.etcd.keys('/hosts/') == [], SOON, 'no request is left')
     assert allocations(small) == {}
@@ -248,19 +246,19 @@ def test_full_while_a_guest_is_destroyed(small: Control) -> None:
     settled(small)
 
 
-# F9, F10: an etcd of three without a member, with another leader, without a quorum.
+# F9, F10: an etcd of three without a member, with another leader, or without a quorum.
 
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[EtcdCluster]:
-    """Three of them, by name."""
+    """A cluster of three members, addressed by name."""
     with EtcdCluster(tmp_path / 'etcd', ['localhost'] * 3) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def several(members: EtcdCluster, own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
-    """eschedule and ecomputes that know all members; the checks ask the last one."""
+    """A control whose clients are configured with all members; the checks query the last one."""
     control = EtcdControl(members.members[2], own_placement, tmp_path, {'endpoints': members.endpoints})
     try:
         yield control
@@ -269,19 +267,22 @@ def several(members: EtcdCluster, own_placement: PlacementServer, tmp_path: Path
 
 
 def writes_resume(cluster: EtcdCluster, inject: Callable[[], None]) -> float:
-    """Seconds from the fault until a write has worked again; one that may have been lost counts as failed."""
+    """Inject a fault; return the seconds until a write succeeds again.
+
+    A write with an unknown outcome counts as failed.
+    """
     store = Store(EtcdConfig(tuple(cluster.endpoints)))
     try:
         assert store.commit([], [Put('/probe', 'before')])
         inject()
         began = time.monotonic()
 
-        def works() -> bool:
+        def can_write() -> bool:
             with suppress(EcompError):
                 return store.commit([], [Put('/probe', 'after')]) is not None
             return False
 
-        until(works, 30, 'writes resume')
+        until(can_write, 30, 'writes resume')
         return time.monotonic() - began
     finally:
         store.close()
@@ -297,7 +298,7 @@ def writes_resume(cluster: EtcdCluster, inject: Callable[[], None]) -> float:
     ],
 )
 def test_a_member_is_lost(several: Control, compute: Ecompute, members: EtcdCluster, who: str, how: str) -> None:
-    """F9: the leader, or the member all are connected to, killed or frozen: writes resume, nothing is noticed (fake)"""
+    """F9: the leader, or the connected member, killed or frozen: writes resume, no false alarm (fake)."""
     before = boot(several)
     members.move_leader(members.members[1])
     member = members.members[1 if who == 'leader' else 0]
@@ -312,7 +313,7 @@ def test_a_member_is_lost(several: Control, compute: Ecompute, members: EtcdClus
 
 @pytest.mark.slow
 def test_the_leader_changes(several: Control, members: EtcdCluster) -> None:
-    """F9: leader change, time and again, by hand: nothing fails that cannot be asked again (fake)"""
+    """F9: leadership moved several times by an operator: only requests that can be repeated fail (fake)."""
     compute = several.ecompute('VCPU:64,DISK_GB:99,MEMORY_MB:9999')
     for number in (1, 2, 0, 1):
         target = members.members[number]
@@ -323,20 +324,20 @@ def test_the_leader_changes(several: Control, members: EtcdCluster) -> None:
 
 
 def test_a_member_is_replaced(several: Control, compute: Ecompute, members: EtcdCluster) -> None:
-    """F9: a member exchanged for one without data: it is not taken for another etcd (fake)"""
+    """F9: a member replaced by one without data: it is not mistaken for another etcd (fake)."""
     before = boot(several)
     for number in range(500):
         members.members[1].put('/elsewhere', str(number))
     members.replace(0)
     boot(several)
-    compute.restart()  # and meets the new member first
+    compute.restart()  # its first connection is to the new member
     assert several.eschedule('destroy', '--wait', before).code == 0
     assert said(compute, 'is not the one this compute knew') == 0
 
 
 @pytest.mark.slow
 def test_a_member_that_lags_is_not_another_etcd(several: Control, compute: Ecompute, members: EtcdCluster) -> None:
-    """F13: a member that comes back far behind is listed and watched at once: no false alarm (fake)"""
+    """F13: a member that returns far behind is listed and watched immediately: no false alarm (fake)."""
     lagging = members.members[0]
     for _ in range(3):
         lagging.pause()
@@ -344,62 +345,62 @@ def test_a_member_that_lags_is_not_another_etcd(several: Control, compute: Ecomp
         for number in range(300):
             members.members[1].put('/elsewhere', str(number))
         boot(several)
-        # Everybody is thrown back to it: both the others are gone for a moment.
+        # Every client has to connect to it, because both other members are away for a moment.
         lagging.resume()
-        for each in members.members[1:]:
-            each.kill()
-        for each in members.members[1:]:
-            each.start()
+        for member in members.members[1:]:
+            member.kill()
+        for member in members.members[1:]:
+            member.start()
     assert said(compute, 'is not the one this compute knew') == 0
 
 
 @pytest.mark.slow
 def test_no_quorum(several: Control, compute: Ecompute, members: EtcdCluster) -> None:
-    """F10: two of three members gone: guests stay, eschedule exits 7 in time, nothing half done, all goes on (fake)"""
+    """F10: two of three members away: guests stay, eschedule exits 7 in time, then work resumes (fake)."""
     instance = boot(several)
-    held = allocations(several)
-    gone = members.members[1:]
-    for each in gone:
-        each.kill()
+    claims = allocations(several)
+    lost_members = members.members[1:]
+    for member in lost_members:
+        member.kill()
     for words in ((SMALL,), ('destroy', instance), ('list',)):
         is_refused(several, members.members[0], *words)
     until(lambda: said(compute, LOST), 30, 'the loss is logged')
     share = share_while_away(compute)
     assert share < 0.05
     assert running(compute) == {instance}
-    assert allocations(several) == held
-    for each in gone:
-        each.launch()
-    for each in gone:
-        each.wait_ready()
+    assert allocations(several) == claims
+    for member in lost_members:
+        member.launch()
+    for member in lost_members:
+        member.wait_ready()
     boot(several)
 
 
 @pytest.mark.usefixtures('compute')
 def test_quorum_lost_while_an_eschedule_is_at_it(several: Control, instance: str, members: EtcdCluster) -> None:
-    """F10: quorum lost between claim and delivery: exit 7 in time; the same command again ends it (fake)"""
+    """F10: quorum lost between claim and delivery: exit 7 in time; a repeat completes it (fake)."""
     with Eschedule(several, SMALL, '--uuid', instance, failpoint='claimed:stop') as eschedule:
         eschedule.stopped_at('claimed')
-        for each in members.members[:2]:
-            each.kill()
+        for member in members.members[:2]:
+            member.kill()
         began = time.monotonic()
         eschedule.go_on()
         one_line(eschedule.end(), 7, 'etcd at ')
         assert time.monotonic() - began < PATIENCE * 30
-    for each in members.members[:2]:
-        each.launch()
-    for each in members.members:
-        each.wait_ready()
+    for member in members.members[:2]:
+        member.launch()
+    for member in members.members:
+        member.wait_ready()
     notified(several.eschedule(SMALL, '--uuid', instance))
     addressed(several, instance)
 
 
-# S5, F1, R1: the presence key of a compute ends, is overwritten, and is restored: in one life.
+# S5, F1, R1: the presence key of a compute ends, is overwritten, and is restored, in one run of the process.
 
 
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_a_presence_key_that_ends_is_overwritten_and_is_restored(own_control: Control, compute: Ecompute) -> None:
-    """S5: read-only while another holds the key, at work again once it is free; read-only in a restored etcd (fake)"""
+    """S5: read-only while another holds the key, and in a restored etcd; working otherwise (fake)."""
     etcd = own_control.etcd
     key = f'/computes/{compute.uuid}'
     lapse(own_control, key)
@@ -410,13 +411,13 @@ def test_a_presence_key_that_ends_is_overwritten_and_is_restored(own_control: Co
     lease = etcd.grant()
     etcd.put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}), lease)
     logs(compute, 'is held by another ecompute, on elsewhere', 'only watches')
-    _, meanwhile = place(own_control)
+    _, waiting = place(own_control)
     etcd.call('lease/revoke', {'ID': lease})
     logs(compute, 'is held by this ecompute again')
-    addressed(own_control, meanwhile)
+    addressed(own_control, waiting)
     addressed(own_control, place(own_control)[1])
-    own = json.loads(etcd.get(key) or b'{}')
-    assert own['pid'] == str(compute.pid)
+    presence = json.loads(etcd.get(key) or b'{}')
+    assert presence['pid'] == str(compute.pid)
     assert len(logged(compute, 'only watches')) == 1
 
     older.restore()
@@ -424,4 +425,4 @@ def test_a_presence_key_that_ends_is_overwritten_and_is_restored(own_control: Co
     assert compute.is_running
     assert len(guests(compute)) == 3
     accept(compute)
-    reached(own_control, meanwhile, 'active')
+    reached(own_control, waiting, 'active')

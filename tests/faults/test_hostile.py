@@ -1,4 +1,4 @@
-"""F24: what a foreign client puts into etcd is data at most: it is refused in words, once, and hinders nothing else."""
+"""F24: values that a foreign client writes to etcd are refused with a reason, once, and disturb nothing else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEEP_OBJECT = b'{"a":' * 100_000 + b'1' + b'}' * 100_000
 EXECUTED = 'executed-by-nobody'
 SHELL = [f'$(touch {EXECUTED})', f'`touch {EXECUTED}`', f'; touch {EXECUTED} #', f"'; touch {EXECUTED}; '"]
 
-# Values that are nothing we write, wherever they stand.
+# Values that ecomp never writes to any key.
 JUNK = [
     b'',
     b'\0',
@@ -65,11 +65,14 @@ VALUES = st.binary(max_size=200) | SHAPES.map(lambda shape: json.dumps(shape).en
 
 
 def understood(value: bytes) -> list[str]:
-    """What each of our readers makes of a value: only the reasons they give. Anything else they raise is a defect."""
+    """Parse a value with each parser; return the reasons of their refusals.
+
+    Any other exception is a defect.
+    """
     reasons = []
-    found = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
-    if isinstance(found, Invalid):
-        reasons.append(found.reason)
+    parsed = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
+    if isinstance(parsed, Invalid):
+        reasons.append(parsed.reason)
     try:
         from_json(value)
     except ValueError as error:
@@ -80,7 +83,7 @@ def understood(value: bytes) -> list[str]:
 
 @given(VALUES)
 def test_no_value_is_more_than_a_reason(value: bytes) -> None:
-    """F24: any bytes and any JSON at all are a value of ours, or one short line that says why not (fake)"""
+    """F24: any bytes and any JSON are parsed, or refused with one short line (fake)."""
     for reason in understood(value):
         assert len(reason) <= REASON_LIMIT
         assert '\n' not in reason
@@ -88,7 +91,7 @@ def test_no_value_is_more_than_a_reason(value: bytes) -> None:
 
 @pytest.mark.parametrize('value', JUNK, ids=range(len(JUNK)))
 def test_junk_is_nobody_s(value: bytes) -> None:
-    """F24: no piece of junk is a request or a record; what is larger than 1 MiB is not parsed (fake)"""
+    """F24: no piece of junk is a request or a record; a value of more than 1 MiB is not parsed (fake)."""
     reasons = understood(value)
     assert len(reasons) == 2, reasons
     if len(value) > VALUE_LIMIT:
@@ -97,111 +100,111 @@ def test_junk_is_nobody_s(value: bytes) -> None:
 
 @given(st.sampled_from(sorted(Record.__dataclass_fields__)), SHAPES)
 def test_no_field_of_a_record_misleads(name: str, value: Any) -> None:
-    """F24: a record with any JSON in any of its fields is read, and can be shown, or is refused (fake)"""
+    """F24: a record with any JSON in any of its fields can be parsed and shown, or is refused (fake)."""
     from ecomp.cli.inspect import as_detail, as_list, no_address
 
-    whole = json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', image=IMAGE)))
+    content = json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', image=IMAGE)))
     try:
-        found = from_json(json.dumps({**whole, name: value}).encode(), INSTANCE)
+        parsed = from_json(json.dumps({**content, name: value}).encode(), INSTANCE)
     except ValueError:
         return
-    assert len(told(as_list([found])).splitlines()) == 2
-    for text in (told(as_detail(found)), no_address(found)):
+    assert len(told(as_list([parsed])).splitlines()) == 2
+    for text in (told(as_detail(parsed)), no_address(parsed)):
         assert text.replace('\n', '').isprintable()
 
 
 @pytest.fixture
 def compute(cluster: Control) -> Ecompute:
-    """A fake ecompute of the uuid that the unit tests' requests are for."""
+    """A fake ecompute with the uuid that the unit tests' requests name."""
     return cluster.ecompute('VCPU:8,DISK_GB:100,MEMORY_MB:8192', uuid=COMPUTE)
 
 
 def renamed(value: bytes | str | dict[str, Any], instance: str) -> bytes:
-    """The request for another instance."""
+    """Replace the instance in a request."""
     if isinstance(value, dict):
         value = json.dumps(value)
     raw = value.encode() if isinstance(value, str) else value
-    for name, other in ((INSTANCE, instance), (INSTANCE.upper(), instance.upper())):
-        raw = raw.replace(name.encode(), other.encode())
+    for name, replacement in ((INSTANCE, instance), (INSTANCE.upper(), instance.upper())):
+        raw = raw.replace(name.encode(), replacement.encode())
     return raw
 
 
 def survives(cluster: Control) -> None:
-    """What looks at all of etcd comes to its end, with lines that can be read; what it finds is its own business."""
+    """Check that commands that read all of etcd end with an expected code and printable lines."""
     for words, codes in ((['hosts'], {0, 1}), (['audit'], {0, 8}), (['audit', '-f', 'json'], {0, 8})):
-        done = called(cluster, *words)
-        assert done.code in codes, done
-        for line in [*done.stdout.splitlines(), *done.stderr.splitlines()]:
+        result = called(cluster, *words)
+        assert result.code in codes, result
+        for line in [*result.stdout.splitlines(), *result.stderr.splitlines()]:
             assert line.isprintable(), line
 
 
 def lives(cluster: Control, compute: Ecompute) -> str:
-    """A good request is carried out, as ever; its instance."""
-    where, instance = place(cluster, f'{SMALL}&in_tree={compute.uuid}')
-    assert where == compute.uuid
+    """Check that a valid request is carried out; return its instance."""
+    target, instance = place(cluster, f'{SMALL}&in_tree={compute.uuid}')
+    assert target == compute.uuid
     addressed(cluster, instance)
     return instance
 
 
 def test_hostile_requests(cluster: Control, compute: Ecompute) -> None:
-    """F24: each of 88 hostile requests ends in error with its reason, once; good ones beside them are made (fake)"""
-    # What JSON's `\ud800` in the image's name stands for is refused by whoever reads it, not by etcd.
-    wanted = {str(uuid.uuid4()): (value, reason) for value, reason in HOSTILE}
+    """F24: each hostile request fails with its reason, once; valid ones among them are built (fake)."""
+    # JSON's `\ud800` in an image's name is refused by the parser, not by etcd.
+    planted = {str(uuid.uuid4()): (value, reason) for value, reason in HOSTILE}
     for text in SHELL:
         allocations = {COMPUTE: {'resources': {text: 1, 'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 1}}}
         hostile = request(user_id=text, project_id=text, query=text, allocations=allocations)
-        wanted[str(uuid.uuid4())] = hostile, 'placement holds no allocation'
-        wanted[str(uuid.uuid4())] = {**hostile, 'image': text}, 'image'
+        planted[str(uuid.uuid4())] = hostile, 'placement holds no allocation'
+        planted[str(uuid.uuid4())] = {**hostile, 'image': text}, 'image'
     for text in XML:
-        wanted[str(uuid.uuid4())] = request(user_id=text, query=text, stages={text: text}), 'no allocation'
+        planted[str(uuid.uuid4())] = request(user_id=text, query=text, stages={text: text}), 'no allocation'
     before = lives(cluster, compute)
-    for instance, (value, _) in wanted.items():
+    for instance, (value, _) in planted.items():
         cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', renamed(value, instance))
     during = lives(cluster, compute)
-    for instance, (_, reason) in wanted.items():
-        found = reached(cluster, instance, 'error')
-        assert renamed(reason, instance).decode() in found['error']['reason'], found
-        assert len(found['error']['reason']) <= REASON_LIMIT
-        assert found['error']['stage'] == 'scheduled'
+    for instance, (_, reason) in planted.items():
+        failed = reached(cluster, instance, 'error')
+        assert renamed(reason, instance).decode() in failed['error']['reason'], failed
+        assert len(failed['error']['reason']) <= REASON_LIMIT
+        assert failed['error']['stage'] == 'scheduled'
         assert len(logs(compute, 'failed', instance)) == 1
         assert cluster.etcd.get(f'/hosts/{COMPUTE}/{instance}') is None
     assert set(guests(compute)) == {before, during}
     for directory in (compute.directory, compute.directory / 'state', cluster.directory, Path.cwd()):
         assert not (directory / EXECUTED).exists()
-    shown = cluster.eschedule('list')
-    assert (shown.code, shown.stderr) == (0, '')
-    for line in shown.stdout.splitlines():
+    listed = cluster.eschedule('list')
+    assert (listed.code, listed.stderr) == (0, '')
+    for line in listed.stdout.splitlines():
         assert line.isprintable()
-    one = next(iter(wanted))
-    one_line(cluster.eschedule(one), 1, one, 'failed at stage scheduled')
-    assert cluster.eschedule('show', one).code == 0
-    assert cluster.eschedule('destroy', '--wait', one, before).code == 0
+    first = next(iter(planted))
+    one_line(cluster.eschedule(first), 1, first, 'failed at stage scheduled')
+    assert cluster.eschedule('show', first).code == 0
+    assert cluster.eschedule('destroy', '--wait', first, before).code == 0
     check(cluster, compute)
 
 
 def test_keys_that_name_no_instance(cluster: Control, compute: Ecompute) -> None:
-    """F24: keys that are no uuid (`../`, NUL, 10 kB, not utf-8, none at all) are named once, and not touched (fake)"""
+    """F24: keys without a uuid (`../`, NUL, 10 kB, not utf-8, empty) are logged once and not touched (fake)."""
     prefix = f'/hosts/{COMPUTE}/'.encode()
     names = [name.encode(errors='surrogateescape') for name in NAMES]
     names += [b'\xff\xfe', b'x' * 10_000, b'a/b', f'../{uuid.uuid4()}'.encode(), f'x/{uuid.uuid4()}'.encode()]
     names += [text.encode() for text in SHELL]
     everywhere = [b'/hosts', b'/hosts/', f'/hosts/{uuid.uuid4()}'.encode(), f'/hosts/{COMPUTE}'.encode(), b'/hosts/x/']
     planted = [*(prefix + name for name in names), *everywhere]
-    good = lives(cluster, compute)
+    earlier = lives(cluster, compute)
     for key in planted:
         cluster.etcd.put(key, json.dumps(request()))  # type: ignore[arg-type]  # b64() takes bytes as well
     until(lambda: len(logged(compute, 'is not a uuid', 'it stays there')) == len(names), 20, 'each is named')
-    also = lives(cluster, compute)
-    # Named once each, however often it is planned; and nothing was made of them, nor taken away.
+    later = lives(cluster, compute)
+    # Each is logged once, however often plans are made; nothing was built for them or removed.
     assert len(logged(compute, 'is not a uuid')) == len(names)
-    assert set(guests(compute)) == {good, also}
+    assert set(guests(compute)) == {earlier, later}
     for key in planted:
         assert cluster.etcd.get(key) is not None, key  # type: ignore[arg-type]
     listed = cluster.eschedule('list')
     assert (listed.code, listed.stderr) == (0, ''), listed
-    assert good in listed.stdout
+    assert earlier in listed.stdout
     survives(cluster)
-    for words in ([good], ['show', good], ['destroy', '--wait', good]):
+    for words in ([earlier], ['show', earlier], ['destroy', '--wait', earlier]):
         assert cluster.eschedule(*words).code == 0
     compute.restart()
     lives(cluster, compute)
@@ -211,10 +214,10 @@ def test_keys_that_name_no_instance(cluster: Control, compute: Ecompute) -> None
 
 
 def test_hostile_records(cluster: Control, compute: Ecompute) -> None:
-    """F24: an instance whose record cannot be read is left alone, said once, and made when that is gone (fake)"""
+    """F24: an instance with a malformed record is left alone, logged once, and built once that is removed (fake)."""
     values = [*JUNK, *map(str.encode, (other_record(compute=7), other_record(instance=str(uuid.uuid4()))))]
-    values += [each.encode() for each in (other_record(state='x'), other_record(version=99), other_record(image=['x']))]
-    good = lives(cluster, compute)
+    values += [text.encode() for text in (other_record(state='x'), other_record(version=99), other_record(image=['x']))]
+    earlier = lives(cluster, compute)
     planted = {str(uuid.uuid4()): value for value in values}
     for instance, value in planted.items():
         cluster.etcd.put(f'/instances/{COMPUTE}/{instance}', value.replace(INSTANCE.encode(), instance.encode()))
@@ -222,45 +225,45 @@ def test_hostile_records(cluster: Control, compute: Ecompute) -> None:
     for instance in waiting:
         body = cluster_claim(cluster, instance)
         cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', json.dumps(body))
-    odd = {b'/instances/', b'/instances/x', b'/instances/\xff', b'/instances/a/b', b'/instances/' + b'y' * 10_000}
-    for key in odd:
+    odd_keys = {b'/instances/', b'/instances/x', b'/instances/\xff', b'/instances/a/b', b'/instances/' + b'y' * 10_000}
+    for key in odd_keys:
         cluster.etcd.put(key, b'{}')  # type: ignore[arg-type]
-    also = lives(cluster, compute)
+    later = lives(cluster, compute)
     for instance in waiting:
         until(lambda instance=instance: logged(compute, f'/instances/{COMPUTE}/{instance}'), 20, 'it is said')  # type: ignore[misc]
         assert instance not in guests(compute)
-    # eschedule says what it cannot read, a line each, and shows the rest.
+    # eschedule reports each record that it cannot parse in one line, and lists the others.
     listed = cluster.eschedule('list')
     assert listed.code == 1
-    assert {line.split()[0] for line in listed.stdout.splitlines()} == {'INSTANCE', good, also}
+    assert {line.split()[0] for line in listed.stdout.splitlines()} == {'INSTANCE', earlier, later}
     lines = listed.stderr.splitlines()
-    assert len(lines) == len(planted) + len(odd)
+    assert len(lines) == len(planted) + len(odd_keys)
     for line in lines:
         assert line.startswith('eschedule: /instances/'), line
         assert line.isprintable()
         assert len(line) < 1000
     survives(cluster)
     for instance in planted:
-        # One that is requested of a compute can be destroyed all the same: tests/security/test_records.py.
+        # An instance that is requested of a compute can be destroyed in spite of this: tests/security/test_records.py.
         for words in (['show', instance], *([] if instance in waiting else [['destroy', instance]]), [instance]):
             one_line(called(cluster, *words), 1, f'/instances/{COMPUTE}/{instance}')
-    for key in [*odd, *(f'/instances/{COMPUTE}/{instance}'.encode() for instance in planted)]:
+    for key in [*odd_keys, *(f'/instances/{COMPUTE}/{instance}'.encode() for instance in planted)]:
         cluster.etcd.delete(key)  # type: ignore[arg-type]
-    again = lives(cluster, compute)  # its event has all planned again; else the minute's look does
+    last = lives(cluster, compute)  # its event triggers a plan for all; otherwise the periodic check does
     for instance in waiting:
         reached(cluster, instance, 'active')
         assert len(logs(compute, f'/instances/{COMPUTE}/{instance}', 'trying again')) == 1
-    assert set(guests(compute)) == {good, also, again, *waiting}
+    assert set(guests(compute)) == {earlier, later, last, *waiting}
     check(cluster, compute)
 
 
 def other_record(**changed: Any) -> str:
-    """A record of INSTANCE with something wrong in it."""
+    """Format a record of INSTANCE with changed fields."""
     return json.dumps({**json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', image=IMAGE))), **changed})
 
 
 def cluster_claim(cluster: Control, instance: str) -> dict[str, Any]:
-    """A claim of the fake compute for a small guest, and the request that goes with it."""
+    """Claim room on the fake compute for a small guest; return the matching request."""
     allocations = {COMPUTE: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
     owner = {'user_id': 'u', 'project_id': 'p', 'consumer_generation': None}
     claim = {'allocations': allocations, **owner, 'consumer_type': 'INSTANCE'}
@@ -269,9 +272,9 @@ def cluster_claim(cluster: Control, instance: str) -> dict[str, Any]:
 
 
 def test_hostile_neighbours(cluster: Control, compute: Ecompute) -> None:
-    """F24: junk in /requests, /booted, /computes and /queues hinders neither ecompute nor eschedule (fake)"""
-    good = lives(cluster, compute)
-    address = addressed(cluster, good)
+    """F24: junk in /requests, /booted, /computes and /queues disturbs neither ecompute nor eschedule (fake)."""
+    earlier = lives(cluster, compute)
+    address = addressed(cluster, earlier)
     planted = [
         f'/{plane}/{name}'
         for plane in ('requests', 'booted', 'computes', 'queues')
@@ -279,33 +282,33 @@ def test_hostile_neighbours(cluster: Control, compute: Ecompute) -> None:
     ]
     for number, key in enumerate(planted):
         cluster.etcd.put(key, JUNK[number % len(JUNK)])
-    compute.restart()  # it looks at all of them as it starts
-    also = lives(cluster, compute)
+    compute.restart()  # it reads all of them at its start
+    later = lives(cluster, compute)
     assert cluster.eschedule('list').code == 0
-    # The audit waits half a minute for what /computes says is alive.
+    # The audit waits half a minute for each live compute in /computes.
     for key in planted:
         if key.startswith('/computes/'):
             assert called(cluster, 'hosts').code in (0, 1)
             cluster.etcd.delete(key)
     survives(cluster)
-    # Its own keys, too: an address that anybody may write is not believed, a presence that is none is put right.
+    # Its own keys, too: an address that any client may write is not trusted, a malformed presence is rewritten.
     for junk in JUNK:
-        cluster.etcd.put(f'/booted/{good}', junk)
-        assert cluster.eschedule(good).stdout.strip() == address
-    cluster.etcd.put(f'/booted/{good}', address)
-    assert cluster.eschedule(good).stdout == f'{address}\n'
+        cluster.etcd.put(f'/booted/{earlier}', junk)
+        assert cluster.eschedule(earlier).stdout.strip() == address
+    cluster.etcd.put(f'/booted/{earlier}', address)
+    assert cluster.eschedule(earlier).stdout == f'{address}\n'
     for key in planted:
         cluster.etcd.delete(key)
-    assert cluster.eschedule('destroy', '--wait', good, also).code == 0
+    assert cluster.eschedule('destroy', '--wait', earlier, later).code == 0
     check(cluster, compute)
 
 
 def test_a_hostile_presence(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F24: /computes/<uuid> overwritten with junk is put right within a third of its lease (fake)"""
+    """F24: /computes/<uuid> overwritten with junk is rewritten within a third of its lease (fake)."""
     monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
     store = Store(EtcdConfig((cluster.etcd.endpoint,)))
-    lost: dict[str, list[str]] = {f'/computes/{uuid.uuid4()}': [] for _ in JUNK}
-    alive = {key: Presence(store, key, {'token': 'mine'}, said.append) for key, said in lost.items()}
+    messages_by_key: dict[str, list[str]] = {f'/computes/{uuid.uuid4()}': [] for _ in JUNK}
+    alive = {key: Presence(store, key, {'token': 'mine'}, messages.append) for key, messages in messages_by_key.items()}
     try:
         for presence in alive.values():
             presence.start()
@@ -313,17 +316,17 @@ def test_a_hostile_presence(cluster: Control, monkeypatch: pytest.MonkeyPatch) -
         for key, value in zip(alive, JUNK, strict=True):
             cluster.etcd.put(key, value, lease)
         for key, value in zip(alive, JUNK, strict=True):
-            if b'"token": 7' in value:  # an owner's, however odd
-                until(lambda key=key: lost[key], 20, 'it knows that somebody else is this compute')  # type: ignore[misc]
-                assert lost[key][0].isprintable()
+            if b'"token": 7' in value:  # this one has an owner, although its token is malformed
+                until(lambda key=key: messages_by_key[key], 20, 'it knows that somebody else is this compute')  # type: ignore[misc]
+                assert messages_by_key[key][0].isprintable()
                 cluster.etcd.delete(key)
                 continue
 
-            def right(key: str = key) -> bool:
+            def is_rewritten(key: str = key) -> bool:
                 return (cluster.etcd.get(key) or b'').startswith(f'{{"token": "{hashed("mine")}"'.encode())
 
-            until(right, 20, 'it is put right')
-            assert lost[key] == []
+            until(is_rewritten, 20, 'it is put right')
+            assert messages_by_key[key] == []
     finally:
         for presence in alive.values():
             presence.stop()
@@ -332,16 +335,16 @@ def test_a_hostile_presence(cluster: Control, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_another_compute_s_request(cluster: Control, compute: Ecompute) -> None:
-    """F24: a request with another host's allocation is refused, and that host's guest and claim stay (fake)"""
+    """F24: a request with another host's allocation is refused, and that host's guest and claim stay (fake)."""
     other = cluster.ecompute()
     instance = lives(cluster, other)
-    held = cluster.placement.allocations(instance)
+    claim = cluster.placement.allocations(instance)
     value = cluster.etcd.get(f'/hosts/{other.uuid}/{instance}')
     assert value is not None
     cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', value)
     until(lambda: cluster.etcd.get(f'/hosts/{COMPUTE}/{instance}') is None, 20, 'it is refused')
     until(lambda: logged(compute, instance, 'failed at stage scheduled', other.uuid), 20, 'it says so')
-    assert cluster.placement.allocations(instance) == held
+    assert cluster.placement.allocations(instance) == claim
     assert (record(cluster, instance) or {})['state'] == 'active'
     assert set(guests(other)) == {instance}
     check(cluster, compute, other)
@@ -349,13 +352,13 @@ def test_another_compute_s_request(cluster: Control, compute: Ecompute) -> None:
 
 @pytest.mark.parametrize('each', [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_is_shown_of_a_request_nobody_has_read(cluster: Control, each: int) -> None:
-    """F24: eschedule survives requests that no compute has looked at, and can destroy them (fake)"""
+    """F24: eschedule lists, shows and destroys requests that no compute has read (fake)."""
     planted = {str(uuid.uuid4()): value for value, _ in HOSTILE}
     for instance, value in planted.items():
         cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', renamed(value, instance))
-    shown = cluster.eschedule('list')
-    assert (shown.code, shown.stderr) == (0, '')
-    assert len(shown.stdout.splitlines()) == 1 + len(planted)
+    listed = cluster.eschedule('list')
+    assert (listed.code, listed.stderr) == (0, '')
+    assert len(listed.stdout.splitlines()) == 1 + len(planted)
     results: list[Result] = []
     for instance in list(planted)[::each]:
         results.append(called(cluster, 'show', instance))
@@ -369,7 +372,7 @@ def test_what_is_shown_of_a_request_nobody_has_read(cluster: Control, each: int)
 
 
 def test_hostile_memory(tmp_path: Path) -> None:
-    """F24: files in the state directory that are nothing of ours are left alone, and named (fake)"""
+    """F24: foreign files in the state directory are ignored and stay (fake)."""
     boot = tmp_path / 'boot_id'
     boot.write_text('a boot\n')
     directory = tmp_path / 'state' / 'instances'
@@ -383,7 +386,7 @@ def test_hostile_memory(tmp_path: Path) -> None:
 
 
 def test_a_good_request_is_a_request() -> None:
-    """F24: what these rows change is a request that is taken (fake)"""
-    good = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), json.dumps(request()).encode())
-    assert isinstance(good, Request)
+    """F24: the request that the hostile ones are made from is valid (fake)."""
+    parsed = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), json.dumps(request()).encode())
+    assert isinstance(parsed, Request)
     assert len(json.dumps(request())) < SIZE_LIMIT
