@@ -1,4 +1,7 @@
-"""F31: too few descriptors or too little memory: one clear line, or it works; never a loop or a deaf daemon."""
+"""F31: too few descriptors or too little memory: one clear line, or it works.
+
+There is never a busy loop, nor a daemon that no longer responds.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from tests.kit.tuned import tuned
     ],
 )
 def test_too_little(cluster: Control, limit: str, says: str) -> None:
-    """F31: ecompute with 64 descriptors, or 512 MiB: one line names the limit, exit 2, nothing was registered (fake)"""
+    """F31: ecompute with 64 descriptors, or 512 MiB: one line names the limit, exit 2, nothing registered (fake)."""
     compute = tuned(cluster, prefix=['prlimit', limit, '--'], start=False)
     began = time.monotonic()
     compute.launch()
@@ -46,35 +49,35 @@ def test_too_little(cluster: Control, limit: str, says: str) -> None:
 
 
 def test_just_enough(cluster: Control) -> None:
-    """F31: ecompute with no more than what it says it needs works, many at once too, and is idle after (fake)"""
+    """F31: ecompute with exactly its stated minimum works, for many requests too, and is idle afterwards (fake)."""
     words = {'RLIMIT_NOFILE': '--nofile', 'RLIMIT_AS': '--as'}
-    least = {limit: least for limit, least, *_ in process.NEEDED}
+    minimums = {limit: minimum for limit, minimum, *_ in process.NEEDED}
     import resource
 
-    prefix = ['prlimit', *(f'{word}={least[getattr(resource, name)]}' for name, word in words.items()), '--']
+    prefix = ['prlimit', *(f'{word}={minimums[getattr(resource, name)]}' for name, word in words.items()), '--']
     compute = tuned(cluster, 'VCPU:16,DISK_GB:16,MEMORY_MB:4096', prefix=prefix)
-    made = [notified(each)[1] for each in at_once(cluster, [[SMALL]] * 12)]
-    for instance in made:
+    instances = [notified(result)[1] for result in at_once(cluster, [[SMALL]] * 12)]
+    for instance in instances:
         addressed(cluster, instance)
-    done = cluster.eschedule('destroy', '--wait', *made)
-    assert done.code == 0, done
+    destroyed = cluster.eschedule('destroy', '--wait', *instances)
+    assert destroyed.code == 0, destroyed
     with idle(compute.pid):
-        time.sleep(3)  # what is measured is time
+        time.sleep(3)  # the measuring period
     assert log_of(compute)
     check(cluster, compute)
 
 
 def test_descriptors_run_out(cluster: Control) -> None:
-    """F31: no descriptor is left while it runs: it lives, is not busy, says so, and ends all of it afterwards (fake)"""
+    """F31: no free descriptor at run time: it survives idle, logs it, and completes all work afterwards (fake)."""
     compute = tuned(cluster)
     _, before = place(cluster)
     address = addressed(cluster, before)
-    # What is open stays open; there is no number left for anything more.
+    # Open descriptors stay open; no number is free for another one.
     subprocess.run(['prlimit', f'--pid={compute.pid}', '--nofile=3:'], check=True)
     _, instance = place(cluster)
     until(lambda: len(words(compute.log.read_text())) > 1, 30, 'it says so')
     with idle(compute.pid, 0.1):
-        time.sleep(3)  # what is measured is time
+        time.sleep(3)  # the measuring period
     assert compute.is_running
     subprocess.run(['prlimit', f'--pid={compute.pid}', '--nofile=1024:'], check=True)
     until(lambda: (record(cluster, instance) or {}).get('state') in ('active', 'error'), 60, 'it has ended one way')
@@ -86,21 +89,21 @@ def test_descriptors_run_out(cluster: Control) -> None:
 
 
 def words(log: str) -> list[str]:
-    """The lines of a log that are warnings or worse, and one more for that there is a log."""
+    """Return the log lines that are warnings or errors, after one entry for the log itself."""
     return ['log', *(line for line in log.splitlines() if ' WARNING ' in line or ' ERROR ' in line)]
 
 
 def test_no_thread_dies_unheard(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F31: what nobody thought of, such as no memory for a moment, ends neither the follower nor the presence (fake)"""
+    """F31: unforeseen exceptions, such as MemoryError, end neither the follower nor the presence (fake)."""
     monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
     key, config = f'/computes/{uuid.uuid4()}', EtcdConfig((cluster.etcd.endpoint,))
-    store, seen = Store(config), list[Mapping[str, Entry]]()
+    store, states = Store(config), list[Mapping[str, Entry]]()
     failures = [MemoryError('none'), RuntimeError("can't start new thread")]
 
     def on_state(state: Mapping[str, Entry]) -> None:
         if failures:
             raise failures.pop()
-        seen.append(state)
+        states.append(state)
 
     refresh, faults = store.keep_alive, [MemoryError('none'), RuntimeError("can't start new thread")]
 
@@ -115,7 +118,7 @@ def test_no_thread_dies_unheard(cluster: Control, monkeypatch: pytest.MonkeyPatc
     try:
         follower.start()
         presence.start()
-        until(lambda: seen and key in seen[-1], 20, 'it follows')
+        until(lambda: states and key in states[-1], 20, 'it follows')
         until(lambda: not faults, 20, 'it was refreshed again')
         cluster.etcd.delete(key)
         until(lambda: cluster.etcd.get(key), 20, 'it is put again')
