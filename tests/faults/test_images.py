@@ -1,4 +1,4 @@
-"""F22, F23: images that are none, that lie, that change."""
+"""F22, F23: images that are invalid, hostile or changing."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ from tests.kit.lab import Lab, lab_name
 from tests.kit.servers import PATIENCE, environment, until
 from tests.kit.slow_images import SlowImages
 
-# F22, F23: images that are none, or that lie: refused in words, the cache unpoisoned, whatever download is killed.
+# F22, F23: invalid and hostile images are refused with a reason, and the cache stays valid after any killed download.
 #
-# The many ways to answer are in tests/functional/test_images.py, what is kept and evicted in test_image_*.py there, and
-# images that change, and many builds of one, in test_images_many.py.
+# tests/functional/test_images.py tests the many kinds of answers; its test_image_*.py test what is kept and evicted.
 
 
 pytestmark = [
@@ -50,41 +49,43 @@ pytestmark = [
     ),
 ]
 
-MEBIBYTE, GIB, TIB = 2**20, 2**30, 2**40
+MEBIBYTE = 2**20
+GIB = 2**30
+TIB = 2**40
 METADATA = 'http://169.254.169.254/latest/meta-data/'
 
 
 def qcow2(directory: Path, size: int = 16 * MEBIBYTE, content: bytes = b'') -> bytes:
-    """A qcow2 of this virtual size with this content."""
-    raw, made = directory / 'raw', directory / 'qcow2'
+    """Make a qcow2 of this virtual size with this content."""
+    raw, converted = directory / 'raw', directory / 'qcow2'
     raw.write_bytes(content)
     os.truncate(raw, len(content) or 512)
-    subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(made)], check=True)
-    subprocess.run(['qemu-img', 'resize', '-q', '-f', 'qcow2', str(made), str(size)], check=True)
-    return made.read_bytes()
+    subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(converted)], check=True)
+    subprocess.run(['qemu-img', 'resize', '-q', '-f', 'qcow2', str(converted), str(size)], check=True)
+    return converted.read_bytes()
 
 
 @pytest.fixture(scope='module')
 def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A good one with something in it."""
+    """A valid image with random content."""
     return qcow2(tmp_path_factory.mktemp('image'), content=os.urandom(MEBIBYTE))
 
 
 @pytest.fixture
 def web(image: bytes) -> Iterator[Web]:
-    """The image, and every wrong way to answer."""
+    """A server of the image with every wrong kind of answer."""
     with serving(image) as server:
         yield server
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> ImageCache:
-    """An empty one, in `tmp_path`/images."""
+    """An empty cache in `tmp_path`/images."""
     return ImageCache(tmp_path / 'images', inspect, None, LIMITS, LOOPBACK)
 
 
 def refused(cache: ImageCache, directory: Path, url: str, reason: str) -> None:
-    """It cannot be had, for this reason, and leaves nothing."""
+    """Check that the image is refused with this reason and leaves nothing."""
     before = kept(directory)
     with pytest.raises(BuildFailed, match=reason) as caught:
         get(cache, url)
@@ -95,7 +96,7 @@ def refused(cache: ImageCache, directory: Path, url: str, reason: str) -> None:
 ANSWERS = [
     ('page', 'is not a disk image'),  # an error page with 200
     ('missing', 'the server answers HTTP 404'),
-    ('cut', 'cut off|connection broke'),  # less than Content-Length says
+    ('cut', 'cut off|connection broke'),  # less than Content-Length announces
     ('cut_without_length', 'cut-off qcow2'),
     ('unpacked_by_nobody', 'Content-Encoding'),
     ('loop', 'more than 5 redirects'),
@@ -105,7 +106,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize(('answer', 'reason'), ANSWERS)
 def test_a_server_that_lies(web: Web, cache: ImageCache, tmp_path: Path, answer: str, reason: str) -> None:
-    """F22: an answer that is no whole image is refused with the reason; the same URL serves once it is right (fake)"""
+    """F22: an incomplete or false answer is refused with the reason; the same URL works once repaired (fake)."""
     refused(cache, tmp_path / 'images', web.url + answer, reason)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handler, f'answer_{answer}', Handler.answer_good)
@@ -113,7 +114,7 @@ def test_a_server_that_lies(web: Web, cache: ImageCache, tmp_path: Path, answer:
 
 
 def header(image: bytes, offset: int, packed: bytes) -> bytes:
-    """The image with other bytes in its header (QEMU's docs/interop/qcow2.txt)."""
+    """Replace bytes of the image's header (QEMU's docs/interop/qcow2.txt)."""
     return image[:offset] + packed + image[offset + len(packed) :]
 
 
@@ -138,21 +139,21 @@ CORRUPT: list[tuple[str, Callable[[bytes], bytes], str]] = [
 def test_a_corrupt_header(
     web: Web, cache: ImageCache, tmp_path: Path, what: str, spoil: Callable[[bytes], bytes], reason: str
 ) -> None:
-    """F22: a qcow2 with a wrong header is refused before QEMU sees it, whatever its tables say (fake)"""
-    good, web.image = web.image, spoil(web.image)
+    """F22: a qcow2 with a wrong header is refused before QEMU reads it, for any values of its tables (fake)."""
+    valid, web.image = web.image, spoil(web.image)
     refused(cache, tmp_path / 'images', web.url + 'good', reason)
-    web.image = good
+    web.image = valid
     assert get(cache, web.url + 'good').format == 'qcow2', what
 
 
 def test_60_tb(web: Web, cache: ImageCache, tmp_path: Path) -> None:
-    """F22: a whole image of 60 TiB virtual size is not kept where no disk is so large, nor fits a smaller one (fake)"""
+    """F22: an image of 60 TiB virtual size is refused where disks are smaller, or DISK_GB is (fake)."""
     web.image = qcow2(tmp_path, 60 * TIB)
     assert len(web.image) < 100 * MEBIBYTE
     reason = 'the image is 61440.0 GiB, and this host has 100.0 GiB for disks'
     refused(cache, tmp_path / 'images', web.url + 'good', reason)
-    large = ImageCache(tmp_path / 'images', inspect, None, replace(LIMITS, disk=60 * TIB), LOOPBACK)
-    base = get(large, web.url + 'good')
+    large_cache = ImageCache(tmp_path / 'images', inspect, None, replace(LIMITS, disk=60 * TIB), LOOPBACK)
+    base = get(large_cache, web.url + 'good')
     assert base.virtual_size == 60 * TIB
     spec = GuestSpec('d578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'a compute', 1, 64, 10, base, 'qemu')
     with pytest.raises(BuildFailed, match='the image is 61440.0 GiB, DISK_GB is 10'):
@@ -160,7 +161,7 @@ def test_60_tb(web: Web, cache: ImageCache, tmp_path: Path) -> None:
     assert capacity(replace(spec, disk_gb=61440)) == 60 * TIB
 
 
-# Story 3 of the images: each way to be hostile, whole, beside an image that is cached.
+# Each kind of hostile image, complete, beside an image that is cached.
 STORY: list[tuple[str, str, str]] = [
     ('stalls', 'half', 'no answer in time|connection broke'),
     ('truncates, or says more than there is', 'cut', 'cut off after [0-9]+ of [0-9]+ bytes|connection broke'),
@@ -180,25 +181,25 @@ STORY: list[tuple[str, str, str]] = [
 def test_whatever_a_server_does(
     web: Web, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, path: str, reason: str
 ) -> None:
-    """F22: whatever a server does: refused with its reason, no volume is left, the cache as before (fake)"""
-    made = tmp_path / what.replace('/', '-')
-    shown = subprocess.run
+    """F22: any hostile answer is refused with its reason, no volume is left, the cache is unchanged (fake)."""
+    hostile = tmp_path / what.replace('/', '-')
+    run = subprocess.run
     if path == 'backing':
-        made.write_bytes(qcow2(tmp_path, content=os.urandom(MEBIBYTE)))
-        shown(['qemu-img', 'rebase', '-u', '-f', 'qcow2', '-F', 'raw', '-b', '/etc/shadow', str(made)], check=True)
+        hostile.write_bytes(qcow2(tmp_path, content=os.urandom(MEBIBYTE)))
+        run(['qemu-img', 'rebase', '-u', '-f', 'qcow2', '-F', 'raw', '-b', '/etc/shadow', str(hostile)], check=True)
     elif path == 'data_file':
         outside = tmp_path / 'data'
         command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-o', f'data_file={outside},data_file_raw=on']
-        shown([*command, str(made), '16M'], check=True)
+        run([*command, str(hostile), '16M'], check=True)
     elif path == 'huge':
-        made.write_bytes(qcow2(tmp_path, 100 * TIB))
+        hostile.write_bytes(qcow2(tmp_path, 100 * TIB))
     elif path == 'vmdk':
         (tmp_path / 'raw').write_bytes(boot_disk(b'\xf4'))
-        shown(['qemu-img', 'convert', '-f', 'raw', '-O', 'vmdk', str(tmp_path / 'raw'), str(made)], check=True)
+        run(['qemu-img', 'convert', '-f', 'raw', '-O', 'vmdk', str(tmp_path / 'raw'), str(hostile)], check=True)
     first = get(cache, web.url + 'good')
     before = contents(tmp_path / 'images')
-    if made.exists():
-        web.image = made.read_bytes()
+    if hostile.exists():
+        web.image = hostile.read_bytes()
         monkeypatch.setattr(Handler, f'answer_{path}', Handler.answer_good, raising=False)
     web.says = {'etag': '"1"'} if path == 'changing' else {}
     web.sums = f'{"1" * 64}  listed\n'.encode()
@@ -212,7 +213,7 @@ def test_whatever_a_server_does(
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Every file of the cache, and what is in it."""
+    """Return every file of the cache with its content."""
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
@@ -233,7 +234,7 @@ with cache.held(sys.argv[2], lambda: None, lambda *_: None) as bases:
 
 
 def fetch(directory: Path, url: str, limit: int, failpoint: str = '') -> subprocess.CompletedProcess[str]:
-    """What a worker does with an image, in a process that may die of it."""
+    """Download an image as a worker does, in a process that a failpoint may kill."""
     return subprocess.run(
         [sys.executable, '-c', FETCH, str(directory), url, str(limit)],
         env={**environment(), 'ECOMP_FAILPOINT': f'{failpoint}:kill' if failpoint else ''},
@@ -245,33 +246,33 @@ def fetch(directory: Path, url: str, limit: int, failpoint: str = '') -> subproc
 
 @pytest.mark.parametrize('step', DOWNLOAD_FAILPOINTS)
 def test_killed_at_a_step_of_a_download(web: Web, tmp_path: Path, step: str) -> None:
-    """F22: kill -9 at each step of a download: the next begins anew or has it, nothing else is left (fake)"""
+    """F22: kill -9 at each step of a download: the next one restarts or has it, nothing else is left (fake)."""
     directory = tmp_path / 'images'
     web.says = {'etag': '"1"'}
     assert fetch(directory, web.url + 'good', 2**30, step).returncode == -signal.SIGKILL
     assert kept(directory)
-    again = fetch(directory, web.url + 'good', 2**30)
-    assert kept(directory) == [Path(again.stdout.strip()).name], again
-    assert fetch(directory, web.url + 'good', 2**30).stdout == again.stdout
+    repeated = fetch(directory, web.url + 'good', 2**30)
+    assert kept(directory) == [Path(repeated.stdout.strip()).name], repeated
+    assert fetch(directory, web.url + 'good', 2**30).stdout == repeated.stdout
     assert len(web.sent) == 2
 
 
 @pytest.mark.parametrize('step', EVICTION_FAILPOINTS)
 def test_killed_while_room_is_made(web: Web, tmp_path: Path, step: str) -> None:
-    """F23: kill -9 while base volumes are evicted: those on which a disk lies are there (fake)"""
+    """F23: kill -9 while base volumes are evicted: those under a disk stay (fake)."""
     directory, size = tmp_path / 'images', 2**20
     disks = [boot_disk(bytes([number])) for number in range(3)]
     for number, web.image in enumerate(disks[:2]):
         assert fetch(directory, f'{web.url}good?{number}', 2 * size).returncode == 0
-    used = min(directory.glob('base-*'), key=lambda path: path.stat().st_mtime_ns)
-    command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', 'raw', '-b', str(used), str(directory / 'x.qcow2')]
+    base = min(directory.glob('base-*'), key=lambda path: path.stat().st_mtime_ns)
+    command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', 'raw', '-b', str(base), str(directory / 'x.qcow2')]
     subprocess.run(command, check=True)
     web.image = disks[2]
     assert fetch(directory, f'{web.url}good?2', 2 * size, step).returncode == -signal.SIGKILL
-    assert list(directory.glob('base-*.raw')) == [used]
-    last = fetch(directory, f'{web.url}good?2', 2 * size)
-    assert set(kept(directory)) == {used.name, Path(last.stdout.strip()).name, 'x.qcow2'}
-    # Nobody knows any more what is gone.
+    assert list(directory.glob('base-*.raw')) == [base]
+    repeated = fetch(directory, f'{web.url}good?2', 2 * size)
+    assert set(kept(directory)) == {base.name, Path(repeated.stdout.strip()).name, 'x.qcow2'}
+    # The kill lost the information which files were removed.
     assert len(list(directory.glob('.url-*.json'))) == 2
 
 
@@ -282,8 +283,8 @@ def test_killed_while_room_is_made(web: Web, tmp_path: Path, step: str) -> None:
 def test_a_gzip_bomb(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: dict[str, str], reason: str, is_written: bool
 ) -> None:
-    """F22: 1 GiB of zeroes packed into 1 MiB stays packed, and is no image (fake)"""
-    zeroes = gzip.compress(bytes(16 * MEBIBYTE)) * 64  # members behind one another are one file
+    """F22: 1 GiB of zeroes packed into 1 MiB stays packed and is refused (fake)."""
+    zeroes = gzip.compress(bytes(16 * MEBIBYTE)) * 64  # concatenated gzip members are one file
 
     def bomb(handler: Handler) -> None:
         handler.say(zeroes, **says, content_type='application/octet-stream')
@@ -291,17 +292,17 @@ def test_a_gzip_bomb(
     monkeypatch.setattr(Handler, 'answer_good', bomb)
     written: list[int] = []
 
-    def look(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
+    def record_and_inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
         written.append(path.stat().st_size)
         return inspect(path, checkpoint)
 
-    cache = ImageCache(tmp_path / 'images', look, None, LIMITS, LOOPBACK)
+    cache = ImageCache(tmp_path / 'images', record_and_inspect, None, LIMITS, LOOPBACK)
     refused(cache, tmp_path / 'images', web.url + 'good', reason)
     assert written == [len(zeroes)] * is_written
 
 
 def test_an_endless_drip(web: Web, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F22: a server that drips for ever is left at once when the instance is destroyed, else at the deadline (fake)"""
+    """F22: an endless slow download ends soon when the instance is destroyed, otherwise at the deadline (fake)."""
     asked_to_stop = threading.Event()
 
     def checkpoint() -> None:
@@ -310,7 +311,7 @@ def test_an_endless_drip(web: Web, cache: ImageCache, tmp_path: Path, monkeypatc
 
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(get, cache, web.url + 'drip', checkpoint)
-        until(lambda: [each for each in kept(tmp_path / 'images') if each.endswith('.part')], 10, 'it drips')
+        until(lambda: [name for name in kept(tmp_path / 'images') if name.endswith('.part')], 10, 'it drips')
         asked_to_stop.set()
         assert isinstance(waiting.exception(10), Cancelled)
     assert kept(tmp_path / 'images') == []
@@ -322,30 +323,30 @@ def test_an_endless_drip(web: Web, cache: ImageCache, tmp_path: Path, monkeypatc
 def test_a_redirect_to_the_metadata_address(
     web: Web, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """F22: a redirect to 169.254.169.254 is not followed: nobody there is asked anything (fake)"""
-    named, ip = re.escape(str(urlsplit(where).hostname)), r'(::ffff:)?169\.254\.169\.254|::ffff:a9fe:a9fe'
+    """F22: a redirect to 169.254.169.254 is not followed: no connection is made (fake)."""
+    host_name, ip = re.escape(str(urlsplit(where).hostname)), r'(::ffff:)?169\.254\.169\.254|::ffff:a9fe:a9fe'
     monkeypatch.setattr(Handler, 'answer_moved', lambda handler: handler.redirect(where))
     connected: list[object] = []
-    ours, create = web.server_address[:2], connections.create_connection
+    server_address, create = web.server_address[:2], connections.create_connection
 
     def create_connection(address: tuple[str, int], *given: Any, **named: Any) -> socket.socket:
         connected.append(address)
-        assert address == ours
+        assert address == server_address
         return create(address, *given, **named)
 
     monkeypatch.setattr(connections, 'create_connection', create_connection)
-    # To where is not told: that is a part of the server's answer.
+    # The reason does not contain the target: that is a part of the server's answer.
     refused(cache, tmp_path / 'images', web.url + 'moved', 'moved: redirected to a link-local address')
-    assert connected == [ours]
-    # Nor is it asked when it is what was asked for.
-    refused(cache, tmp_path / 'images', where, f'{named} is ({ip}), a link-local address')
-    assert connected == [ours]
+    assert connected == [server_address]
+    # Nor is a connection made when that address is the requested URL.
+    refused(cache, tmp_path / 'images', where, f'{host_name} is ({ip}), a link-local address')
+    assert connected == [server_address]
 
 
 def test_hostile_images_on_a_host(host: Hypervisor, tmp_path: Path) -> None:
-    """F22: an instance of an image that is none ends in error with the reason, and the next good one runs (libvirt)"""
+    """F22: an instance of an invalid image fails with the reason, and the next valid one runs (libvirt)."""
     served = host.lab.directory / 'images'
-    good = boot_disk(HALT)
+    valid = boot_disk(HALT)
     spoilt = {
         'page.qcow2': (b'<html><body>Please log in</body></html>', 'is not a disk image'),
         'huge.qcow2': (qcow2(tmp_path, 60 * TIB), 'the image is 61440.0 GiB, and this host has 40.0 GiB for disks'),
@@ -358,23 +359,23 @@ def test_hostile_images_on_a_host(host: Hypervisor, tmp_path: Path) -> None:
             (served / name).write_bytes(content)
         failed = {name: host.place(name) for name in spoilt}
         for name, (_, reason) in spoilt.items():
-            found = host.reached(failed[name], 'error')
-            assert found['error']['stage'] in ('image', 'disk')
-            assert any(part in found['error']['reason'] for part in reason.split('|')), found
+            failure = host.reached(failed[name], 'error')
+            assert failure['error']['stage'] in ('image', 'disk')
+            assert any(part in failure['error']['reason'] for part in reason.split('|')), failure
             host.nothing_of(failed[name])
-        # Put right at the same URL, it is taken: what was refused is not remembered.
-        (served / 'page.qcow2').write_bytes(good)
+        # Repaired at the same URL it is accepted: the refusal is not cached.
+        (served / 'page.qcow2').write_bytes(valid)
         host.reached(host.place('page.qcow2'), 'active')
     finally:
         for name in spoilt:
             (served / name).unlink(missing_ok=True)
 
 
-# F23: an image that changes, and many builds of one: one download for all, and guests keep the base they have.
+# F23: an image that changes, and many builds of one: one download for all, and guests keep their base.
 
 
 def test_an_image_that_changes(host: Hypervisor) -> None:
-    """F23: another image at the same URL: it is built from now on; guests keep the base they have (libvirt)"""
+    """F23: another image at the same URL: new builds use it; guests keep their base (libvirt)."""
     served = host.lab.directory / 'images' / 'changes.raw'
     try:
         served.write_bytes(boot_disk(HALT))
@@ -383,13 +384,13 @@ def test_an_image_that_changes(host: Hypervisor) -> None:
         pid = host.qemu(first)
         base = backing(host, first)
         before = base.read_bytes()
-        again = host.place('changes.raw')
-        host.reached(again, 'active')
-        assert backing(host, again) == base
+        repeated = host.place('changes.raw')
+        host.reached(repeated, 'active')
+        assert backing(host, repeated) == base
         changed = boot_disk(b'\xf4\xeb\xfd\x90')
         served.write_bytes(changed)
         later = served.stat().st_mtime + 10
-        os.utime(served, (later, later))  # the server says it in seconds, and we are quicker
+        os.utime(served, (later, later))  # the server's times are in whole seconds, and the test is faster
         second = host.place('changes.raw')
         host.reached(second, 'active')
         assert (backing(host, first), base.read_bytes()) == (base, before)
@@ -400,37 +401,37 @@ def test_an_image_that_changes(host: Hypervisor) -> None:
 
 
 def backing(host: Hypervisor, instance: str) -> Path:
-    """The base volume under an instance's disk."""
-    shown = subprocess.run(
+    """Return the base volume under an instance's disk."""
+    output = subprocess.run(
         ['qemu-img', 'info', '-U', str(host.disk(instance))], check=True, capture_output=True, text=True
     ).stdout
-    return next(Path(line.partition(': ')[2]) for line in shown.splitlines() if line.startswith('backing file: '))
+    return next(Path(line.partition(': ')[2]) for line in output.splitlines() if line.startswith('backing file: '))
 
 
 def test_two_builds_of_one_image(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F23: two builds of one image at once are one download; its worker killed in it: another downloads it (libvirt)"""
+    """F23: two concurrent builds of one image: one download; if its worker is killed, the other downloads (libvirt)."""
     host.plain()
     url = slow_images.url('idle.raw?two-builds')
-    both = [host.place(url), host.place(url)]
+    instances = [host.place(url), host.place(url)]
     worker = host.downloader()
     parts = list((host.state / 'images').glob('*.part'))
     assert len(parts) == 1
     os.kill(worker, signal.SIGKILL)
-    # The other one has waited for the lock, and now downloads; what was half there is not taken for whole.
+    # The other one has waited for the lock and now downloads; the partial file is not mistaken for a complete one.
     until(lambda: host.downloader() != worker, SOON, 'another worker downloads')
     slow_images.go_on()
-    for instance in both:
+    for instance in instances:
         host.reached(instance, 'active')
-    assert backing(host, both[0]) == backing(host, both[1])
+    assert backing(host, instances[0]) == backing(host, instances[1])
     assert list((host.state / 'images').glob('*.part')) == []
-    assert backing(host, both[0]).read_bytes() == (host.lab.directory / 'images/idle.raw').read_bytes()
+    assert backing(host, instances[0]).read_bytes() == (host.lab.directory / 'images/idle.raw').read_bytes()
 
 
 SIZE = 8 * MIB
 
 
 def padded(path: Path, size: int) -> Path:
-    """A disk that boots and halts, filled up with random bytes."""
+    """Make a disk that boots and halts, filled up with random bytes."""
     with path.open('wb') as file:
         file.write(boot_disk(HALT))
         for _ in range(size // MIB - 1):
@@ -440,7 +441,7 @@ def padded(path: Path, size: int) -> Path:
 
 @pytest.mark.slow
 def test_many_builds_of_one_cold_image(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F23: eight builds of a cold image at once: one download, overlays for all, and others do not wait (libvirt)"""
+    """F23: five builds of a cold image: one download, overlays for all, and other builds do not wait (libvirt)."""
     host.plain()
     served = padded(host.lab.directory / 'images/big.raw', SIZE)
     try:
@@ -451,8 +452,10 @@ def test_many_builds_of_one_cold_image(host: Hypervisor, slow_images: SlowImages
         # More builds than workers wait for the server, and one of them does so in a worker.
         host.running()
         progress = {'stage': 'image', 'done': SIZE // 2, 'total': SIZE}
-        seen = until(lambda: [each for each in instances if host.record(each)['progress'] == progress], SOON, 'is told')
-        for doomed in (seen[0], next(each for each in instances if each != seen[0])):
+        reporting = until(
+            lambda: [name for name in instances if host.record(name)['progress'] == progress], SOON, 'is told'
+        )
+        for doomed in (reporting[0], next(name for name in instances if name != reporting[0])):
             instances.remove(doomed)
             host.ask_destroy(doomed)
             began = time.monotonic()
@@ -464,7 +467,7 @@ def test_many_builds_of_one_cold_image(host: Hypervisor, slow_images: SlowImages
             assert host.reached(instance, 'active')['progress'] is None
         assert len(slow_images.sent()) == 1
         bases = {backing(host, instance) for instance in instances}
-        assert [each.name for each in bases] == [f'base-{hashlib.sha256(served.read_bytes()).hexdigest()}.raw']
+        assert [base.name for base in bases] == [f'base-{hashlib.sha256(served.read_bytes()).hexdigest()}.raw']
         host.settled()
     finally:
         served.unlink()
@@ -472,19 +475,19 @@ def test_many_builds_of_one_cold_image(host: Hypervisor, slow_images: SlowImages
 
 @pytest.mark.slow
 def test_thirty_builds_on_three_hosts(tmp_path: Path) -> None:
-    """F23: thirty builds of a cold image of 500 MB on three hosts: one download a host, thirty overlays (libvirt)"""
+    """F23: thirty builds of a cold image of 500 MB on three hosts: three downloads, thirty overlays (libvirt)."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
     lab = Lab(lab_name('thirty'), 3)
     try:
         hosts = [Hypervisor(lab, name) for name in lab.hosts]
-        for each in hosts:
-            each.compute = lab.compute(each.name)
-            config = each.directory / 'compute.yaml'
-            # Ten each: wherever placement's order puts them, thirty fit in no other way.
+        for hypervisor in hosts:
+            hypervisor.compute = lab.compute(hypervisor.name)
+            config = hypervisor.directory / 'compute.yaml'
+            # Ten each: thirty instances fit in no other way, for any order of the hosts in placement's answer.
             room = {'VCPU': 10, 'MEMORY_MB': 640, 'DISK_GB': 10}
             config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'inventory': room}))
-            each.restart()
+            hypervisor.restart()
         padded(lab.directory / 'images/big.raw', 500 * MIB)
         with SlowImages(lab, tmp_path) as server:
             server.go_on()
@@ -492,12 +495,12 @@ def test_thirty_builds_on_three_hosts(tmp_path: Path) -> None:
                 placed = list(threads.map(lambda _: lab.place(SMALL, server.url('big.raw')), range(30)))
             bases = set()
             for name, instance in placed:
-                host = next(each for each in hosts if each.name == name)
+                host = next(hypervisor for hypervisor in hosts if hypervisor.name == name)
                 host.reached(instance, 'active', 300)
                 bases.add(backing(host, instance))
             assert len(bases) == 3
             assert len(server.sent()) == len(set(server.sent())) == 3
-            assert all(len([where for where, _ in placed if where == each.name]) == 10 for each in hosts)
+            assert all(len([target for target, _ in placed if target == hypervisor.name]) == 10 for hypervisor in hosts)
         lab.check()
     finally:
         lab.close()

@@ -1,4 +1,4 @@
-"""F25 to F28, F31: the last thing asked for is what comes about."""
+"""F25 to F28, F31: the last request decides."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.kit.story import (
 from tests.kit.tuned import tuned
 from tests.kit.use import Use
 
-# F26, F28: the last thing asked for is what comes about, whenever it is asked; what is missing destroys nothing.
+# F26, F28: the last request decides, at any moment it may come; missing information destroys nothing.
 
 
 BUILD_FAILPOINTS = ['remembered', 'reserved', 'seeded', 'confirmed', 'building', 'built', 'active', 'addressed']
@@ -47,22 +47,22 @@ BUILD_FAILPOINTS = ['remembered', 'reserved', 'seeded', 'confirmed', 'building',
 
 @pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'confirmed', 'built', 'addressed'))
 def test_destroyed_while_building(cluster: Control, step: str) -> None:
-    """F26: a destroy that comes while the build is at any of its steps: gone, and nothing of it is left (fake)"""
+    """F26: a destroy at any step of the build: gone, and nothing is left (fake)."""
     compute = tuned(cluster, failpoint=f'{step}:stop:1')
     _, instance = place(cluster)
     compute.stopped_at(step)
-    done = cluster.eschedule('destroy', instance)
-    assert done.code == 0, done
+    result = cluster.eschedule('destroy', instance)
+    assert result.code == 0, result
     compute.resume()
     reached(cluster, instance, 'gone')
     assert guests(compute) == {}
-    # It works on.
+    # The compute still works.
     addressed(cluster, place(cluster)[1])
     check(cluster, compute)
 
 
 def test_destroyed_before_it_was_begun(cluster: Control, compute: Ecompute) -> None:
-    """F26: a destroy that comes before the compute has seen the request: gone, and it was never built (fake)"""
+    """F26: a destroy before the compute has read the request: gone, and never built (fake)."""
     compute.pause()
     _, instance = place(cluster)
     assert cluster.eschedule('destroy', instance).code == 0
@@ -73,7 +73,7 @@ def test_destroyed_before_it_was_begun(cluster: Control, compute: Ecompute) -> N
 
 @pytest.mark.usefixtures('compute')
 def test_destroyed_and_asked_for_again(cluster: Control, instance: str) -> None:
-    """F26: create, destroy, create with one uuid, as fast as can be: the destroy holds, the rest is exit 5 (fake)"""
+    """F26: create, destroy, create with one uuid in quick succession: the destroy holds, the others exit 5 (fake)."""
     words = ['--uuid', instance, SMALL]
     notified(cluster.eschedule(*words))
     assert cluster.eschedule('destroy', instance).code == 0
@@ -83,12 +83,12 @@ def test_destroyed_and_asked_for_again(cluster: Control, instance: str) -> None:
 
 
 def test_create_and_destroy_in_quick_succession(cluster: Control) -> None:
-    """F26: eight instances made, destroyed at once, and eight more in their room: only these are there (fake)"""
+    """F26: eight instances created and soon destroyed, and eight more in their room: only these remain (fake)."""
     compute = cluster.ecompute('VCPU:8,DISK_GB:8,MEMORY_MB:1024')
-    first = [notified(each)[1] for each in at_once(cluster, [[SMALL]] * 8)]
-    for done in at_once(cluster, [['destroy', '--wait', each] for each in first]):
-        assert done.code == 0, done
-    second = [notified(each)[1] for each in at_once(cluster, [[SMALL]] * 8)]
+    first = [notified(item)[1] for item in at_once(cluster, [[SMALL]] * 8)]
+    for result in at_once(cluster, [['destroy', '--wait', item] for item in first]):
+        assert result.code == 0, result
+    second = [notified(item)[1] for item in at_once(cluster, [[SMALL]] * 8)]
     for instance in second:
         addressed(cluster, instance)
     assert set(guests(compute)) == set(second)
@@ -96,10 +96,10 @@ def test_create_and_destroy_in_quick_succession(cluster: Control) -> None:
 
 
 def test_a_request_removed_by_hand(cluster: Control) -> None:
-    """F28: the request of a running guest removed by hand: guest and claim stay, said once; destroy works (fake)"""
+    """F28: the request of a running guest deleted outside ecomp: it stays, logged once; destroy works (fake)."""
     compute = tuned(cluster, numbers={'EVERY': 0.3})
     instance = boot(cluster)
-    held = cluster.placement.allocations(instance)
+    allocation = cluster.placement.allocations(instance)
     cluster.etcd.delete(f'/hosts/{compute.uuid}/{instance}')
     until(lambda: logged(compute, instance, 'unmanaged'), 20, 'it is reported')
     look_twice(cluster, compute, guests=[instance])
@@ -109,13 +109,13 @@ def test_a_request_removed_by_hand(cluster: Control) -> None:
     assert len(logs(compute, instance, 'unmanaged', number=2)) == 2
     assert set(guests(compute)) == {instance, other}
     assert guests(compute)[instance]['running']
-    assert cluster.placement.allocations(instance) == held
+    assert cluster.placement.allocations(instance) == allocation
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     check(cluster, compute)
 
 
 def test_a_request_removed_before_it_was_begun(cluster: Control) -> None:
-    """F28: a request removed by hand before it was seen: the claim is nobody's, and goes after two looks (fake)"""
+    """F28: a request deleted outside ecomp before it was read: its claim is released after two checks (fake)."""
     compute = tuned(cluster)
     compute.pause()
     _, instance = place(cluster)
@@ -123,19 +123,19 @@ def test_a_request_removed_before_it_was_begun(cluster: Control) -> None:
     compute.resume()
     addressed(cluster, place(cluster)[1])
 
-    # A release may lose a race with whoever else changes the provider: later looks do it then.
-    def released() -> bool:
+    # A release may lose a race with another change of the provider; a later check repeats it.
+    def is_released() -> bool:
         look_twice(cluster, compute, guests(compute))
         return cluster.placement.allocations(instance) == {}
 
-    until(released, 20, 'its claim is released')
+    until(is_released, 20, 'its claim is released')
     assert instance not in guests(compute)
     check(cluster, compute)
 
 
 @pytest.mark.parametrize('step', some(BUILD_FAILPOINTS[:-1], 'confirmed', 'built'))
 def test_a_request_removed_while_building(cluster: Control, step: str) -> None:
-    """F28: the request removed by hand at any step of the build: no claim without a guest, no guest lost (fake)"""
+    """F28: the request deleted outside ecomp at any step of a build: no claim without a guest, no guest lost (fake)."""
     compute = tuned(cluster, failpoint=f'{step}:stop:1')
     _, instance = place(cluster)
     compute.stopped_at(step)
@@ -143,7 +143,7 @@ def test_a_request_removed_while_building(cluster: Control, step: str) -> None:
     compute.resume()
     addressed(cluster, place(cluster)[1])
     if step in ('remembered', 'reserved', 'seeded', 'confirmed'):
-        # What was begun is written down on the host before anything is reserved, and is taken back by that.
+        # The build is recorded on the host before anything is reserved, and undone from that record.
         until(lambda: cluster.placement.allocations(instance) == {}, 20, 'its claim is released')
         assert record(cluster, instance) is None
     else:
@@ -157,36 +157,36 @@ def test_a_request_removed_while_building(cluster: Control, step: str) -> None:
 
 
 def test_a_record_removed_by_hand(cluster: Control) -> None:
-    """F28: the record of a running guest removed by hand: written again, and says that it was lost (fake)"""
+    """F28: the record of a running guest deleted outside ecomp: written again, with a fault that reports it (fake)."""
     compute = tuned(cluster, numbers={'EVERY': 0.3})
     _, instance = place(cluster)
     address = addressed(cluster, instance)
     cluster.etcd.delete(cluster.etcd.record_key(instance))
-    found = reached(cluster, instance, 'active')
-    assert 'its record was lost' in found['fault']
+    rewritten = reached(cluster, instance, 'active')
+    assert 'its record was lost' in rewritten['fault']
     assert len(logs(compute, 'INSTANTIATE', instance)) == 1
 
     def has_address() -> bool:
-        return [each['address'] for each in (record(cluster, instance) or {})['addresses']] == [address]
+        return [entry['address'] for entry in (record(cluster, instance) or {})['addresses']] == [address]
 
     until(has_address, 20, 'its address is in the record again')
-    # How it was built nobody knows any more; all else of it is as before.
+    # The information how it was built is lost; everything else is as before.
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     check(cluster, compute)
 
 
 def test_an_address_removed_by_hand(cluster: Control, compute: Ecompute) -> None:
-    """F28: /booted removed by hand: eschedule says what the record says, nothing else changes (fake)"""
+    """F28: /booted deleted outside ecomp: eschedule prints the record's address, nothing else changes (fake)."""
     _, instance = place(cluster)
     address = addressed(cluster, instance)
     cluster.etcd.delete(f'/booted/{instance}')
-    shown = cluster.eschedule('show', '-f', 'json', instance)
-    assert json.loads(shown.stdout)['addresses'][0]['address'] == address
+    details = cluster.eschedule('show', '-f', 'json', instance)
+    assert json.loads(details.stdout)['addresses'][0]['address'] == address
     assert set(guests(compute)) == {instance}
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
 
 
-# F25, F26, F28, F31 and the bounds on real hosts: what is foreign stays, what is destroyed goes.
+# F25, F26, F28, F31 and the bounds on real hosts: foreign objects stay, destroyed instances vanish.
 
 
 WORKER_FAILPOINTS = ['image-part', 'image-ready', 'disk-created', 'domain-defined', 'domain-started']
@@ -194,10 +194,10 @@ FOREIGN = """<domain type='qemu'><name>{name}</name><uuid>{uuid}</uuid><memory u
 <os><type arch='x86_64'>hvm</type></os></domain>"""
 
 
-# One at a time: whether the worker hears of the destroy before its next step is the race that is meant.
+# One at a time: the test is about the race whether the worker learns of the destroy before its next step.
 @pytest.mark.parametrize('step', some(WORKER_FAILPOINTS, 'domain-started'))
 def test_destroyed_at_a_step_of_the_worker(host: Hypervisor, step: str) -> None:
-    """F26: a destroy that comes while the worker is at any of its steps: gone, and nothing of it is left (libvirt)"""
+    """F26: a destroy at any step of the worker: gone, and nothing is left (libvirt)."""
     host.restart(f'{step}:stop:1')
     instance = host.place(f'{host.lab.url("idle.raw")}?{uuid.uuid4()}')
     frozen = host.frozen_at(step)
@@ -211,11 +211,11 @@ def test_destroyed_at_a_step_of_the_worker(host: Hypervisor, step: str) -> None:
 
 @pytest.mark.slow
 def test_destroyed_while_its_image_stalls(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F26: a destroy while the image's server is silent: it does not wait for the server (libvirt)"""
+    """F26: a destroy while the image's server is silent: it does not wait for the server (libvirt)."""
     instance = host.place(slow_images.url(f'idle.raw?{uuid.uuid4()}'))
     host.downloader()
     host.ask_destroy(instance)
-    other = host.running()  # nobody else waits for it
+    other = host.running()  # other instances do not wait for it
     host.reached(instance, 'gone', TIMEOUT[1] / 2)
     host.nothing_of(instance)
     assert host.record(other)['state'] == 'active'
@@ -223,24 +223,24 @@ def test_destroyed_while_its_image_stalls(host: Hypervisor, slow_images: SlowIma
 
 
 def test_foreign_domains(host: Hypervisor) -> None:
-    """F25: domains that somebody else made with an instance's uuid and name: refused, and not touched (libvirt)"""
-    alike, other, named = (str(uuid.uuid4()) for _ in range(3))
-    foreign = {'foreign': alike, named: other}
+    """F25: domains defined outside ecomp with an instance's uuid and name: refused, and not touched (libvirt)."""
+    same_uuid, other, same_name = (str(uuid.uuid4()) for _ in range(3))
+    foreign = {'foreign': same_uuid, same_name: other}
     try:
-        for name, its_uuid in foreign.items():
+        for name, domain_uuid in foreign.items():
             definition = host.directory / 'foreign.xml'
-            definition.write_text(FOREIGN.format(name=name, uuid=its_uuid))
+            definition.write_text(FOREIGN.format(name=name, uuid=domain_uuid))
             host.virsh('define', str(definition))
         before = [host.virsh('dumpxml', name) for name in foreign]
-        for instance in (alike, named):
+        for instance in (same_uuid, same_name):
             host.place('idle.raw', '--uuid', instance)
-        for instance in (alike, named):
+        for instance in (same_uuid, same_name):
             failed = host.reached(instance, 'error')
             assert failed['error']['stage'] == 'started'
             assert 'not made by ecompute: not touched' in failed['error']['reason']
             assert host.held(instance) == {}
             assert not host.disk(instance).exists()
-        # What fails before that, and what is destroyed meanwhile, ends as it would without them.
+        # Builds that fail earlier, and builds that are destroyed, end as they would without these domains.
         missing, stalled = str(uuid.uuid4()), str(uuid.uuid4())
         for name in (missing, stalled):
             foreign |= {f'{name}-x': name}
@@ -260,18 +260,18 @@ def test_foreign_domains(host: Hypervisor) -> None:
             assert host.held(name) == {}
             assert not host.disk(name).exists()
         assert [host.virsh('dumpxml', name) for name in foreign] == before
-        # Nor when they run, and the instances are destroyed.
-        host.virsh('start', named)
-        host.lab.destroy(alike, named)
-        assert host.virsh('domstate', named).strip() == 'running'
-        host.virsh('destroy', named)
+        # They are not touched when they run and the instances are destroyed, either.
+        host.virsh('start', same_name)
+        host.lab.destroy(same_uuid, same_name)
+        assert host.virsh('domstate', same_name).strip() == 'running'
+        host.virsh('destroy', same_name)
     finally:
         for name in set(foreign) & set(host.lab.domains(host.name)):
             host.virsh('undefine', name)
 
 
 def test_a_foreign_volume(host: Hypervisor) -> None:
-    """F25: a volume of the instance's name, in another pool and in ours: neither is touched nor built over (libvirt)"""
+    """F25: a volume with the instance's name, in another pool and in ours: not touched or overwritten (libvirt)."""
     instance = str(uuid.uuid4())
     elsewhere = host.directory / 'lib/images' / f'{instance}.qcow2'
     elsewhere.write_bytes(b"somebody else's")
@@ -280,7 +280,7 @@ def test_a_foreign_volume(host: Hypervisor) -> None:
     host.lab.destroy(instance)
     assert elsewhere.read_bytes() == b"somebody else's"
     elsewhere.unlink()
-    # In the pool of our own, under a name that only we give: older than what etcd knows, kept until it is destroyed.
+    # In ecomp's own pool, under a name that only ecomp gives: older than etcd's data, kept until it is destroyed.
     planted = str(uuid.uuid4())
     host.disk(planted).write_bytes(b'of an instance that etcd has forgotten')
     host.place('idle.raw', '--uuid', planted)
@@ -291,7 +291,7 @@ def test_a_foreign_volume(host: Hypervisor) -> None:
 
 
 def test_a_request_removed_by_hand_with_a_guest(host: Hypervisor) -> None:
-    """F28: the request of a running guest removed by hand: domain, disk and claim stay, and are reported (libvirt)"""
+    """F28: the request of a running guest deleted outside ecomp: domain, disk, claim stay, reported (libvirt)."""
     instance = host.running()
     pid = host.qemu(instance)
     key = f'/hosts/{host.compute}/{instance}'
@@ -302,40 +302,43 @@ def test_a_request_removed_by_hand_with_a_guest(host: Hypervisor) -> None:
     assert len(host.lines(instance, 'unmanaged')) == 1
     assert (host.qemu(instance), host.disk(instance).exists()) == (pid, True)
     assert host.held(instance)
-    host.lab.put(key, value.decode())  # as it was: managed again
+    host.lab.put(key, value.decode())  # unchanged: managed again
     host.lab.destroy(instance, other)
     host.nothing_of(instance)
 
 
 def delete(host: Hypervisor, key: str) -> None:
-    """Remove an etcd key, as an operator would."""
-    own = host.lab.operator
-    certs = [f'--cacert={own}/ca.crt', f'--cert={own}/client.crt', f'--key={own}/client.key']
-    done = subprocess.run(
+    """Delete an etcd key, as an operator would."""
+    certificates = host.lab.operator
+    certs = [f'--cacert={certificates}/ca.crt', f'--cert={certificates}/client.crt', f'--key={certificates}/client.key']
+    process = subprocess.run(
         ['etcdctl', f'--endpoints=https://{host.lab.facts["etcd"]}', *certs, 'del', key],
         env={**os.environ, 'ETCDCTL_API': '3'},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == '1', done
+    assert process.stdout.strip() == '1', process
 
 
 def round_of(host: Hypervisor, count: int) -> None:
-    """`count` guests made and destroyed, several at a time."""
+    """Create and destroy `count` guests, three at a time."""
     with ThreadPoolExecutor(3) as threads:
-        made = list(threads.map(lambda _: host.running(), range(count)))
-    host.lab.destroy(*made)
+        instances = list(threads.map(lambda _: host.running(), range(count)))
+    host.lab.destroy(*instances)
 
 
 def flat(host: Hypervisor, warm: int, count: int) -> None:
-    """What ecompute and its workers have open is the same after `warm` guests and after `count` more."""
+    """Check that descriptors and threads are equal after `warm` guests and after `count` more.
+
+    The same is true of processes and connections; memory may grow by at most 16 MiB.
+    """
     host.restart()
     round_of(host, warm)
     before = Use.of(host.pid)
     workers = host.workers()
-    for left in range(count, 0, -5):
-        round_of(host, min(left, 5))
+    for remaining in range(count, 0, -5):
+        round_of(host, min(remaining, 5))
     after = Use.of(host.pid)
     assert host.workers() == workers
     assert after.processes == before.processes
@@ -347,38 +350,38 @@ def flat(host: Hypervisor, warm: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_5_guests(host: Hypervisor) -> None:
-    """Bounds: descriptors, threads, processes and memory are flat over 5 real guests made and destroyed (libvirt)"""
+    """Bounds: descriptors, threads, processes and memory stay flat over 5 real guests (libvirt)."""
     flat(host, 2, 5)
 
 
 @pytest.mark.slow
 def test_30_guests(host: Hypervisor) -> None:
-    """Bounds: descriptors, threads, processes and memory are flat over 30 real guests made and destroyed (libvirt)"""
+    """Bounds: descriptors, threads, processes and memory stay flat over 30 real guests (libvirt)."""
     flat(host, 10, 30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('limit', ['nofile=64', 'as'])
 def test_limits(host: Hypervisor, limit: str) -> None:
-    """F31: 64 descriptors, or little more memory than it has, for ecompute and its workers: it works (libvirt)"""
+    """F31: 64 descriptors, or 64 MiB more memory than in use, for ecompute and its workers: it works (libvirt)."""
     host.restart()
     host.running()
     for pid in (host.pid, *host.workers()):
-        what = limit
+        option = limit
         if limit == 'as':
             with open(f'/proc/{pid}/statm') as file:
-                has = int(file.read().split()[0]) * os.sysconf('SC_PAGE_SIZE')
-            what = f'as={has + 64 * 2**20}'
-        subprocess.run(['prlimit', f'--pid={pid}', f'--{what}'], check=True)
+                used_bytes = int(file.read().split()[0]) * os.sysconf('SC_PAGE_SIZE')
+            option = f'as={used_bytes + 64 * 2**20}'
+        subprocess.run(['prlimit', f'--pid={pid}', f'--{option}'], check=True)
     for instance in [host.place() for _ in range(3)]:
         host.reached(instance, 'active')
 
 
-# F27: destroyed twice, by several at once, or without ever having been there: one release, and everyone is told.
+# F27: destroyed twice, concurrently, or without ever existing: one release, and every client gets an answer.
 
 
 def test_destroyed_again_and_destroy_of_nobody(cluster: Control, compute: Ecompute) -> None:
-    """F27: the same destroy again, while it is carried out and after; and a destroy of an unknown uuid (fake)"""
+    """F27: the same destroy again, while it is carried out and after; and a destroy of an unknown uuid (fake)."""
     instance = boot(cluster)
     compute.pause()
     one_line(cluster.eschedule('destroy', instance), 0, 'destroy accepted')
@@ -396,12 +399,12 @@ def test_destroyed_again_and_destroy_of_nobody(cluster: Control, compute: Ecompu
 
 @pytest.mark.parametrize('by', [2, 10])
 def test_destroyed_by_several_at_once(cluster: Control, compute: Ecompute, by: int) -> None:
-    """F27: one instance destroyed by 2, and by 10, eschedules at once (fake)"""
+    """F27: one instance destroyed by 2, and by 10, eschedules concurrently (fake)."""
     instance, other = boot_all(cluster, 2)
     results = at_once(cluster, [['destroy', '--wait', instance]] * by, width=by)
-    # Whoever comes when it is gone already is told so.
-    assert set(Counter(each.code for each in results)) <= {0, 4}, results
-    accepted = [each for each in results if 'destroy accepted' in each.stderr]
+    # A client that comes after its end is answered that it is gone.
+    assert set(Counter(item.code for item in results)) <= {0, 4}, results
+    accepted = [item for item in results if 'destroy accepted' in item.stderr]
     assert len(accepted) == 1, results
     for result in results:
         assert result.stdout == ''
@@ -412,15 +415,15 @@ def test_destroyed_by_several_at_once(cluster: Control, compute: Ecompute, by: i
 
 
 def test_two_destroys_of_one_record(cluster: Control, compute: Ecompute) -> None:
-    """F27: two destroys that read the same request: the second to write sees the first's tombstone (fake)"""
+    """F27: two destroys that read the same request: the second writer sees the first's tombstone (fake)."""
     instance = boot(cluster)
     compute.pause()
     with (
         Eschedule(cluster, 'destroy', instance, failpoint='tombstoned:stop') as first,
         Eschedule(cluster, 'destroy', instance, failpoint='tombstoned:stop') as second,
     ):
-        # Only one of them can have written; the other has ended, or it has not looked yet and will find the tombstone.
-        ended = until(lambda: next((each for each in (first, second) if each.has_ended), None), 30, 'one has ended')
+        # Only one of them can have written; the other has ended, or it has not read yet and will find the tombstone.
+        ended = until(lambda: next((run for run in (first, second) if run.has_ended), None), 30, 'one has ended')
         assert ended is not None
         one_line(ended.end(), 0, 'is being destroyed', 'already')
         frozen = second if ended is first else first
@@ -433,30 +436,30 @@ def test_two_destroys_of_one_record(cluster: Control, compute: Ecompute) -> None
 
 
 def one_destroy(lines: list[str], instance: str) -> bool:
-    """Whether the compute went to destroy the instance once."""
+    """Return True if the compute began exactly one destroy of the instance."""
     return sum(f'DESTROY INSTANCE {instance}' in line for line in lines) == 1
 
 
-# F25: one uuid asked for twice, of two computes or of one: at most one guest, and one allocation.
+# F25: one uuid requested twice, of two computes or of one: at most one guest and one allocation.
 
 
 ROOM = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 
 
 def test_asked_of_another_compute(cluster: Control) -> None:
-    """F25: the uuid of a running guest, asked for on a second compute: refused there, the first untouched (fake)"""
+    """F25: the uuid of a running guest requested of a second compute: refused there, the first untouched (fake)."""
     first, second = cluster.ecompute(), cluster.ecompute()
     _, instance = place(cluster, f'{SMALL}&in_tree={first.uuid}')
     address = addressed(cluster, instance)
-    before, held = record(cluster, instance), cluster.placement.allocations(instance)
+    before, claims = record(cluster, instance), cluster.placement.allocations(instance)
     cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(request(second.uuid, instance)))
     until(lambda: cluster.etcd.get(f'/hosts/{second.uuid}/{instance}') is None, 20, 'it is refused')
     assert logs(second, instance, 'failed at stage scheduled', f'held on {first.uuid}')
-    # Not even its tombstone there destroys it.
-    gone = {**request(second.uuid, instance), 'allocations': {}, 'image': None}
-    cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(gone))
+    # Not even a tombstone there destroys it.
+    tombstone = {**request(second.uuid, instance), 'allocations': {}, 'image': None}
+    cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(tombstone))
     until(lambda: cluster.etcd.get(f'/hosts/{second.uuid}/{instance}') is None, 20, 'it is gone there')
-    assert (record(cluster, instance), cluster.placement.allocations(instance)) == (before, held)
+    assert (record(cluster, instance), cluster.placement.allocations(instance)) == (before, claims)
     assert (set(guests(first)), guests(second)) == ({instance}, {})
     assert addressed(cluster, instance) == address
     check(cluster, first, second)
@@ -464,39 +467,39 @@ def test_asked_of_another_compute(cluster: Control) -> None:
 
 @pytest.mark.parametrize('holders', ['one', 'both', 'none'])
 def test_asked_of_two_at_once(cluster: Control, holders: str) -> None:
-    """F25: one uuid asked of two computes in one transaction, whoever holds the claim: one guest at most (fake)"""
+    """F25: one uuid requested of two computes in one transaction, with any claims: one guest at most (fake)."""
     first, second = cluster.ecompute(), cluster.ecompute()
     instance = str(uuid.uuid4())
     if holders != 'none':
         claim(cluster, instance, *([first.uuid] if holders == 'one' else [first.uuid, second.uuid]))
     puts = [
-        {'requestPut': {'key': b64(f'/hosts/{each}/{instance}'), 'value': b64(json.dumps(request(each, instance)))}}
-        for each in (first.uuid, second.uuid)
+        {'requestPut': {'key': b64(f'/hosts/{host}/{instance}'), 'value': b64(json.dumps(request(host, instance)))}}
+        for host in (first.uuid, second.uuid)
     ]
     cluster.etcd.call('kv/txn', {'success': puts})
 
-    def decided() -> bool:
-        left = [each for each in cluster.etcd.keys('/hosts/') if each.endswith(instance)]
-        found = record(cluster, instance) or {}
-        return len(left) < 2 and (found.get('state'), len(left)) in (('active', 1), ('error', 0))
+    def is_decided() -> bool:
+        request_keys = [key for key in cluster.etcd.keys('/hosts/') if key.endswith(instance)]
+        status = record(cluster, instance) or {}
+        return len(request_keys) < 2 and (status.get('state'), len(request_keys)) in (('active', 1), ('error', 0))
 
-    until(decided, 20, 'one of them has it, or none')
+    until(is_decided, 20, 'one of them has it, or none')
     state = (record(cluster, instance) or {})['state']
     assert len({*guests(first), *guests(second)}) == (1 if state == 'active' else 0)
     if holders != 'one':
-        assert state == 'error'  # neither holds exactly what it was asked for
+        assert state == 'error'  # no compute holds exactly the requested allocation
     check(cluster, first, second)
 
 
 def test_asked_of_one_twice(cluster: Control, compute: Ecompute) -> None:
-    """F25: the same request put again, and one of another size under the same key: the guest stays as it is (fake)"""
+    """F25: the same request put again, and one of another size under the same key: the guest is unchanged (fake)."""
     instance = boot(cluster)
     key = f'/hosts/{compute.uuid}/{instance}'
     original, before = cluster.etcd.get(key), record(cluster, instance)
     assert original is not None
     for value in (original, json.dumps(request(compute.uuid, instance, VCPU=4)), original):
         cluster.etcd.put(key, value)
-        _, other = place(cluster)  # its end says that the one before it has been looked at
+        _, other = place(cluster)  # its end proves that the request before it has been read
         addressed(cluster, other)
         assert cluster.eschedule('destroy', '--wait', other).code == 0
         assert (record(cluster, instance), set(guests(compute))) == (before, {instance})
@@ -504,7 +507,7 @@ def test_asked_of_one_twice(cluster: Control, compute: Ecompute) -> None:
 
 
 def test_asked_again_after_its_end(cluster: Control, compute: Ecompute) -> None:
-    """F25: a uuid that is gone, or that failed, is never made again, whoever asks for it (fake)"""
+    """F25: the uuid of a destroyed or failed instance is never built again (fake)."""
     gone = boot(cluster)
     assert cluster.eschedule('destroy', '--wait', gone).code == 0
     failed = str(uuid.uuid4())
