@@ -1,4 +1,4 @@
-"""F13: etcd wiped, restored or exchanged, with ecompute at work or away."""
+"""F13: etcd wiped, restored or replaced, while ecompute runs or is away."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kit.servers import Etcd, PlacementServer, until
 from tests.kit.story import NOBODY, SMALL, addressed, boot, known, log_of, logged, logs, place, reached, reserved
 from tests.kit.tuned import tuned
 
-# F13: etcd wiped, restored or exchanged, with ecompute at work or away: read-only and loud, until it is accepted.
+# F13: etcd wiped, restored or replaced, while ecompute runs or is away: it is read-only and logs this until accepted.
 
 
 STRANGE = 'is not the one this compute knew'
@@ -33,7 +33,7 @@ FAILPOINTS = (REPUBLISHED := 'republished',)
 
 
 def remembered(compute: Ecompute) -> dict[str, Any]:
-    """What its state directory knows of etcd."""
+    """Read what its state directory has recorded of etcd."""
     return dict(json.loads((compute.directory / 'state' / 'etcd.json').read_text()))
 
 
@@ -42,23 +42,23 @@ def stop(compute: Ecompute) -> None:
 
 
 def request_by_hand(control: Control, compute: Ecompute, instance: str, **more: str) -> None:
-    """A request of which the claim is in order, as an eschedule with the new etcd would write it."""
+    """Write a request with a valid claim, as an eschedule of the new etcd would."""
     claim(control, instance, compute.uuid)
     value = {'version': 1, **request(compute.uuid, instance), **more}
     control.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(value))
 
 
 def is_loud(compute: Ecompute, before: int = 0) -> None:
-    """It says once what it met and what to do, and goes on running."""
+    """Check that it logs once what is strange and how to accept it, and keeps running."""
     until(lambda: len(logged(compute, STRANGE, 'From now on')) > before, 30, f'it is loud; see {compute.log}')
-    said = logged(compute, STRANGE)
-    assert len(said) == before + 1, said
-    assert 'ecompute --accept-new-etcd' in said[-1]
+    lines = logged(compute, STRANGE)
+    assert len(lines) == before + 1, lines
+    assert 'ecompute --accept-new-etcd' in lines[-1]
     assert compute.is_running
 
 
 def test_the_first_compute_names_etcd_and_all_remember_it(own_control: Control) -> None:
-    """F13: /cluster is written once, and what is seen of etcd is remembered across kill -9 (fake)"""
+    """F13: /cluster is written once, and facts seen of etcd are remembered across kill -9 (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
     written = json.loads(own_control.etcd.get('/cluster') or b'{}')
     assert written['version'] == 1
@@ -66,12 +66,12 @@ def test_the_first_compute_names_etcd_and_all_remember_it(own_control: Control) 
     assert remembered(first)['identity'] == remembered(second)['identity'] == written['identity']
     compute, instance = place(own_control)
     addressed(own_control, instance)
-    its = first if first.uuid == compute else second
+    owner = first if first.uuid == compute else second
     revision = int(own_control.etcd.call('kv/range', {'key': 'eA=='})['header']['revision'])
-    until(lambda: remembered(its)['revision'] >= revision, 10, 'the revision of its own last write is remembered')
-    its.kill()
-    assert remembered(its)['revision'] >= revision
-    its.start()
+    until(lambda: remembered(owner)['revision'] >= revision, 10, 'the revision of its own last write is remembered')
+    owner.kill()
+    assert remembered(owner)['revision'] >= revision
+    owner.start()
     own_control.etcd.kill()
     own_control.etcd.start()
     own_control.etcd.compact()
@@ -84,15 +84,15 @@ def test_the_first_compute_names_etcd_and_all_remember_it(own_control: Control) 
 @pytest.mark.parametrize('away', [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.history_broken('etcd is wiped')
 def test_wiped(own_control: Control, compute: Ecompute, away: bool) -> None:
-    """F13: etcd wiped, while ecompute is at work or away: guests stay, nothing is done, until it is accepted (fake)"""
+    """F13: etcd wiped, while ecompute runs or is away: guests stay, nothing is done until it is accepted (fake)."""
     etcd = own_control.etcd
     script = own_control.directory / 'script'
     script.write_text('#!/bin/sh\n')
-    _, one = place(own_control, SMALL, '--name', 'one', '--user-data', str(script))
-    _, two = place(own_control)
-    address = addressed(own_control, one)
-    addressed(own_control, two)
-    asked = etcd.get(f'/hosts/{compute.uuid}/{one}')
+    _, named = place(own_control, SMALL, '--name', 'one', '--user-data', str(script))
+    _, unnamed = place(own_control)
+    address = addressed(own_control, named)
+    addressed(own_control, unnamed)
+    original_request = etcd.get(f'/hosts/{compute.uuid}/{named}')
     until(lambda: remembered(compute)['revision'] > 5, 5, 'what was seen is remembered')
     if away:
         compute.kill()
@@ -100,38 +100,38 @@ def test_wiped(own_control: Control, compute: Ecompute, away: bool) -> None:
     if away:
         compute.launch()
     is_loud(compute)
-    # A request in it is not built, a tombstone in it is not carried out, and nobody is told that we live.
+    # It does not build a request in that etcd, carry out a tombstone or publish its presence.
     request_by_hand(own_control, compute, NOBODY)
-    tombstone = {'version': 1, 'instance': one, 'allocations': {}, 'image': None}
-    etcd.put(f'/hosts/{compute.uuid}/{one}', json.dumps(tombstone))
+    tombstone = {'version': 1, 'instance': named, 'allocations': {}, 'image': None}
+    etcd.put(f'/hosts/{compute.uuid}/{named}', json.dumps(tombstone))
     before = reserved(own_control, compute.uuid)
     stop(compute)
     assert 'stopping' in log_of(compute)[-1]
     compute.launch()
     is_loud(compute, 1)
     assert reserved(own_control, compute.uuid) == before
-    assert set(guests(compute)) == {one, two}
-    assert all(each['running'] for each in guests(compute).values())
+    assert set(guests(compute)) == {named, unnamed}
+    assert all(guest['running'] for guest in guests(compute).values())
     assert etcd.keys('/computes/') == []
     assert etcd.keys('/instances/') == []
     assert etcd.get('/cluster') is None
-    etcd.delete(f'/hosts/{compute.uuid}/{one}')
+    etcd.delete(f'/hosts/{compute.uuid}/{named}')
     accept(compute)
-    assert addressed(own_control, one) == address
-    assert asked == etcd.get(f'/hosts/{compute.uuid}/{one}')
-    assert json.loads(etcd.get('/names/one') or b'') == {'version': 1, 'instance': one}
-    assert addressed(own_control, two)
+    assert addressed(own_control, named) == address
+    assert original_request == etcd.get(f'/hosts/{compute.uuid}/{named}')
+    assert json.loads(etcd.get('/names/one') or b'') == {'version': 1, 'instance': named}
+    assert addressed(own_control, unnamed)
     assert addressed(own_control, NOBODY)
-    for instance in (one, two):
-        kept = known(own_control, instance)
-        assert (kept['state'], kept['fault']) == ('active', None)
+    for instance in (named, unnamed):
+        status = known(own_control, instance)
+        assert (status['state'], status['fault']) == ('active', None)
         assert not logged(compute, 'INSTANTIATE', instance)[1:]
-    held = own_control.placement.allocations(one)
-    assert held == {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}
+    allocation = own_control.placement.allocations(named)
+    assert allocation == {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}
     settled(own_control, compute)
     compute.restart()
-    done = own_control.eschedule('destroy', '--wait', one)
-    assert done.code == 0, done
+    result = own_control.eschedule('destroy', '--wait', named)
+    assert result.code == 0, result
 
 
 @pytest.mark.parametrize(
@@ -145,16 +145,16 @@ def test_wiped(own_control: Control, compute: Ecompute, away: bool) -> None:
 )
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: bool) -> None:
-    """F13: etcd restored from an older snapshot: what ended since stays ended, what came since is published (fake)"""
+    """F13: etcd restored from an older snapshot: destroyed instances stay gone, newer ones are published (fake)."""
     etcd, compute = own_control.etcd, own_control.ecompute('VCPU:8,DISK_GB:20,MEMORY_MB:2048')
-    _, kept = place(own_control, SMALL, '--name', 'kept')
+    _, surviving = place(own_control, SMALL, '--name', 'kept')
     _, destroyed = place(own_control, SMALL, '--name', 'destroyed')
-    for instance in (kept, destroyed):
+    for instance in (surviving, destroyed):
         addressed(own_control, instance)
     older = kind(etcd)
     until(lambda: not logged(compute, 'cannot be reached') or logged(compute, 'is back'), 15, 'it follows etcd again')
     assert own_control.eschedule('destroy', '--wait', destroyed).code == 0
-    came = boot(own_control, SMALL, '--name', 'came')
+    newer = boot(own_control, SMALL, '--name', 'came')
     compute_log = len(logged(compute, STRANGE))
     assert compute_log == 0
     if away:
@@ -163,15 +163,15 @@ def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: 
     if away:
         compute.launch()
     is_loud(compute)
-    assert set(guests(compute)) == {kept, came}
-    # One more has a tombstone by the time the etcd is accepted: that one is carried out.
-    tombstone = json.loads(etcd.get(f'/hosts/{compute.uuid}/{kept}') or b'{}')
-    etcd.put(f'/hosts/{compute.uuid}/{kept}', json.dumps({**tombstone, 'allocations': {}, 'image': None}))
+    assert set(guests(compute)) == {surviving, newer}
+    # One more instance has a tombstone when the etcd is accepted: that one is carried out.
+    tombstone = json.loads(etcd.get(f'/hosts/{compute.uuid}/{surviving}') or b'{}')
+    etcd.put(f'/hosts/{compute.uuid}/{surviving}', json.dumps({**tombstone, 'allocations': {}, 'image': None}))
     accept(compute)
-    reached(own_control, kept, 'gone')
+    reached(own_control, surviving, 'gone')
     reached(own_control, destroyed, 'gone')
-    reached(own_control, came, 'active')
-    until(lambda: set(guests(compute)) == {came}, 10, 'only what came since is here')
+    reached(own_control, newer, 'active')
+    until(lambda: set(guests(compute)) == {newer}, 10, 'only what came since is here')
     assert len(logs(compute, 'INSTANTIATE', destroyed)) == 1
     assert etcd.keys('/names/') == ['/names/came']
     settled(own_control, compute)
@@ -182,7 +182,7 @@ def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: 
 
 @pytest.mark.history_broken('etcd is wiped')
 def test_a_name_that_was_given_away_meanwhile(own_control: Control, compute: Ecompute) -> None:
-    """F13: etcd wiped, and a name in it another instance's by the time it is accepted: a fault says so (fake)"""
+    """F13: etcd wiped, and a name taken by another instance before it is accepted: a fault reports it (fake)."""
     etcd = own_control.etcd
     instance = boot(own_control, SMALL, '--name', 'one')
     wipe(etcd)
@@ -191,13 +191,13 @@ def test_a_name_that_was_given_away_meanwhile(own_control: Control, compute: Eco
     etcd.put('/names/one', json.dumps({'version': 1, 'instance': NOBODY}))
     accept(compute)
     addressed(own_control, NOBODY)
-    kept = reached(own_control, instance, 'active')
-    assert kept['fault'] == "its name one was another instance's when this etcd was accepted"
+    status = reached(own_control, instance, 'active')
+    assert status['fault'] == "its name one was another instance's when this etcd was accepted"
     assert len(logs(compute, instance, 'its name one was another')) == 1
-    audited = own_control.eschedule('audit')
-    assert audited.code == 8
-    assert [line.split()[:2] for line in audited.stdout.splitlines()[1:]] == [['name-missing', instance]]
-    # It lets go of nothing that is not its own.
+    audit = own_control.eschedule('audit')
+    assert audit.code == 8
+    assert [line.split()[:2] for line in audit.stdout.splitlines()[1:]] == [['name-missing', instance]]
+    # It releases only what is its own.
     assert own_control.eschedule('destroy', '--wait', instance).code == 0
     assert json.loads(etcd.get('/names/one') or b'')['instance'] == NOBODY
 
@@ -205,7 +205,7 @@ def test_a_name_that_was_given_away_meanwhile(own_control: Control, compute: Eco
 @pytest.mark.slow
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_restored_and_overtaken(own_control: Control, compute: Ecompute) -> None:
-    """F13: restored long ago, its revision higher than ever: its raft term tells (fake)"""
+    """F13: restored long ago, with a revision higher than before: noticed by its raft term (fake)."""
     etcd = own_control.etcd
     boot(own_control)
     older = SavedSnapshot(etcd)
@@ -213,11 +213,11 @@ def test_restored_and_overtaken(own_control: Control, compute: Ecompute) -> None
         etcd.restart()
     boot(own_control)
     stop(compute)
-    seen = remembered(compute)
+    before = remembered(compute)
     older.restore()
     for number in range(200):
         etcd.put('/elsewhere', str(number))
-    assert int(etcd.call('kv/range', {'key': 'eA=='})['header']['revision']) > seen['revision']
+    assert int(etcd.call('kv/range', {'key': 'eA=='})['header']['revision']) > before['revision']
     compute.launch()
     is_loud(compute)
     assert 'raft term' in logs(compute, STRANGE)[0]
@@ -226,7 +226,7 @@ def test_restored_and_overtaken(own_control: Control, compute: Ecompute) -> None
 
 @pytest.mark.history_broken('etcd is wiped')
 def test_a_destroy_that_was_accepted_goes_on(own_control: Control) -> None:
-    """F13: etcd wiped in the middle of a destroy: accepted, the destroy goes on (fake)"""
+    """F13: etcd wiped during a destroy: after acceptance the destroy continues (fake)."""
     compute = tuned(own_control)
     instance = boot(own_control)
     stop(compute)
@@ -244,7 +244,7 @@ def test_a_destroy_that_was_accepted_goes_on(own_control: Control) -> None:
 
 
 def test_a_build_under_way_goes_on(own_control: Control) -> None:
-    """F13: etcd wiped in the middle of a build: accepted, the build goes on (fake)"""
+    """F13: etcd wiped during a build: after acceptance the build continues (fake)."""
     compute = tuned(own_control)
     stop(compute)
     compute.failpoint = 'seeded:stop'
@@ -261,7 +261,7 @@ def test_a_build_under_way_goes_on(own_control: Control) -> None:
 
 @pytest.mark.history_broken('etcd is wiped')
 def test_killed_while_it_accepts(own_control: Control) -> None:
-    """F13: kill -9 between publishing again and remembering: the next start finds the same, and it goes on (fake)"""
+    """F13: kill -9 between publishing and recording: the next start finds the same state and continues (fake)."""
     compute = tuned(own_control)
     instance = boot(own_control)
     stop(compute)
@@ -281,7 +281,7 @@ def test_killed_while_it_accepts(own_control: Control) -> None:
 
 
 def test_no_room_for_a_lost_claim(own_control: Control) -> None:
-    """F13: etcd wiped and the claim lost, too, and its place taken: the guest stays, with a fault (fake)"""
+    """F13: etcd wiped, and the claim lost and its room taken: the guest stays, with a fault (fake)."""
     compute = own_control.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:512')
     instance = boot(own_control)
     stop(compute)
@@ -294,8 +294,8 @@ def test_no_room_for_a_lost_claim(own_control: Control) -> None:
     own_control.placement.call('PUT', f'{provider}/inventories', body)
     claim(own_control, NOBODY, compute.uuid, room={'VCPU': 1})
     accept(compute)
-    kept = reached(own_control, instance, 'active')
-    assert 'without a claim' in kept['fault']
+    status = reached(own_control, instance, 'active')
+    assert 'without a claim' in status['fault']
     assert guests(compute)[instance]['running']
     own_control.placement.call('DELETE', f'/allocations/{NOBODY}')
     stop(compute)
@@ -305,20 +305,20 @@ def test_no_room_for_a_lost_claim(own_control: Control) -> None:
 
 
 def test_a_lost_claim_is_made_again(own_control: Control, compute: Ecompute, own_placement: PlacementServer) -> None:
-    """F13: etcd wiped and the claim lost, too: claimed again (fake)"""
+    """F13: etcd wiped and the claim lost, too: claimed again (fake)."""
     instance = boot(own_control)
-    held = own_placement.allocations(instance)
+    allocation = own_placement.allocations(instance)
     stop(compute)
     wipe(own_control.etcd)
     own_placement.call('DELETE', f'/allocations/{instance}')
     accept(compute)
-    assert own_placement.allocations(instance) == held
+    assert own_placement.allocations(instance) == allocation
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('value', [None, '{"version": 1, "identity": "5ca1ab1e-0000-4000-8000-000000000000"}', 'x'])
 def test_another_identity(own_control: Control, value: str | None) -> None:
-    """F13: /cluster removed or exchanged: seen at the next start (fake)"""
+    """F13: /cluster deleted or replaced: noticed at the next start (fake)."""
     compute = own_control.ecompute()
     stop(compute)
     written = own_control.etcd.get('/cluster')
@@ -330,7 +330,7 @@ def test_another_identity(own_control: Control, value: str | None) -> None:
     compute.launch()
     is_loud(compute)
     stop(compute)
-    # Nothing was forgotten: with the right one back it is as before.
+    # Its records are intact: with the original value it works as before.
     own_control.etcd.put('/cluster', written)
     compute.start()
     compute.stop(signal.SIGINT)
@@ -350,7 +350,7 @@ def test_another_identity(own_control: Control, value: str | None) -> None:
 
 @pytest.fixture
 def own_host() -> Iterator[Hypervisor]:
-    """A host of a lab of this test's own, for its etcd is everybody's."""
+    """A host of a lab of this test's own, because wiping its etcd affects every host."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
     lab = Lab(lab_name('etcd'), 1)
@@ -367,22 +367,22 @@ def own_host() -> Iterator[Hypervisor]:
 
 
 def wipe_lab(lab: Lab) -> None:
-    """Take everything from the lab's etcd."""
-    found = state.load(lab.name)
-    assert found is not None
-    pid = found.processes['etcd'].pid
+    """Delete everything from the lab's etcd."""
+    lab_state = state.load(lab.name)
+    assert lab_state is not None
+    pid = lab_state.processes['etcd'].pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: not running(pid), 20, 'etcd ends')
     shutil.rmtree(lab.directory / CONTROL / 'etcd')
-    elab.start_control(found)
+    elab.start_control(lab_state)
 
 
 @pytest.mark.slow
 @pytest.mark.history_broken('etcd is wiped')
 def test_wiped_under_guests(own_host: Hypervisor) -> None:
-    """F13: etcd wiped while guests run: they run on, through a restart and the acceptance (libvirt)"""
-    one, two = own_host.running(), own_host.running()
-    qemus = {each: own_host.qemu(each) for each in (one, two)}
+    """F13: etcd wiped while guests run: they keep running through a restart and the acceptance (libvirt)."""
+    first, second = own_host.running(), own_host.running()
+    qemus = {name: own_host.qemu(name) for name in (first, second)}
     assert all(qemus.values())
     destroyed = own_host.running()
     own_host.ask_destroy(destroyed)
@@ -393,17 +393,17 @@ def test_wiped_under_guests(own_host: Hypervisor) -> None:
     own_host.kill(signal.SIGTERM)
     own_host.launch()
     until(lambda: own_host.lines('is not the one this compute knew'), 30, 'it is loud again')
-    assert {each: own_host.qemu(each) for each in qemus} == qemus
+    assert {name: own_host.qemu(name) for name in qemus} == qemus
     assert own_host.lab.etcd('/') == {}
     own_host.kill(signal.SIGTERM)
     own_host.launch('', '--accept-new-etcd')
     own_host.wait_ready()
     for instance in qemus:
         own_host.reached(instance, 'active', fault=None)
-    assert {each: own_host.qemu(each) for each in qemus} == qemus
+    assert {name: own_host.qemu(name) for name in qemus} == qemus
     own_host.settled()
     own_host.restart()
-    own_host.ask_destroy(one, two)
+    own_host.ask_destroy(first, second)
     for instance in qemus:
         own_host.reached(instance, 'gone')
         own_host.nothing_of(instance)
