@@ -1,7 +1,7 @@
-"""F14: ecompute cut off from etcd, or from placement, whole or one way; lossy and slow lines.
+"""F14: ecompute cut off from etcd or placement in one or both directions; lossy and slow lines.
 
-The ecomputes run in network namespaces of their own, etcd and placement on the machine; packets are dropped by iptables
-inside the namespace. The delay is a relay's: the kernels this has to run on do not all have tc's netem.
+The ecomputes run in network namespaces of their own, etcd and placement on the machine; iptables drops packets inside
+the namespace. A relay makes the delay, because not every kernel that runs these tests has tc's netem.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ DETECTED_WITHIN = 45.0
 
 @contextmanager
 def archipelago(directory: Path, number: int) -> Iterator[tuple[Control, list[Island], list[Islander]]]:
-    """etcd and placement on the machine, and fakes on islands of their own."""
+    """Start etcd and placement on the machine, and a fake ecompute on each island."""
     with ExitStack() as stack:
-        made = stack.enter_context(islands(number))
-        mainland = made[0].gateway
+        islands_made = stack.enter_context(islands(number))
+        mainland = islands_made[0].gateway
         etcd = stack.enter_context(EtcdAt(directory / 'etcd').at(mainland))
         placement = stack.enter_context(PlacementAt(directory / 'placement').at(mainland))
         control = Control(etcd, placement, directory, mortal=True)
         stack.callback(control.close)
         computes = []
-        for number_, island in enumerate(made):
+        for number_, island in enumerate(islands_made):
             compute = Islander(etcd.endpoint, placement.url, directory=directory / f'compute-{number_}')
             compute.island = island
             control.at_exit.callback(compute.close)
             computes.append(compute.launch())
         for compute in computes:
             compute.wait_ready()
-        yield control, made, computes
+        yield control, islands_made, computes
 
 
 def on(control: Control, compute: Ecompute) -> str:
-    """A new instance on this compute."""
+    """Place a new instance on this compute."""
     return place(control, f'{SMALL}&in_tree={compute.uuid}')[1]
 
 
 def at_peace(compute: Ecompute) -> int:
-    """How often it has lost a server so far, once it has them all back."""
+    """Wait until it has every server back; return the number of losses so far."""
     until(lambda: operator.eq(*losses(compute, '')), SOON, 'whatever it missed is back')
     return losses(compute, '')[0]
 
@@ -63,64 +63,64 @@ WHOLE = [(server, which) for server in ('etcd', 'placement') for which in (BOTH,
     ('cuts', 'seconds'), [(QUICK, 0.0), pytest.param(WHOLE, 65.0, marks=pytest.mark.slow)], ids=['quick', 'whole']
 )
 def test_partitions(tmp_path: Path, cuts: list[tuple[str, str]], seconds: float) -> None:
-    """F14: ecompute is cut off from etcd or placement, both ways or one: guests run on, and it converges (fake)"""
-    with archipelago(tmp_path, len(cuts)) as (control, made, computes):
-        kept = [on(control, compute) for compute in computes]
+    """F14: ecompute is cut off from etcd or placement, in one or both directions: guests run, it converges (fake)."""
+    with archipelago(tmp_path, len(cuts)) as (control, islands_made, computes):
+        surviving = [on(control, compute) for compute in computes]
         doomed = [on(control, compute) for compute in computes]
-        for instance in (*kept, *doomed):
+        for instance in (*surviving, *doomed):
             addressed(control, instance)
         if not seconds:
-            # The connections it keeps end, so that placement's loss shows in 3 s instead of 30.
+            # Its kept-alive connections end, so that placement's loss is noticed in 3 s instead of 30.
             control.placement.restart()
         before = [at_peace(compute) for compute in computes]
         ports = {'etcd': control.etcd.port, 'placement': control.placement.port}
-        for island, (server, which) in zip(made, cuts, strict=True):
+        for island, (server, which) in zip(islands_made, cuts, strict=True):
             island.cut(ports[server], which)
         began = time.monotonic()
-        # Alive as far as anybody knows: for those cut off from etcd it comes out when it is back.
-        new = [on(control, compute) for compute in computes]
+        # The computes still count as alive; those cut off from etcd read these requests when it is back.
+        created = [on(control, compute) for compute in computes]
         for instance in doomed:
             assert control.eschedule('destroy', instance).code == 0
-        for compute, island, (server, which), lost in zip(computes, made, cuts, before, strict=True):
-            until(lambda: losses(compute, '')[0] > lost, DETECTED_WITHIN, f'{server}, {which}: it is noticed')  # noqa: B023
+        for compute, island, (server, which), count in zip(computes, islands_made, cuts, before, strict=True):
+            until(lambda: losses(compute, '')[0] > count, DETECTED_WITHIN, f'{server}, {which}: it is noticed')  # noqa: B023
             assert island.dropped() > 0
         with ExitStack() as all_idle:
             for compute in computes:
                 all_idle.enter_context(idle(compute.pid))
             until(lambda: time.monotonic() - began > seconds, seconds + 1, 'the partition lasts')
-        for compute, (server, _), mine, unseen in zip(computes, cuts, kept, new, strict=True):
-            assert guests(compute)[mine]['running']
-            assert unseen not in guests(compute), f'{server}: not built while nobody confirms it'
-            found = known(control, mine)
-            assert found['state'] == 'active'
-        for island in made:
+        for compute, (server, _), stayed, pending in zip(computes, cuts, surviving, created, strict=True):
+            assert guests(compute)[stayed]['running']
+            assert pending not in guests(compute), f'{server}: not built while nobody confirms it'
+            status = known(control, stayed)
+            assert status['state'] == 'active'
+        for island in islands_made:
             island.heal()
-        for gone, there in zip(doomed, new, strict=True):
-            until(lambda: control.etcd.get(f'/booted/{there}'), 60, f'{there} has an address')  # noqa: B023
-            reached(control, gone, 'gone')
-        for compute, (server, _), mine, there, lost in zip(computes, cuts, kept, new, before, strict=True):
-            until(lambda: losses(compute, '')[1] > lost, 70, 'the return is logged')  # noqa: B023
-            assert losses(compute, '') == (lost + 1, lost + 1), log_of(compute)
+        for destroyed, late in zip(doomed, created, strict=True):
+            until(lambda: control.etcd.get(f'/booted/{late}'), 60, f'{late} has an address')  # noqa: B023
+            reached(control, destroyed, 'gone')
+        for compute, (server, _), stayed, late, count in zip(computes, cuts, surviving, created, before, strict=True):
+            until(lambda: losses(compute, '')[1] > count, 70, 'the return is logged')  # noqa: B023
+            assert losses(compute, '') == (count + 1, count + 1), log_of(compute)
             assert server in logged(compute, 'trying again until')[-1]
-            assert guests(compute).keys() == {mine, there}
+            assert guests(compute).keys() == {stayed, late}
             until(lambda: control.etcd.get(f'/computes/{compute.uuid}'), 20, 'it is alive')  # noqa: B023
         settled(control, *computes)
 
 
 def work_on(control: Control, compute: Ecompute, rounds: int) -> None:
-    """Creates and destroys, each of which has to be done in the end."""
-    kept = on(control, compute)
+    """Create and destroy instances; each has to be completed in the end."""
+    surviving = on(control, compute)
     for _ in range(rounds):
-        placed = on(control, compute)
-        addressed(control, placed)
-        assert control.eschedule('destroy', '--wait', placed).code == 0
-    addressed(control, kept)
-    assert guests(compute).keys() == {kept}
+        instance = on(control, compute)
+        addressed(control, instance)
+        assert control.eschedule('destroy', '--wait', instance).code == 0
+    addressed(control, surviving)
+    assert guests(compute).keys() == {surviving}
 
 
 @pytest.mark.slow
 def test_a_lossy_line(tmp_path: Path) -> None:
-    """F14: 5 % of all packets between ecompute and the control plane are lost, both ways: it works (fake)"""
+    """F14: 5 % of all packets between ecompute and the control plane are lost, both ways: it works (fake)."""
     with archipelago(tmp_path, 1) as (control, (island,), (compute,)):
         island.lose(0.05)
         work_on(control, compute, 4)
@@ -132,7 +132,7 @@ def test_a_lossy_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('delay', [0.1, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_slow_line(cluster: Control, tmp_path: Path, delay: float) -> None:
-    """F14: 100 ms, and 500 ms, of delay (a relay's) between ecompute and the control plane: it works (fake)"""
+    """F14: a delay of 100 ms, and 500 ms, by a relay between ecompute and the control plane: it works (fake)."""
     with SlowLine(cluster.etcd.port, delay) as etcd, SlowLine(cluster.placement.port, delay) as placement:
         compute = Ecompute(cluster.etcd.endpoint, f'http://{placement.address}', directory=tmp_path / 'compute')
         write_etcd(compute, etcd.address)
@@ -144,6 +144,6 @@ def test_a_slow_line(cluster: Control, tmp_path: Path, delay: float) -> None:
 
 
 def write_etcd(compute: Ecompute, address: str) -> None:
-    """Have it reach its etcd at another address; the test asks etcd itself whether it is ready."""
+    """Set the address of ecompute's etcd; the test still queries etcd itself for readiness."""
     text = compute.config.read_text()
     compute.config.write_text(text.replace(compute._etcd, address))

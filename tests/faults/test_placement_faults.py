@@ -1,4 +1,4 @@
-"""F16: placement fails in every way there is, for ecompute and eschedule. A proxy before the real one does it."""
+"""F16: placement fails in every way, for ecompute and eschedule; a proxy in front of it injects the failures."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from tests.kit.servers import until
 from tests.kit.story import SMALL, addressed, boot, boot_all, log_of, logs, notified, place, reached, record, reserved
 from tests.kit.tuned import tuned
 
+# The kinds that ecompute always notices.
 LOUD = [kind for kind in KINDS if kind not in ('slow', 'lost')]
-"""Those that ecompute cannot but notice."""
 
 
 @pytest.fixture
 def faulty(cluster: Control) -> Iterator[FaultyPlacement]:
-    """A proxy before the cluster's placement that does not fail yet."""
-    with FaultyPlacement(cluster.placement.port) as made:
-        yield made
+    """A proxy in front of the cluster's placement that does not fail yet."""
+    with FaultyPlacement(cluster.placement.port) as proxy:
+        yield proxy
 
 
 @pytest.mark.parametrize('kind', some([*LOUD, 'lost'], 'refused', '409', 'html', 'lost'))
 def test_ecompute_builds_and_destroys(cluster: Control, faulty: FaultyPlacement, kind: str) -> None:
-    """F16: placement fails while a build and a destroy arrive: each is done once it is back, and said once (fake)"""
+    """F16: placement fails while a build and a destroy arrive: done once it is back, logged once (fake)."""
     compute = tuned(cluster, placement=faulty.url)
-    kept, doomed = boot_all(cluster, 2)
+    surviving, doomed = boot_all(cluster, 2)
     compute.pause()
-    _, new = place(cluster)
+    _, created = place(cluster)
     assert cluster.eschedule('destroy', doomed).code == 0
     faulty.fail(kind)
     compute.resume()
     began = time.monotonic()
     if kind == 'lost':
-        reached(cluster, doomed, 'gone')  # read back: nothing is left to be released
+        reached(cluster, doomed, 'gone')  # read back: nothing is left to release
         assert faulty.hits == 1
     else:
         until(lambda: losses(compute, 'placement')[0] or losses(compute, 'changed by somebody')[0], 20, 'it is noticed')
@@ -52,28 +52,28 @@ def test_ecompute_builds_and_destroys(cluster: Control, faulty: FaultyPlacement,
             count = faulty.hits
             until(lambda: faulty.hits > count + 2 or time.monotonic() - began > 3, 20, 'it tries again')
         if kind != '409':
-            assert record(cluster, new) is None, 'neither built nor failed while nobody can confirm it'
+            assert record(cluster, created) is None, 'neither built nor failed while nobody can confirm it'
         assert cluster.placement.allocations(doomed), 'not gone: it still holds its claim'
         assert (record(cluster, doomed) or {})['state'] == 'destroying'
-    assert kept in guests(compute)
+    assert surviving in guests(compute)
     faulty.heal()
-    addressed(cluster, new)
+    addressed(cluster, created)
     reached(cluster, doomed, 'gone')
     said_once(compute, 0 if kind == 'lost' else 1)
     settled(cluster, compute)
 
 
 def said_once(compute: Ecompute, times: int) -> None:
-    """Its log says that placement is lost so many times, and as often that it is back."""
+    """Check that the log reports this many losses of placement and as many returns."""
     with contextlib.suppress(AssertionError):
         until(lambda: losses(compute, '')[1] >= times, 20, 'the return is logged')
     assert losses(compute, '') == (times, times), log_of(compute)
 
 
 def test_ecompute_looks_around(cluster: Control, faulty: FaultyPlacement) -> None:
-    """F16: every failure in turn of what ecompute asks placement once a minute: one loss, one return (fake)"""
+    """F16: each failure in turn of ecompute's query of once a minute: one loss, one return (fake)."""
     compute = tuned(cluster, placement=faulty.url)
-    # Of a provider that it has just made, and of one that is as it was, it asks no more.
+    # It skips this query for a provider that it has just created, and for one that is unchanged.
     addressed(cluster, place(cluster)[1])
     compute.stop()
     faulty.fail('500', which=lambda _, path: path.endswith(f'{compute.uuid}/allocations'))
@@ -84,14 +84,14 @@ def test_ecompute_looks_around(cluster: Control, faulty: FaultyPlacement) -> Non
         if kind in ('500', 'html', 'wrong'):
             until(lambda count=count: faulty.hits > count, 30, 'it looks')  # type: ignore[misc]
     _, instance = place(cluster)
-    addressed(cluster, instance)  # nothing else waits for it
+    addressed(cluster, instance)  # its build does not depend on that query
     faulty.heal()
     said_once(compute, 1)
     settled(cluster, compute)
 
 
 def test_ecompute_starts_and_stops(cluster: Control) -> None:
-    """F16: placement fails, in all the ways, when ecompute starts: it ends and says why; and when it stops (fake)"""
+    """F16: placement fails in every way when ecompute starts: it ends with the reason; and when it stops (fake)."""
     kinds = [*LOUD, 'lost']
     computes: dict[str, tuple[FaultyPlacement, Ecompute]] = {}
     with ExitStack() as proxies:
@@ -102,9 +102,10 @@ def test_ecompute_starts_and_stops(cluster: Control) -> None:
             computes[kind][1].launch()
         for kind, (_, compute) in computes.items():
             until(lambda compute=compute: not compute.is_running, 40, f'{kind}: it ends')  # type: ignore[misc]
-            # A provider whose generation moves all the time is a conflict; all else is out of reach.
+            # A provider whose generation changes with every query is a conflict; any other failure is a loss of
+            # placement.
             assert compute.stop() == (5 if kind == '409' else 7), (kind, compute.last_words())
-            (line,) = [each for each in log_of(compute) if each.startswith('ecompute: ')]
+            (line,) = [row for row in log_of(compute) if row.startswith('ecompute: ')]
             assert kind == '409' or 'placement at http' in line or 'as placement does' in line, (kind, line)
         assert cluster.etcd.keys('/computes/') == []
         for faulty, compute in computes.values():
@@ -114,7 +115,7 @@ def test_ecompute_starts_and_stops(cluster: Control) -> None:
             compute.wait_ready()
             assert reserved(cluster, compute.uuid) == 0
             faulty.fail(kind)
-        # At once, so that what each waits for is waited for together.
+        # Concurrently, so that all wait at the same time.
         with ThreadPoolExecutor(len(computes)) as threads:
             codes = list(threads.map(lambda each: each[1].stop(patience=40), computes.values()))
         assert codes == [0] * len(computes)
@@ -125,7 +126,7 @@ def test_ecompute_starts_and_stops(cluster: Control) -> None:
 
 
 def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
-    """F16: placement fails, in all the ways, for eschedule: it ends in time, with one claim or none (fake)"""
+    """F16: placement fails in every way for eschedule: it ends in time, with one claim or none (fake)."""
     compute = cluster.ecompute('VCPU:64,DISK_GB:64,MEMORY_MB:65536')
     cases = [(kind, writes) for kind in KINDS for writes in (False, True) if kind != 'refused' or not writes]
     instances = {case: str(uuid.uuid4()) for case in cases}
@@ -141,11 +142,11 @@ def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         results = dict(zip(cases, threads.map(create, cases), strict=True))
-    for case, (result, took) in results.items():
+    for case, (result, seconds) in results.items():
         kind, writes = case
-        assert took < 40, (case, took)
+        assert seconds < 40, (case, seconds)
         assert 'Traceback' not in result.stderr
-        held = cluster.placement.allocations(instances[case])
+        claims = cluster.placement.allocations(instances[case])
         if kind in ('slow', 'lost'):
             assert result.code == 0, (case, result)
             assert notified(result) == (compute.uuid, instances[case])
@@ -153,12 +154,12 @@ def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
             assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), result
         else:
             assert result.code == 7, (case, result)
-            # Either nothing of it is left, or it is told how to go on.
-            at_it = cluster.etcd.get(f'/requests/{instances[case]}') is not None
-            assert (f'--uuid {instances[case]}' in result.stderr) == at_it, (case, result)
-        assert len(held) == (1 if result.code == 0 else 0), (case, held)
-    lapse_requests(cluster)  # of those that do not know what became of their claim
-    # The same command later goes on, or says what became of it.
+            # If an attempt is left, the message tells how to continue it.
+            has_attempt = cluster.etcd.get(f'/requests/{instances[case]}') is not None
+            assert (f'--uuid {instances[case]}' in result.stderr) == has_attempt, (case, result)
+        assert len(claims) == (1 if result.code == 0 else 0), (case, claims)
+    lapse_requests(cluster)  # of attempts whose claims have an unknown outcome
+    # The same command later continues, or reports the outcome.
     for case, instance in instances.items():
         if case in (('500', True), ('truncated', True), ('lost', True)):
             assert notified(cluster.eschedule(SMALL, '--uuid', instance))[1] == instance
@@ -169,7 +170,7 @@ def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures('compute')
 def test_a_refusal_stands_whatever_becomes_of_its_reasons(cluster: Control, tmp_path: Path) -> None:
-    """F16: placement fails once eschedule has its refusal, each way an answer can: exit 3 in time, no reasons (fake)"""
+    """F16: placement fails while it explains a refusal, in every way: exit 3 in time, without reasons (fake)."""
     cases = [kind for kind in KINDS if kind != 'refused' and kind not in METHODS]
 
     def create(kind: str) -> tuple[Result, float]:
@@ -182,50 +183,50 @@ def test_a_refusal_stands_whatever_becomes_of_its_reasons(cluster: Control, tmp_
 
     with ThreadPoolExecutor(4) as threads:
         results = dict(zip(cases, threads.map(create, cases), strict=True))
-    for kind, (result, took) in results.items():
+    for kind, (result, seconds) in results.items():
         assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), (kind, result)
-        said, why = result.stderr.splitlines()
-        assert 'placement names no provider' in said, (kind, result)
-        assert why.startswith('eschedule: what each compute lacks could not be found out'), (kind, result)
-        assert took < 40, (kind, took)
+        refusal, reason = result.stderr.splitlines()
+        assert 'placement names no provider' in refusal, (kind, result)
+        assert reason.startswith('eschedule: what each compute lacks could not be found out'), (kind, result)
+        assert seconds < 40, (kind, seconds)
 
 
 def test_nobody_has_to_wait_for_the_reasons(cluster: Control, faulty: FaultyPlacement, tmp_path: Path) -> None:
-    """F16: Ctrl-C while placement takes its time over the reasons of a refusal: exit 3 all the same (fake)"""
+    """F16: Ctrl-C while placement is slow to explain a refusal: still exit 3 (fake)."""
     config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty.url)
     faulty.fail('slow', which=lambda _, path: path.startswith('/resource_providers'), seconds=60.0)
-    with Eschedule(cluster, SMALL, config=config) as refused:
+    with Eschedule(cluster, SMALL, config=config) as command:
         until(lambda: faulty.hits, 20, 'the reasons are asked for')
-        os.kill(refused.pid, signal.SIGINT)
-        done = refused.end(40)
-    assert (done.code, done.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
-    assert done.stderr == 'eschedule: no compute is alive: is ecompute running anywhere?\n'
+        os.kill(command.pid, signal.SIGINT)
+        result = command.end(40)
+    assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+    assert result.stderr == 'eschedule: no compute is alive: is ecompute running anywhere?\n'
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('seconds', [5.0, 35.0])
 def test_answers_that_take_long(cluster: Control, faulty: FaultyPlacement, tmp_path: Path, seconds: float) -> None:
-    """F16: placement takes 5 s, and 35 s: longer than anybody waits, so what was given up arrives late (fake)"""
+    """F16: placement takes 5 s, and 35 s, which exceeds every timeout: abandoned calls arrive late (fake)."""
     compute = tuned(cluster, placement=faulty.url)
     doomed = boot(cluster)
     config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty.url)
     faulty.fail('slow', which=lambda method, _: method != 'GET', seconds=seconds)
     assert cluster.eschedule('destroy', doomed).code == 0
     instance = str(uuid.uuid4())
-    placed = eschedule(config, SMALL, '--uuid', instance, timeout=200)
-    assert notified(placed) == (compute.uuid, instance)
+    result = eschedule(config, SMALL, '--uuid', instance, timeout=200)
+    assert notified(result) == (compute.uuid, instance)
     assert list(cluster.placement.consumers(compute.uuid)).count(instance) == 1
     until(lambda: (record(cluster, doomed) or {}).get('state') == 'gone', 90, 'it is gone')
     addressed(cluster, instance)
-    # The reads, too: a build waits for its confirmation, for as long as it takes.
+    # The reads, too: a build waits for its confirmation without a limit.
     compute.pause()
-    _, waits = place(cluster)
+    _, waiting = place(cluster)
     faulty.fail('slow', seconds=seconds)
     compute.resume()
     if seconds > 30:
         until(lambda: losses(compute, '')[0], 60, 'it is noticed')
         faulty.heal()
-    until(lambda: (record(cluster, waits) or {}).get('state') == 'active', 60, 'it is active')
+    until(lambda: (record(cluster, waiting) or {}).get('state') == 'active', 60, 'it is active')
     assert compute.stop(patience=90) == 0
     compute.start()
     settled(cluster, compute)
