@@ -1,4 +1,4 @@
-"""F38: stopped, started and rebooted once, whoever is killed at it, and whatever else is asked meanwhile."""
+"""F38: stop, start and reboot are done exactly once, when processes are killed and other requests arrive."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ ALL = [
 
 
 def asked_for(control: Control, instance: str) -> dict[str, Any]:
-    """What the request asks of its power."""
+    """Return the power change that the request contains."""
     (key,) = (key for key in control.etcd.keys('/hosts/') if key.endswith(instance))
     return dict(json.loads(control.etcd.get(key) or b'{}').get('power') or {})
 
 
 def done(control: Control, instance: str) -> dict[str, Any]:
-    """The record once what was asked last of its power is carried out."""
+    """Wait until the latest power change is carried out; return the record."""
 
-    def said() -> dict[str, Any] | None:
-        found = record(control, instance)
-        return found if found and found['power'] == asked_for(control, instance)['id'] else None
+    def find_finished() -> dict[str, Any] | None:
+        finished = record(control, instance)
+        return finished if finished and finished['power'] == asked_for(control, instance)['id'] else None
 
-    found = until(said, 20, f'{asked_for(control, instance)} is done; it is {record(control, instance)}')
-    assert found is not None
-    return found
+    finished = until(find_finished, 20, f'{asked_for(control, instance)} is done; it is {record(control, instance)}')
+    assert finished is not None
+    return finished
 
 
 def runs(compute: Ecompute, instance: str) -> bool:
-    """Whether a fake's guest runs."""
+    """Return True if a fake's guest runs."""
     return bool(guests(compute)[instance]['running'])
 
 
 def made(control: Control, compute: Ecompute, action: str) -> str:
-    """An instance of which the first step of `action` is one to be taken: stopped, to be started."""
+    """Create an instance that `action` can change: running, or stopped for a start."""
     instance = boot(control)
     if action == 'start':
         assert control.eschedule('stop', '--wait', instance).code == 0
@@ -65,7 +65,7 @@ def made(control: Control, compute: Ecompute, action: str) -> str:
 
 @pytest.mark.parametrize(('action', 'step'), ALL)
 def test_killed_while_switching(cluster: Control, action: str, step: str) -> None:
-    """F38: kill -9 of ecompute before or after a step of a stop, start or reboot: the next one ends it, once (fake)"""
+    """F38: kill -9 of ecompute at a step of a stop, start or reboot: the next one completes it, once (fake)."""
     compute = tuned(cluster)
     instance, other = made(cluster, compute, action), made(cluster, compute, '')
     compute.kill()
@@ -74,11 +74,11 @@ def test_killed_while_switching(cluster: Control, action: str, step: str) -> Non
     one_line(cluster.eschedule(action, instance), 0, f'{action} accepted')
     until(lambda: not compute.is_running, 30, f'it is killed at {step}')
     start_again(compute)
-    found = done(cluster, instance)
-    assert (found['state'], found['fault'], found['attempts']) == (ENDS[action], None, 0)
+    finished = done(cluster, instance)
+    assert (finished['state'], finished['fault'], finished['attempts']) == (ENDS[action], None, 0)
     assert runs(compute, instance) == (action != 'stop')
     assert runs(compute, other)
-    # One that was started before the kill is not started again.
+    # A guest that was started before the kill is not started again.
     assert len(logged(compute, 'START INSTANCE', instance)) == (action != 'stop')
     settled(cluster, compute)
 
@@ -91,7 +91,7 @@ def test_killed_while_switching(cluster: Control, action: str, step: str) -> Non
     ],
 )
 def test_something_else_is_asked_meanwhile(cluster: Control, action: str, step: str, then: str) -> None:
-    """F38: a stop or destroy that comes while a start or reboot is at a step: the last word counts (fake)"""
+    """F38: a stop or destroy that comes while a start or reboot is at a step: the last request decides (fake)."""
     compute = tuned(cluster)
     instance = made(cluster, compute, action)
     compute.kill()
@@ -111,7 +111,7 @@ def test_something_else_is_asked_meanwhile(cluster: Control, action: str, step: 
 
 
 def test_a_start_after_a_stop_that_is_under_way(cluster: Control) -> None:
-    """F38: a start that comes when the guest was asked to turn itself off, and ecompute killed then: it runs (fake)"""
+    """F38: a start after the guest was asked to turn itself off, and ecompute killed then: it runs (fake)."""
     compute = tuned(cluster)
     instance = made(cluster, compute, 'stop')
     compute.kill()
@@ -124,27 +124,27 @@ def test_a_start_after_a_stop_that_is_under_way(cluster: Control) -> None:
     start_again(compute)
     assert done(cluster, instance)['state'] == 'active'
     assert runs(compute, instance)
-    # It was asked, so it may go off late: that is waited for.
+    # The guest was asked to turn itself off and may do so late: ecompute waits for that.
     assert len(logs(compute, 'START INSTANCE', instance)) == 1
     settled(cluster, compute)
 
 
 def test_switched_by_several_at_once(cluster: Control) -> None:
-    """F38: stops, starts, reboots and a destroy of others by ten eschedules at once: the last word counts (fake)"""
+    """F38: stops, starts, reboots and another's destroy by ten eschedules: the last request decides (fake)."""
     compute = tuned(cluster)
     instance, other = made(cluster, compute, ''), made(cluster, compute, '')
     words = [[action, instance] for action in ('stop', 'start', 'reboot') * 3] + [['destroy', other]]
     results = at_once(cluster, words, width=5)
-    assert {each.code for each in results} <= {0, 5}, results
-    found = done(cluster, instance)
-    assert found['state'] == ENDS[asked_for(cluster, instance)['action']]
-    assert runs(compute, instance) == (found['state'] == 'active')
+    assert {result.code for result in results} <= {0, 5}, results
+    finished = done(cluster, instance)
+    assert finished['state'] == ENDS[asked_for(cluster, instance)['action']]
+    assert runs(compute, instance) == (finished['state'] == 'active')
     reached(cluster, other, 'gone')
     settled(cluster, compute)
 
 
 def test_eschedule_killed_when_it_has_asked(cluster: Control) -> None:
-    """F38: kill -9 of eschedule after its stop is written: it is carried out, and the same again says so (fake)"""
+    """F38: kill -9 of eschedule after its stop is written: it is carried out, and a repeat reports it (fake)."""
     compute = tuned(cluster)
     instance = made(cluster, compute, 'stop')
     with Eschedule(cluster, 'stop', instance, failpoint=f'{POWER_ASKED}:kill') as eschedule:
@@ -156,7 +156,7 @@ def test_eschedule_killed_when_it_has_asked(cluster: Control) -> None:
 
 
 def test_a_record_removed_by_hand(cluster: Control) -> None:
-    """F38: the record removed by hand after a reboot: written again, and the reboot is not done again (fake)"""
+    """F38: the record deleted outside ecomp after a reboot: written again, and the reboot not repeated (fake)."""
     compute = tuned(cluster, numbers={'EVERY': 0.3})
     instance = made(cluster, compute, '')
     assert cluster.eschedule('reboot', '--wait', instance).code == 0
@@ -175,66 +175,66 @@ WIPED = pytest.mark.history_broken('etcd is wiped')
     'lost', [pytest.param('wiped', marks=WIPED), pytest.param('restored', marks=pytest.mark.slow)]
 )
 def test_etcd_has_forgotten(own_control: Control, compute: Ecompute, lost: str) -> None:
-    """F38: etcd wiped, or restored from before a start: what was done is not done again, what was not is (fake)"""
-    off, on, asked = (made(own_control, compute, '') for _ in range(3))
-    assert own_control.eschedule('stop', '--wait', off, on).code == 0
+    """F38: etcd wiped, or restored from before a start: finished changes stay, unread ones are lost (fake)."""
+    stopped, running, unread = (made(own_control, compute, '') for _ in range(3))
+    assert own_control.eschedule('stop', '--wait', stopped, running).code == 0
     older = SavedSnapshot(own_control.etcd) if lost == 'restored' else None
-    assert own_control.eschedule('start', '--wait', on).code == 0
+    assert own_control.eschedule('start', '--wait', running).code == 0
     started = len(logged(compute, 'START INSTANCE'))
     compute.stop()
-    one_line(own_control.eschedule('stop', asked), 0, 'silent now')
+    one_line(own_control.eschedule('stop', unread), 0, 'silent now')
     if older is not None:
         older.restore()
     else:
         wipe(own_control.etcd)
     accept(compute)
-    reached(own_control, off, 'stopped')
-    for each in (on, asked):  # of what was asked of the last, nobody who remembers had heard
-        reached(own_control, each, 'active')
+    reached(own_control, stopped, 'stopped')
+    for instance in (running, unread):  # its compute had not read the latter's stop
+        reached(own_control, instance, 'active')
     compute.restart()
-    assert [runs(compute, each) for each in (off, on, asked)] == [False, True, True]
+    assert [runs(compute, instance) for instance in (stopped, running, unread)] == [False, True, True]
     assert len(logged(compute, 'START INSTANCE')) == started
-    assert own_control.eschedule('start', '--wait', off).code == 0
+    assert own_control.eschedule('start', '--wait', stopped).code == 0
 
 
 def lasts(host: Hypervisor, instance: str) -> str:
-    """How libvirt says that it ended."""
+    """Return libvirt's state and reason for an instance."""
     return host.virsh('domstate', '--reason', instance).strip()
 
 
 @pytest.mark.slow
 def test_off_and_on(host: Hypervisor) -> None:
-    """F38: a guest that listens turns itself off, one that does not is switched off; both start again (libvirt)"""
+    """F38: a guest that reacts turns itself off, one that does not is switched off; both start again (libvirt)."""
     host.restart(numbers={'planner.GRACE': 12, 'planner.ASK_AGAIN': 0.5})
-    listens, deaf = host.place(put_image(host, 'power-button.raw', POWER_BUTTON)), host.place()
+    reacting, deaf = host.place(put_image(host, 'power-button.raw', POWER_BUTTON)), host.place()
     other = host.running()
-    for each in (listens, deaf):
-        host.reached(each, 'active')
-    disks = {each: host.disk(each).stat().st_ino for each in (listens, deaf)}
-    claims = {each: host.held(each) for each in (listens, deaf)}
+    for name in (reacting, deaf):
+        host.reached(name, 'active')
+    disks = {name: host.disk(name).stat().st_ino for name in (reacting, deaf)}
+    claims = {name: host.held(name) for name in (reacting, deaf)}
     qemu = host.qemu(other)
-    stopped = host.lab.eschedule('stop', '--wait', listens, deaf)
+    stopped = host.lab.eschedule('stop', '--wait', reacting, deaf)
     assert stopped.code == 0, stopped
-    assert (lasts(host, listens), lasts(host, deaf)) == ('shut off (shutdown)', 'shut off (destroyed)')
+    assert (lasts(host, reacting), lasts(host, deaf)) == ('shut off (shutdown)', 'shut off (destroyed)')
     assert host.qemus() == [other]
-    assert {each: host.held(each) for each in claims} == claims
-    host.settled()  # a stopped guest is no finding
+    assert {name: host.held(name) for name in claims} == claims
+    host.settled()  # a stopped guest is not a finding
     assert host.lab.eschedule('start', '--wait', deaf).code == 0
-    assert host.lab.eschedule('reboot', '--wait', listens).code == 0
-    assert sorted(host.qemus()) == sorted([listens, deaf, other])
-    before = host.qemu(listens)
-    rebooted = host.lab.eschedule('reboot', '--wait', listens)
+    assert host.lab.eschedule('reboot', '--wait', reacting).code == 0
+    assert sorted(host.qemus()) == sorted([reacting, deaf, other])
+    before = host.qemu(reacting)
+    rebooted = host.lab.eschedule('reboot', '--wait', reacting)
     assert rebooted.code == 0, rebooted
-    assert host.qemu(listens) not in (0, before)
+    assert host.qemu(reacting) not in (0, before)
     assert host.qemu(other) == qemu
-    assert {each: host.disk(each).stat().st_ino for each in disks} == disks
+    assert {name: host.disk(name).stat().st_ino for name in disks} == disks
     assert len(host.lines('SWITCH OFF INSTANCE')) == 1
     host.settled()
 
 
 @pytest.mark.slow
 def test_restarted_while_a_guest_has_time(host: Hypervisor) -> None:
-    """F38: ecompute killed while a guest has time to turn itself off: it has it once more, and no longer (libvirt)"""
+    """F38: ecompute killed during a guest's time to turn itself off: it gets that time once more only (libvirt)."""
     instance = host.running()
     host.ask('stop', instance)
     until(lambda: host.lines('SHUT DOWN INSTANCE', instance), 20, 'it was asked')
@@ -249,7 +249,7 @@ def test_restarted_while_a_guest_has_time(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_qemu_frozen(host: Hypervisor) -> None:
-    """F38: a QEMU that is frozen takes no order: it is switched off all the same, and nobody hangs (libvirt)"""
+    """F38: a frozen QEMU accepts no command: it is switched off anyway, and no worker hangs (libvirt)."""
     host.restart(numbers={'planner.GRACE': 2})
     instance, other = host.running(), host.running()
     os.kill(host.qemu(instance), signal.SIGSTOP)
@@ -265,7 +265,7 @@ def test_qemu_frozen(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_libvirtd_away(host: Hypervisor) -> None:
-    """F38: libvirtd killed when a stop, and when a start, is asked for: both are done when it is back (libvirt)"""
+    """F38: libvirtd killed when a stop, and when a start, is requested: both are done when it is back (libvirt)."""
     host.restart(numbers={'planner.GRACE': 2})
     off, on = host.running(), host.running()
     host.ask('stop', on)

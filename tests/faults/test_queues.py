@@ -1,6 +1,6 @@
-"""F40: a compute killed or frozen while it takes a request from a queue; a request cancelled while it is taken.
+"""F40: a compute killed or frozen while it takes a queued request; a request cancelled during that.
 
-The mark of a taker is on its compute's lease. Where a dead one's has to end, it is ended through etcd.
+The taker key is on its compute's lease. Where a dead compute's lease has to expire, it is revoked through etcd.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from tests.kit.tuned import tuned
 
 TAKING_FAILPOINTS = ('marked', 'taken', 'moved')
 QUEUED_FAILPOINTS = QUEUED, UNQUEUED = 'queued', 'unqueued'
+# All the room of a compute.
 WHOLE = SMALL.replace('VCPU:1', 'VCPU:4')
-"""As much as there is."""
 
 Make = Callable[..., Armed]
 
 
 @pytest.fixture
 def taker(cluster: Control) -> Make:
-    """Makes a compute with room for four that takes from queues, armed, and starts it."""
+    """A function that starts a taker: a compute with room for four, armed with a failpoint."""
     assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
     assert cluster.eschedule('flavor', 'set', 'whole', WHOLE).code == 0
     return lambda failpoint='': tuned(cluster, failpoint=failpoint, queues=True)
 
 
 def queue(control: Control, flavor: str = 'small') -> str:
-    """Put one into a queue; its uuid."""
+    """Queue a request; return its uuid."""
     instance = str(uuid.uuid4())
-    done = control.eschedule('--queue', '--flavor', flavor, '--uuid', instance)
-    assert (done.code, done.stdout) == (0, f'QUEUED INSTANCE {instance}\n'), done
+    result = control.eschedule('--queue', '--flavor', flavor, '--uuid', instance)
+    assert (result.code, result.stdout) == (0, f'QUEUED INSTANCE {instance}\n'), result
     return instance
 
 
@@ -48,16 +48,16 @@ def mark_of(instance: str, flavor: str = 'small') -> str:
 
 
 def active_once(control: Control, instance: str, *on: Armed) -> Armed:
-    """Wait until it is active on one of these, which alone holds something for it."""
+    """Wait until it is active on one of these computes, and no other one holds a claim for it."""
     compute = reached(control, instance, 'active')['compute']
-    (held,) = allocations(control)[instance]
-    assert held == compute
-    return next(each for each in on if each.uuid == compute)
+    (claiming,) = allocations(control)[instance]
+    assert claiming == compute
+    return next(candidate for candidate in on if candidate.uuid == compute)
 
 
 @pytest.mark.parametrize('step', TAKING_FAILPOINTS)
 def test_killed_while_taking_and_started_again(cluster: Control, taker: Make, step: str) -> None:
-    """F40: kill -9 of a taker at each step: started again at once it takes the same, once (fake)"""
+    """F40: kill -9 of a taker at each step: started again immediately it takes the same request, once (fake)."""
     compute = taker(f'{step}:kill')
     instance = queue(cluster, 'whole')
     killed_at(compute, step)
@@ -70,7 +70,7 @@ def test_killed_while_taking_and_started_again(cluster: Control, taker: Make, st
 
 @pytest.mark.parametrize('step', ['marked', 'taken'])
 def test_killed_while_taking_and_taken_by_another(cluster: Control, taker: Make, step: str) -> None:
-    """F40: kill -9 of a taker with its mark: another takes it; with its claim: it waits for that compute (fake)"""
+    """F40: kill -9 of a taker with its taker key: another takes it; with its claim: it waits for the first (fake)."""
     other = taker()
     other.stop()
     compute = taker(f'{step}:kill')
@@ -88,7 +88,7 @@ def test_killed_while_taking_and_taken_by_another(cluster: Control, taker: Make,
 
 
 def test_killed_with_a_claim_that_fills_it(cluster: Control, taker: Make) -> None:
-    """F40: kill -9 of a taker whose claim takes all its room, its lease over: it is not in its own way (fake)"""
+    """F40: kill -9 of a taker whose claim uses all its room, lease expired: its own claim does not block it (fake)."""
     compute = taker('taken:kill')
     instance = queue(cluster, 'whole')
     killed_at(compute, 'taken')
@@ -101,7 +101,7 @@ def test_killed_with_a_claim_that_fills_it(cluster: Control, taker: Make) -> Non
 
 @pytest.mark.parametrize('step', ['marked', 'taken'])
 def test_frozen_while_taking(cluster: Control, taker: Make, step: str) -> None:
-    """F40: a taker frozen with its mark until another has taken the same, or with its claim: once (fake)"""
+    """F40: a taker frozen with its taker key until another one took the request, or with its claim: once (fake)."""
     other = taker()
     other.stop()
     compute = taker(f'{step}:stop:1')
@@ -114,16 +114,16 @@ def test_frozen_while_taking(cluster: Control, taker: Make, step: str) -> None:
     else:
         assert active_once(cluster, instance, other) is other
     compute.resume()
-    # These fill both, so the late one has got past what it was at.
+    # These fill both computes, so the late taker has left the step at which it was frozen.
     more = [queue(cluster) for _ in range(7)]
-    for each in more:
-        active_once(cluster, each, compute, other)
+    for name in more:
+        active_once(cluster, name, compute, other)
     active_once(cluster, instance, compute, other)
     settled(cluster, compute, other)
 
 
 def test_frozen_when_it_has_taken(cluster: Control, taker: Make) -> None:
-    """F40: a taker frozen when a request is its own, then continued: it is made there, once (fake)"""
+    """F40: a taker frozen after it took a request, then continued: it is built there, once (fake)."""
     compute = taker('moved:stop:1')
     instance = queue(cluster)
     compute.stopped_at('moved')
@@ -135,7 +135,7 @@ def test_frozen_when_it_has_taken(cluster: Control, taker: Make) -> None:
 
 @pytest.mark.parametrize('step', ['marked', 'taken'])
 def test_frozen_past_its_lease_with_nobody_else_there(cluster: Control, taker: Make, step: str) -> None:
-    """F40: a taker frozen for longer than its lease, and nobody else takes it: continued, it takes it, once (fake)"""
+    """F40: a taker frozen beyond its lease, without another taker: continued, it takes the request, once (fake)."""
     compute = taker(f'{step}:stop:1')
     instance = queue(cluster, 'whole')
     compute.stopped_at(step)
@@ -147,12 +147,12 @@ def test_frozen_past_its_lease_with_nobody_else_there(cluster: Control, taker: M
 
 @pytest.mark.parametrize('step', TAKING_FAILPOINTS)
 def test_cancelled_while_it_is_taken(cluster: Control, taker: Make, step: str) -> None:
-    """F40: a request destroyed while a frozen taker is at each step: gone, and nothing of it is left (fake)"""
+    """F40: a request destroyed while a frozen taker is at each step: gone, and nothing is left (fake)."""
     compute = taker(f'{step}:stop:1')
     instance = queue(cluster)
     compute.stopped_at(step)
-    done = cluster.eschedule('destroy', instance)
-    one_line(done, 0, 'destroy accepted' if step == 'moved' else 'taken out of its queue')
+    result = cluster.eschedule('destroy', instance)
+    one_line(result, 0, 'destroy accepted' if step == 'moved' else 'taken out of its queue')
     compute.resume()
     reached(cluster, instance, 'gone')
     until(lambda: allocations(cluster) == {}, 30, 'its claim is released')
@@ -163,7 +163,7 @@ def test_cancelled_while_it_is_taken(cluster: Control, taker: Make, step: str) -
 
 @pytest.mark.parametrize('step', ['marked', 'taken'])
 def test_asked_to_stop_while_taking(cluster: Control, taker: Make, step: str) -> None:
-    """F40: a taker asked to stop in the middle ends it or gives it back: it is taken, once (fake)"""
+    """F40: a taker stopped in the middle completes or returns the request: it is taken, once (fake)."""
     compute = taker(f'{step}:stop:1')
     instance = queue(cluster)
     compute.stopped_at(step)
@@ -179,7 +179,7 @@ def test_asked_to_stop_while_taking(cluster: Control, taker: Make, step: str) ->
 
 
 def test_eschedule_killed_after_it_queued(cluster: Control, taker: Make) -> None:
-    """F1: kill -9 of eschedule --queue after its transaction: it is taken, and the same again says so (fake)"""
+    """F1: kill -9 of eschedule --queue after its transaction: it is taken, and a repeat reports it (fake)."""
     instance = str(uuid.uuid4())
     words = '--queue', '--flavor', 'small', '--uuid', instance
     with Eschedule(cluster, *words, failpoint=f'{QUEUED}:kill') as eschedule:
@@ -191,7 +191,7 @@ def test_eschedule_killed_after_it_queued(cluster: Control, taker: Make) -> None
 
 
 def test_eschedule_killed_after_it_cancelled(cluster: Control, taker: Make) -> None:
-    """F1: kill -9 of eschedule destroy after it took a request out of its queue: gone, for good (fake)"""
+    """F1: kill -9 of eschedule destroy after it removed a request from its queue: permanently gone (fake)."""
     instance = queue(cluster)
     with Eschedule(cluster, 'destroy', instance, failpoint=f'{UNQUEUED}:kill') as eschedule:
         eschedule.killed_at(UNQUEUED)
