@@ -1,4 +1,4 @@
-"""F20 (libvirt): the host is rebooted: everything on it ends at once, /run is empty, and it is another boot."""
+"""F20 (libvirt): the host is rebooted: every process ends, /run is empty, and the boot id is new."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kit.servers import until
 
 
 def boot(host: Hypervisor, another: bool = True) -> None:
-    """Start a host that has crashed; the ecompute that elab starts is the host's from then on."""
+    """Start a crashed host; from then on its ecompute is the one that elab starts."""
     if another:
         (host.state / 'boot').write_text(f'{uuid.uuid4()}\n')
     host.lab.start_ecomputes()
@@ -20,55 +20,55 @@ def boot(host: Hypervisor, another: bool = True) -> None:
 
 
 def run_here(host: Hypervisor, *instances: str) -> None:
-    """Wait until these run, each in one QEMU, and nothing else; their records, which said so all along, still do."""
+    """Wait until exactly these instances run, each in one QEMU, and their records are active."""
     try:
         until(lambda: sorted(host.qemus()) == sorted(instances), 90, f'just these run: {instances}')
     except AssertionError as error:
         raise AssertionError(f'{error}, but {host.qemus()}\n{host.said()[-5000:]}') from None
-    for each in instances:
-        host.reached(each, 'active', fault=None)
+    for instance in instances:
+        host.reached(instance, 'active', fault=None)
 
 
 def at_least(host: Hypervisor, number: int) -> bool:
-    """Whether so many guests run."""
+    """Return True if at least this many guests run."""
     return len(host.qemus()) >= number
 
 
 @pytest.mark.slow
 def test_rebooted(host: Hypervisor) -> None:
-    """F20: what ran runs again on its disk, what was off stays off, what was destroyed meanwhile is gone (libvirt)"""
-    ran, asked, off, doomed, stopping = (host.running() for _ in range(5))
-    host.virsh('destroy', off)
-    host.reached(off, 'stopped', fault=None)
-    disks = {each: host.disk(each).stat().st_ino for each in (ran, asked, off)}
+    """F20: running guests run again on their disks, stopped ones stay off, destroyed ones are gone (libvirt)."""
+    running, running_too, stopped, doomed, stopping = (host.running() for _ in range(5))
+    host.virsh('destroy', stopped)
+    host.reached(stopped, 'stopped', fault=None)
+    disks = {name: host.disk(name).stat().st_ino for name in (running, running_too, stopped)}
     host.restart('built:stop:1')
-    new = host.place()
+    building = host.place()
     host.frozen_at('built')
-    host.ask('stop', stopping)  # and the host goes down before it is done
+    host.ask('stop', stopping)  # and the host crashes before it is done
     host.crash()
     host.ask_destroy(doomed)
-    never = host.place()
+    unread = host.place()
     boot(host)
-    run_here(host, ran, asked, new, never)
+    run_here(host, running, running_too, building, unread)
     host.reached(doomed, 'gone')
     host.nothing_of(doomed)
     host.reached(stopping, 'stopped', fault=None)
-    assert host.record(off)['state'] == 'stopped'
-    assert {each: host.disk(each).stat().st_ino for each in disks} == disks
-    # Dealt with: what goes off from now on stays off.
-    host.virsh('destroy', ran)
-    host.reached(ran, 'stopped', fault=None)
+    assert host.record(stopped)['state'] == 'stopped'
+    assert {name: host.disk(name).stat().st_ino for name in disks} == disks
+    # The reboot has been handled: guests that are turned off later stay off.
+    host.virsh('destroy', running)
+    host.reached(running, 'stopped', fault=None)
     host.restart()
-    assert host.record(ran)['state'] == 'stopped'
-    assert ran not in host.qemus()
-    for each in (ran, off):
-        host.virsh('start', each)
-        host.reached(each, 'active', fault=None)
+    assert host.record(running)['state'] == 'stopped'
+    assert running not in host.qemus()
+    for name in (running, stopped):
+        host.virsh('start', name)
+        host.reached(name, 'active', fault=None)
     host.settled()
 
 
 def test_crashed_in_the_same_boot(host: Hypervisor) -> None:
-    """F20: all guests and daemons end, and the machine was not rebooted: what ran is stopped, and stays so (libvirt)"""
+    """F20: all guests and daemons end without a reboot: the guests are recorded as stopped and stay so (libvirt)."""
     instance = host.running()
     claim = host.held(instance)
     host.crash()
@@ -83,12 +83,12 @@ def test_crashed_in_the_same_boot(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_killed_while_it_starts_them_again(host: Hypervisor) -> None:
-    """F20: ecompute is killed while it starts what ran before a reboot: the next start goes on with it (libvirt)"""
+    """F20: ecompute killed while it restarts guests after a reboot: the next start continues (libvirt)."""
     instances = [host.running() for _ in range(4)]
     host.crash()
     boot(host)
-    for some in range(1, 4):
-        until(partial(at_least, host, some), 60, f'{some} of them run')
+    for number in range(1, 4):
+        until(partial(at_least, host, number), 60, f'{number} of them run')
         host.restart()
     run_here(host, *instances)
     host.settled()

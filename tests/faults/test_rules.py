@@ -1,7 +1,7 @@
-"""Rule 5 of the protocol: every write about an instance compares its request's revision, so none comes late.
+"""Rule 5 of the protocol: every write about an instance compares its request's revision.
 
-Each of ecompute's tasks is carried out on a request that has been rewritten since it was planned: nothing changes. The
-interleavings of the other rules are where their parts are tested; tests/faults/README.md lists them.
+Each of ecompute's tasks is carried out on a request that was rewritten after it was planned: nothing changes. The
+interleavings of the other rules are tested with their parts; tests/faults/README.md lists them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 
 @dataclass
 class World:
-    """One instance that was asked for, then something else: `planned` is the revision ecompute had seen."""
+    """One requested instance with its servers; `planned` is the revision that ecompute has read."""
 
     instances: Instances
     request: Request
@@ -77,14 +77,14 @@ def record(world: World, state: str) -> Record:
 
 
 def planes(etcd: Etcd, placement: PlacementServer, world: World) -> list[object]:
-    """All that is written anywhere of the instance."""
+    """Return everything that is stored about the instance."""
     name = world.request.instance
     names = (keys.request(world.compute, name), keys.record(world.compute, name), keys.booted(name))
-    return [*(etcd.get(each) for each in names), placement.allocations(name)]
+    return [*(etcd.get(key) for key in names), placement.allocations(name)]
 
 
 def asked(world: World, action: str) -> Request:
-    """The request, with this asked of its power."""
+    """Return the request with a power change."""
     return replace(world.request, power=Power(action, str(uuid.uuid4())))
 
 
@@ -117,7 +117,7 @@ def test_rule_5_a_late_write_is_none(
     name = world.request.instance
     if state is not None:
         etcd.put_record(record_json(record(world, state)))
-        assert world.instances.records.get(name) is not None  # as ecompute knows it
+        assert world.instances.records.get(name) is not None  # loads it into ecompute's records
     # Between the plan and the task.
     if since == 'rewritten':
         etcd.put(keys.request(world.compute, name), to_json(replace(world.request, user_id='somebody else')))
@@ -132,17 +132,17 @@ def test_rule_5_a_late_write_is_none(
 
 @pytest.mark.fast
 def test_rule_5_in_time_it_is_written(etcd: Etcd, placement: PlacementServer, world: World) -> None:
-    """The same tasks, each in time: else the test above could not fail."""
+    """The same tasks succeed in time; otherwise the test above could not fail."""
     name = world.request.instance
     TASKS['build'][1](world)
     TASKS['address'][1](world)
-    host, kept, booted, held = planes(etcd, placement, world)
+    host, record_value, booted, claims = planes(etcd, placement, world)
     assert host is not None
-    assert kept is not None
-    assert (booted, held) == (b'10.0.0.1', {world.compute: SIZE})
+    assert record_value is not None
+    assert (booted, claims) == (b'10.0.0.1', {world.compute: SIZE})
     assert set(world.hypervisor.guests()) == {name}
     TASKS['destroy'][1](world)
-    host, kept, booted, held = planes(etcd, placement, world)
-    assert (host, booted, held) == (None, None, {})
-    assert b'"gone"' in (kept or b'')
+    host, record_value, booted, claims = planes(etcd, placement, world)
+    assert (host, booted, claims) == (None, None, {})
+    assert b'"gone"' in (record_value or b'')
     assert world.hypervisor.guests() == {}

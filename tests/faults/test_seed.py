@@ -1,4 +1,4 @@
-"""F2, F3, F4, F26: guests that are told by a disk (`metadata: iso`), killed or destroyed when it is written."""
+"""F2, F3, F4, F26: guests with a seed disk (`metadata: iso`), killed or destroyed when it is written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED_FAILPOINTS = ('seed-written',)
 
 @pytest.fixture
 def iso_host(host: Hypervisor) -> Iterator[Hypervisor]:
-    """A host whose guests are told by a disk."""
+    """A host whose guests get a seed disk."""
     config = host.directory / 'compute.yaml'
     before = config.read_text()
     config.write_text(yaml.safe_dump({**yaml.safe_load(before), 'metadata': 'iso'}))
@@ -35,12 +35,12 @@ def iso_host(host: Hypervisor) -> Iterator[Hypervisor]:
 
 
 def has_seed(host: Hypervisor, instance: str) -> bool:
-    """Whether its disk is there, whole."""
+    """Return True if exactly the complete seed of the instance exists."""
     return [path.name for path in host.state.glob(f'seeds/{instance}*')] == [f'{instance}.iso']
 
 
 def test_ecompute_killed_with_a_seed_written(cluster: Control) -> None:
-    """F2: kill -9 of ecompute when a guest's seed is written: the next start ends the build (fake)"""
+    """F2: kill -9 of ecompute when a guest's seed is written: the next start completes the build (fake)."""
     compute = tuned(cluster, failpoint=f'{STEP}:kill', metadata='iso')
     _, instance = place(cluster)
     killed_at(compute, STEP)
@@ -56,7 +56,7 @@ def test_ecompute_killed_with_a_seed_written(cluster: Control) -> None:
 
 @pytest.mark.slow
 def test_a_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
-    """F3: kill -9 of a worker when a guest's seed is written, once: the next one builds it (libvirt)"""
+    """F3: kill -9 of a worker when a guest's seed is written, once: the next one builds it (libvirt)."""
     iso_host.restart(f'{STEP}:kill:1')
     instance = iso_host.place()
     assert iso_host.reached(instance, 'active')['attempts'] == 1
@@ -70,7 +70,7 @@ def test_a_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_every_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
-    """F3: every worker that writes a guest's seed dies of it: it is in error, and nothing is left (libvirt)"""
+    """F3: every worker that writes a guest's seed is killed: error, and nothing is left (libvirt)."""
     iso_host.restart(f'{STEP}:kill')
     instance = iso_host.place()
     assert iso_host.reached(instance, 'error')['attempts'] == 3
@@ -81,7 +81,7 @@ def test_every_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_ecompute_killed_while_a_worker_has_written_a_seed(iso_host: Hypervisor) -> None:
-    """F4: kill -9 of ecompute while a worker is frozen with a seed written: the next one ends the build (libvirt)"""
+    """F4: kill -9 of ecompute while a worker is frozen with a seed written: the next one completes it (libvirt)."""
     iso_host.restart(f'{STEP}:stop:1')
     instance = iso_host.place()
     iso_host.frozen_at(STEP)
@@ -98,13 +98,13 @@ def test_ecompute_killed_while_a_worker_has_written_a_seed(iso_host: Hypervisor)
 
 @pytest.mark.slow
 def test_destroyed_with_its_seed_written(iso_host: Hypervisor) -> None:
-    """F26: destroy while the worker is frozen with a guest's seed written: on CONT it is undone and gone (libvirt)"""
+    """F26: destroy while the worker is frozen with a seed written: after SIGCONT it is undone and gone (libvirt)."""
     other = iso_host.running()
     iso_host.restart(f'{STEP}:stop:1')
     instance = iso_host.place()
     pid = iso_host.frozen_at(STEP)
     iso_host.ask_destroy(instance, other)
-    iso_host.reached(other, 'gone')  # so the worker has been told
+    iso_host.reached(other, 'gone')  # by then the worker has got the cancellation
     os.kill(pid, signal.SIGCONT)
     iso_host.reached(instance, 'gone')
     iso_host.nothing_of(instance)
