@@ -36,7 +36,7 @@ from tests.kit.story import (
     reserved,
 )
 
-# Rules 10 and 13 after a restore: an attempt that fails, an etcd that restarts, a host that comes back.
+# Rules 10 and 13 after a restore: an attempt that fails, an etcd that restarts, a host that returns.
 
 
 BROKEN = pytest.mark.history_broken('etcd is restored from an older copy')
@@ -44,20 +44,20 @@ APART = ('--group', 'g', '--policy', 'anti-affinity')
 
 
 def interrupt(control: Control, instance: str) -> Result:
-    """Ask again and press Ctrl-C once it is claimed."""
-    with Eschedule(control, QUERY, IMAGE, '--uuid', instance, failpoint='claimed:stop') as again:
-        again.stopped_at('claimed')
-        again.send(signal.SIGINT)
-        again.go_on()
-        return again.end()
+    """Repeat the create and press Ctrl-C once it has its claim."""
+    with Eschedule(control, QUERY, IMAGE, '--uuid', instance, failpoint='claimed:stop') as command:
+        command.stopped_at('claimed')
+        command.send(signal.SIGINT)
+        command.go_on()
+        return command.end()
 
 
 def exceed_quota(control: Control, instance: str) -> Result:
-    """Ask again, for a project whose restored quota has no room left."""
-    done = ask(control, instance, '--project', 'q')
-    assert done.code == 3, done
+    """Repeat the create for a project whose restored quota has no room left."""
+    result = ask(control, instance, '--project', 'q')
+    assert result.code == 3, result
     assert control.eschedule('quota', 'set', 'q', 'instances=5').code == 0
-    return done
+    return result
 
 
 @BROKEN
@@ -65,7 +65,7 @@ def exceed_quota(control: Control, instance: str) -> Result:
 def test_a_failed_attempt_keeps_the_claim_of_a_guest_that_runs(
     own_control: Control, fail: Callable[[Control, str], Result], words: tuple[str, ...]
 ) -> None:
-    """The presence of A is in the snapshot, so U is placed there again; undo leaves the claim (fake)"""
+    """A's presence is in the snapshot, so U is placed there again; undo keeps the claim (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
     stopped(second)
     assert own_control.eschedule('quota', 'set', 'q', 'instances=1').code == 0
@@ -81,14 +81,14 @@ def test_a_failed_attempt_keeps_the_claim_of_a_guest_that_runs(
     assert own_control.placement.allocations(instance).keys() == {first.uuid}
     second.start()
     until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 90, 'the lease of the first ends')
-    done = ask(own_control, instance, *words)
-    assert done.code == 5, done
+    result = ask(own_control, instance, *words)
+    assert result.code == 5, result
     assert domains(first, second)[instance] == 1
 
 
 @BROKEN
 def test_a_claim_that_was_taken_over_is_not_moved_for_its_group(own_control: Control) -> None:
-    """Another member of an anti-affinity group comes to A before the delivery; U stays claimed on A (fake)"""
+    """A member of its anti-affinity group joins A before the delivery; U stays claimed on A (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
     stopped(second)
     older = SavedSnapshot(own_control.etcd)
@@ -97,45 +97,45 @@ def test_a_claim_that_was_taken_over_is_not_moved_for_its_group(own_control: Con
     reached(own_control, instance, 'active')
     older.restore()
     second.start()
-    with Eschedule(own_control, QUERY, IMAGE, '--uuid', instance, *APART, failpoint='claimed:stop:1') as again:
-        again.stopped_at('claimed')
+    with Eschedule(own_control, QUERY, IMAGE, '--uuid', instance, *APART, failpoint='claimed:stop:1') as command:
+        command.stopped_at('claimed')
         assert own_control.eschedule('host', 'disable', second.uuid).code == 0
         ask(own_control, other, *APART)
         assert own_control.eschedule('host', 'enable', second.uuid).code == 0
-        again.go_on()
-        done = again.end()
-    assert own_control.placement.allocations(instance).keys() == {first.uuid}, done
+        command.go_on()
+        result = command.end()
+    assert own_control.placement.allocations(instance).keys() == {first.uuid}, result
     assert domains(first, second)[instance] == 1
 
 
 @BROKEN
 def test_a_set_that_starts_again_on_another_compute_leaves_a_guest_that_runs_on_its_own(own_control: Control) -> None:
-    """A member runs on A, which is filled before the other is claimed; the set does not move to B (fake)"""
+    """A member runs on A, which fills up before the other is claimed; the set stays there (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
     stopped(second)
     older = SavedSnapshot(own_control.etcd)
-    whole = str(uuid.uuid4())
-    instance = member(whole, 1)
+    set_uuid = str(uuid.uuid4())
+    instance = member(set_uuid, 1)
     notified(ask(own_control, instance))
     reached(own_control, instance, 'active')
     older.restore()
     second.start()
-    words = (QUERY, IMAGE, '--uuid', whole, '--count', '2', '--group', 'g', '--policy', 'affinity')
-    with Eschedule(own_control, *words, failpoint='claimed-some:stop:1') as again:
-        again.stopped_at('claimed-some')
+    words = (QUERY, IMAGE, '--uuid', set_uuid, '--count', '2', '--group', 'g', '--policy', 'affinity')
+    with Eschedule(own_control, *words, failpoint='claimed-some:stop:1') as command:
+        command.stopped_at('claimed-some')
         assert own_control.eschedule('host', 'disable', second.uuid).code == 0
         notified(own_control.eschedule('resources=VCPU:3,DISK_GB:1,MEMORY_MB:16', IMAGE))
         assert own_control.eschedule('host', 'enable', second.uuid).code == 0
-        again.go_on()
-        done = again.end()
-    assert done.code == 5, done
+        command.go_on()
+        result = command.end()
+    assert result.code == 5, result
     assert own_control.placement.allocations(instance).keys() == {first.uuid}
     assert domains(first, second)[instance] == 1
 
 
 @pytest.mark.slow
 def test_a_restored_key_proves_nothing_however_often_etcd_restarts(own_control: Control) -> None:
-    """Etcd and placement are restored; each restart of etcd gives the key of A its whole time again (fake)"""
+    """Etcd and placement are restored; each restart of etcd renews the lease of A's key (fake)."""
     first = own_control.ecompute()
     instance = queue(own_control)
     save_placement(own_control)
@@ -158,9 +158,9 @@ def test_a_restored_key_proves_nothing_however_often_etcd_restarts(own_control: 
 
 
 def boot_again(compute: Ecompute) -> None:
-    """Have the machine of a compute boot: its guests are off."""
+    """Simulate a boot of a compute's machine: its guests are off."""
     path = compute.directory / 'state/fake.json'
-    path.write_text(json.dumps([{**each, 'running': False} for each in json.loads(path.read_text())]))
+    path.write_text(json.dumps([{**domain, 'running': False} for domain in json.loads(path.read_text())]))
     (compute.directory / 'state/boot').write_text(f'{uuid.uuid4()}\n')
 
 
@@ -168,7 +168,7 @@ def boot_again(compute: Ecompute) -> None:
 def test_a_host_that_was_forgotten_and_comes_back_starts_nothing_that_runs_elsewhere(
     own_control: Control, is_started_first: bool
 ) -> None:
-    """A was off and was forgotten with --fenced, B runs U; A boots and accepts the restored etcd (fake)"""
+    """A was off and forgotten with --fenced, B runs U; A boots and accepts the old etcd (fake)."""
     first = stopped(own_control.ecompute(queues=True))
     instance = queue(own_control)
     older = SavedSnapshot(own_control.etcd)
@@ -197,7 +197,8 @@ def test_a_host_that_was_forgotten_and_comes_back_starts_nothing_that_runs_elsew
 
 STRANGE = 'is not the one this compute knew'
 Kind = Callable[[Etcd], Snapshot]
-NEW, BEFORE = 'never ran', 'off since before the backup'
+NEW = 'never ran'
+BEFORE = 'off since before the backup'
 HISTORIES = pytest.mark.parametrize(
     ('kind', 'history'),
     [
@@ -210,7 +211,7 @@ HISTORIES = pytest.mark.parametrize(
 
 
 def other(control: Control, history: str) -> Callable[[], Ecompute]:
-    """Return how a second compute is begun, which has stopped by now, or never ran."""
+    """Return a function that starts a second compute: a new one, or one stopped before the backup."""
     if history == NEW:
         return lambda: control.ecompute(queues=True)
     second = stopped(control.ecompute(queues=True))
@@ -225,7 +226,10 @@ def other(control: Control, history: str) -> Callable[[], Ecompute]:
 def taken_and_restored(
     control: Control, kind: Kind, history: str
 ) -> tuple[str, Ecompute, Callable[[], Ecompute], Snapshot]:
-    """An instance that runs on one compute, how another is begun, and the snapshot of etcd in which it waits."""
+    """Run an instance on one compute after taking a snapshot of etcd in which it still waits.
+
+    Returns the instance, its compute, a function that starts another one, and the snapshot.
+    """
     first = stopped(control.ecompute(queues=True))
     begin_second = other(control, history)
     instance = queue(control)
@@ -239,7 +243,7 @@ def taken_and_restored(
 @HISTORIES
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_a_compute_without_history_takes_nothing_that_runs(own_control: Control, kind: Kind, history: str) -> None:
-    """R1: U waits in the restored queue, and runs: another compute leaves it alone (fake)"""
+    """R1: U waits in the restored queue and runs: another compute leaves it alone (fake)."""
     instance, first, begin_second, older = taken_and_restored(own_control, kind, history)
     older.restore()
     second = begin_second()
@@ -248,14 +252,14 @@ def test_a_compute_without_history_takes_nothing_that_runs(own_control: Control,
     until(lambda: logged(first, STRANGE), 30, 'the first compute sees what happened')
     until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 60, 'its lease ends')
     assert domains(first, second) == {instance: 1}
-    why = own_control.eschedule('why', instance)
-    assert f'claimed on {called(first)}, which is silent' in why.stdout, why
+    explanation = own_control.eschedule('why', instance)
+    assert f'claimed on {called(first)}, which is silent' in explanation.stdout, explanation
     for command in (['list', '-f', 'csv'], ['show', instance], ['wait', instance, '--timeout', '1']):
-        said = own_control.eschedule(*command)
-        assert f'claimed on {called(first)}' in said.stdout + said.stderr, said
-    audited = own_control.eschedule('audit', '-f', 'json')
-    assert audited.code == 8, audited
-    assert [each['code'] for each in json.loads(audited.stdout)] == ['compute-silent'], audited
+        result = own_control.eschedule(*command)
+        assert f'claimed on {called(first)}' in result.stdout + result.stderr, result
+    audit = own_control.eschedule('audit', '-f', 'json')
+    assert audit.code == 8, audit
+    assert [finding['code'] for finding in json.loads(audit.stdout)] == ['compute-silent'], audit
     accept(first)
     reached(own_control, instance, 'active')
     assert domains(first, second) == {instance: 1}
@@ -266,7 +270,7 @@ def test_a_compute_without_history_takes_nothing_that_runs(own_control: Control,
 @pytest.mark.parametrize('waits', [False, True], ids=['at-once', 'silent'])
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_the_same_command_places_nothing_that_runs(own_control: Control, waits: bool) -> None:
-    """R2: the command with --uuid, asked again after the restore, says where the instance is claimed (fake)"""
+    """R2: the command with --uuid, repeated after the restore, reports the claim's compute (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
     stopped(second)
     older = SavedSnapshot(own_control.etcd)
@@ -277,32 +281,32 @@ def test_the_same_command_places_nothing_that_runs(own_control: Control, waits: 
     second.start()
     if waits:
         until(lambda: own_control.etcd.keys(f'/computes/{first.uuid}') == [], 60, 'the lease of the first ends')
-    done = ask(own_control, instance)
+    result = ask(own_control, instance)
     if waits:
-        assert done.code == 5, done
-        said = done.stderr
+        assert result.code == 5, result
+        message = result.stderr
         order = ['silent and may be running it', 'wait', 'accept-new-etcd', 'another uuid', 'host forget']
-        assert [said.find(each) for each in order] == sorted(said.find(each) for each in order), said
-        assert min(said.find(each) for each in order) >= 0, said
-        audited = own_control.eschedule('audit')
-        assert audited.code == 8, audited
+        assert [message.find(phrase) for phrase in order] == sorted(message.find(phrase) for phrase in order), message
+        assert min(message.find(phrase) for phrase in order) >= 0, message
+        audit = own_control.eschedule('audit')
+        assert audit.code == 8, audit
         refused = own_control.eschedule('host', 'forget', first.uuid)
         assert refused.code == 5, refused
         assert '--fenced' in refused.stderr, refused
-    else:  # its presence is in the snapshot: it gets the request, and keeps it
-        assert notified(done)[0] == first.uuid, done
+    else:  # its presence is in the snapshot: it gets the request and keeps it
+        assert notified(result)[0] == first.uuid, result
     assert domains(first, second) == {instance: 1}
     accept(first)
     reached(own_control, instance, 'active')
-    again = ask(own_control, instance)
-    assert notified(again)[0] == first.uuid, again
+    repeated = ask(own_control, instance)
+    assert notified(repeated)[0] == first.uuid, repeated
     assert domains(first, second) == {instance: 1}
     settled(own_control, first, second)
 
 
 @pytest.mark.history_broken('etcd and placement are restored from older copies')
 def test_both_restored(own_control: Control) -> None:
-    """Neither etcd nor placement knows that U was taken: a new compute waits for silent ones, restarted too (fake)"""
+    """Neither etcd nor placement has a trace of U: a new compute waits for silent ones (fake)."""
     first = stopped(own_control.ecompute(queues=True))
     instance = queue(own_control)
     save_placement(own_control)
@@ -316,9 +320,9 @@ def test_both_restored(own_control: Control) -> None:
     second.restart()
     logs(second, 'left alone', first.uuid, number=2)
     assert domains(first, second) == {instance: 1}
-    why = own_control.eschedule('why', instance)
-    assert f'{called(first)} is silent' in why.stdout, why
-    later = queue(own_control)  # who saw a request come takes it
+    explanation = own_control.eschedule('why', instance)
+    assert f'{called(first)} is silent' in explanation.stdout, explanation
+    later = queue(own_control)  # a compute that saw a request arrive may take it
     reached(own_control, later, 'active')
     accept(first)
     reached(own_control, instance, 'active')
@@ -330,7 +334,7 @@ def test_both_restored(own_control: Control) -> None:
 @pytest.mark.parametrize('sees_claim', [True, False])
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_destroyed_in_a_restored_queue(own_control: Control, kind: Kind, sees_claim: bool) -> None:
-    """R3: what was destroyed as it waited in a restored queue does not live on when its compute is back (fake)"""
+    """R3: an instance destroyed in a restored queue vanishes when its compute is back (fake)."""
     first = own_control.ecompute(queues=True)
     assert own_control.eschedule('quota', 'set', 'q', 'instances=3').code == 0
     stopped(first)
@@ -342,13 +346,13 @@ def test_destroyed_in_a_restored_queue(own_control: Control, kind: Kind, sees_cl
     older.restore()
     if not sees_claim:
         own_control.placement.stop()
-    done = own_control.eschedule('destroy', instance)
-    assert done.code == 0, done
+    result = own_control.eschedule('destroy', instance)
+    assert result.code == 0, result
     if sees_claim:
-        assert 'holds a claim for it' in done.stderr, done
-        assert 'when it is back: it is silent now' in done.stderr, done
+        assert 'holds a claim for it' in result.stderr, result
+        assert 'when it is back: it is silent now' in result.stderr, result
     else:
-        assert 'not known' in done.stderr, done
+        assert 'not known' in result.stderr, result
         own_control.placement.start()
     accept(first)
     reached(own_control, instance, 'gone')
@@ -358,32 +362,32 @@ def test_destroyed_in_a_restored_queue(own_control: Control, kind: Kind, sees_cl
     settled(own_control, first)
 
 
-# F17: placement's database is replaced by an older copy: it has forgotten what was claimed since, or claims too much.
+# F17: placement's database is replaced by an older copy: newer claims are missing, or old ones are too many.
 #
-# What runs goes on, whatever it says. ecompute makes its provider and its inventory again and releases what nobody
-# stands behind; a claim that is missing is shown by the audit.
+# Guests run in either case. ecompute recreates its provider and inventory and releases claims without a request; the
+# audit reports missing claims.
 
 
 def unharmed(control: Control, compute: Ecompute, instance: str, address: str) -> None:
-    """The instance runs, and its record is as it was."""
-    found = known(control, instance)
-    assert (found['state'], found['addresses'][0]['address']) == ('active', address)
+    """Check that the instance runs and its record is unchanged."""
+    status = known(control, instance)
+    assert (status['state'], status['addresses'][0]['address']) == ('active', address)
     assert guests(compute)[instance]['running']
 
 
 def test_claims_are_missing(own_control: Control, compute: Ecompute) -> None:
-    """F17: placement restored from before a create: the guest runs on, the audit shows it, a destroy works (fake)"""
+    """F17: placement restored from before a create: the guest runs, the audit reports it, a destroy works (fake)."""
     before = boot(own_control)
     save(own_control)
     _, since = place(own_control)
     address = addressed(own_control, since)
     restore(own_control)
     assert own_control.placement.consumers(compute.uuid).keys() == {before}
-    found = findings(own_control)
-    assert [each['subject'] for each in found] == [since], found
-    assert 'holds nothing' in str(found), found
+    audit_findings = findings(own_control)
+    assert [finding['subject'] for finding in audit_findings] == [since], audit_findings
+    assert 'holds nothing' in str(audit_findings), audit_findings
     compute.stop()
-    compute.start()  # nor does a restart harm it
+    compute.start()  # a restart does no harm, either
     unharmed(own_control, compute, since, address)
     assert own_control.eschedule('destroy', since, before).code == 0
     for instance in (since, before):
@@ -391,18 +395,18 @@ def test_claims_are_missing(own_control: Control, compute: Ecompute) -> None:
 
 
 def test_a_claim_too_many(own_control: Control, compute: Ecompute) -> None:
-    """F17: placement restored from before a destroy: what it still claims is released by its compute (fake)"""
-    kept, since = boot_all(own_control, 2)
+    """F17: placement restored from before a destroy: the compute releases the outdated claim (fake)."""
+    surviving, since = boot_all(own_control, 2)
     save(own_control)
     assert own_control.eschedule('destroy', '--wait', since).code == 0
     restore(own_control)
-    assert own_control.placement.consumers(compute.uuid).keys() == {kept, since}
+    assert own_control.placement.consumers(compute.uuid).keys() == {surviving, since}
     look_twice(own_control, compute, guests(compute))
-    assert own_control.placement.consumers(compute.uuid).keys() == {kept}
+    assert own_control.placement.consumers(compute.uuid).keys() == {surviving}
 
 
 def test_the_provider_is_gone(own_control: Control) -> None:
-    """F17: placement restored from before this compute: it makes its provider again by itself (fake)"""
+    """F17: placement restored from before this compute: it recreates its provider by itself (fake)."""
     save(own_control)
     compute = own_control.ecompute()
     _, instance = place(own_control)
@@ -421,7 +425,7 @@ def test_the_provider_is_gone(own_control: Control) -> None:
 
 @pytest.mark.slow
 def test_the_provider_is_gone_and_nobody_restarts_anything(own_control: Control) -> None:
-    """F17: placement restored from before this compute: within a minute its provider is there again (fake)"""
+    """F17: placement restored from before this compute: within a minute its provider is recreated (fake)."""
     save(own_control)
     compute = own_control.ecompute()
     _, instance = place(own_control)
@@ -431,7 +435,7 @@ def test_the_provider_is_gone_and_nobody_restarts_anything(own_control: Control)
     assert own_control.placement.inventory(compute.uuid)['VCPU']['reserved'] == 0
     unharmed(own_control, compute, instance, address)
     assert len(logs(compute, 'registering again')) == 1
-    lost, _ = losses(compute, '')  # its provider, and placement itself if it looked while that was away
+    lost, _ = losses(compute, '')  # its provider, and placement itself if it was queried while away
     until(lambda: losses(compute, '') == (lost, lost), 20, 'each return is logged')
     assert 1 <= lost <= 2, log_of(compute)
     assert own_control.eschedule('destroy', '--wait', instance).code == 0

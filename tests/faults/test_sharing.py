@@ -1,4 +1,4 @@
-"""F39: groups and quotas while whoever changes them is killed, frozen or raced: counted once, and never broken."""
+"""F39: groups and quotas while processes that change them are killed, frozen or raced: counted exactly once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = (SMALL, '--project', 'web', '--group', 'web', *APART)
 
 @pytest.mark.parametrize('step', ['announced', 'claimed', 'delivered'])
 def test_eschedule_killed(cluster: Control, step: str) -> None:
-    """F39: kill -9 of eschedule before and after its delivery: counted, and a member, only if it is delivered (fake)"""
+    """F39: kill -9 of eschedule around its delivery: counted, and a member, only if it is delivered (fake)."""
     compute, instance = cluster.ecompute(ROOMY), str(uuid.uuid4())
     called(cluster, 'quota', 'set', 'web', 'instances=1')
     with Eschedule(cluster, *WORDS, '--uuid', instance, failpoint=f'{step}:kill') as eschedule:
@@ -29,7 +29,7 @@ def test_eschedule_killed(cluster: Control, step: str) -> None:
     if not delivered:
         lapse(cluster, f'/requests/{instance}')
         look_twice(cluster, compute)
-        instance = place(cluster, *WORDS)[1]  # nothing is taken from anybody else
+        instance = place(cluster, *WORDS)[1]  # its share of group and quota is free
     addressed(cluster, instance)
     assert called(cluster, SMALL, '--project', 'web').code == 3
     settled(cluster, compute)
@@ -37,32 +37,32 @@ def test_eschedule_killed(cluster: Control, step: str) -> None:
 
 @pytest.mark.parametrize('step', ['destroying', 'released', 'ended'])
 def test_ecompute_killed(cluster: Control, step: str) -> None:
-    """F39: kill -9 of ecompute in a destroy: it leaves its group and its quota once (fake)"""
+    """F39: kill -9 of ecompute in a destroy: the instance leaves its group and quota once (fake)."""
     called(cluster, 'quota', 'set', 'web', 'instances=2')
     compute = tuned(cluster, ROOMY, f'{step}:kill')
-    _, stays = place(cluster, SMALL, '--project', 'web')
-    _, goes = place(cluster, *WORDS)
-    for each in (stays, goes):
-        addressed(cluster, each)
-    one_line(called(cluster, 'destroy', goes), 0, 'destroy accepted')
+    _, surviving = place(cluster, SMALL, '--project', 'web')
+    _, doomed = place(cluster, *WORDS)
+    for name in (surviving, doomed):
+        addressed(cluster, name)
+    one_line(called(cluster, 'destroy', doomed), 0, 'destroy accepted')
     killed_at(compute, step)
     start_again(compute)
-    reached(cluster, goes, 'gone')
+    reached(cluster, doomed, 'gone')
     assert used(cluster, 'web')['instances'] == 1
     assert members(cluster, 'web') == {}
     settled(cluster, compute)
 
 
 def test_frozen_with_a_claim_where_another_is_by_then(cluster: Control) -> None:
-    """F39: eschedule frozen with its claim while another takes the only compute: it gives it back (fake)"""
+    """F39: eschedule frozen with its claim while another takes the only compute: it releases the claim (fake)."""
     compute = cluster.ecompute(ROOMY)
     with Eschedule(cluster, *WORDS, failpoint='claimed:stop:1') as frozen:
         frozen.stopped_at('claimed')
         _, first = place(cluster, *WORDS)
         frozen.go_on()
-        late = frozen.end()
-    assert (late.code, late.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), late
-    assert 'group web has a member there' in late.stderr
+        result = frozen.end()
+    assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), result
+    assert 'group web has a member there' in result.stderr
     assert members(cluster, 'web') == {first: compute.uuid}
     assert cluster.placement.consumers(compute.uuid).keys() == {first}
     addressed(cluster, first)
@@ -70,24 +70,24 @@ def test_frozen_with_a_claim_where_another_is_by_then(cluster: Control) -> None:
 
 
 def test_frozen_with_a_claim_and_moved(cluster: Control) -> None:
-    """F39: eschedule frozen with its claim while another is placed there: it goes to another compute (fake)"""
-    one, other = cluster.ecompute(ROOMY), cluster.ecompute(ROOMY)
+    """F39: eschedule frozen with its claim while another is placed there: it uses another compute (fake)."""
+    first, other = cluster.ecompute(ROOMY), cluster.ecompute(ROOMY)
     with Eschedule(cluster, *WORDS, failpoint='claimed:stop:1') as frozen:
         frozen.stopped_at('claimed')
-        (held,) = [each for each in (one, other) if cluster.placement.consumers(each.uuid)]
-        place(cluster, *WORDS, '--on', held.uuid)
+        (claimed,) = [candidate for candidate in (first, other) if cluster.placement.consumers(candidate.uuid)]
+        place(cluster, *WORDS, '--on', claimed.uuid)
         frozen.go_on()
-        late = frozen.end()
-    compute, instance = notified(late)
-    assert compute == ({one.uuid, other.uuid} - {held.uuid}).pop()
+        result = frozen.end()
+    compute, instance = notified(result)
+    assert compute == ({first.uuid, other.uuid} - {claimed.uuid}).pop()
     assert members(cluster, 'web')[instance] == compute
-    assert instance not in cluster.placement.consumers(held.uuid)
+    assert instance not in cluster.placement.consumers(claimed.uuid)
     addressed(cluster, instance)
-    settled(cluster, one, other)
+    settled(cluster, first, other)
 
 
 def test_frozen_while_the_quota_is_used_up(cluster: Control) -> None:
-    """F39: eschedule frozen with its claim while others use up the quota: refused, with its numbers (fake)"""
+    """F39: eschedule frozen with its claim while others exhaust the quota: refused, with the numbers (fake)."""
     compute = cluster.ecompute(ROOMY)
     called(cluster, 'quota', 'set', 'web', 'instances=1')
     with Eschedule(cluster, SMALL, '--project', 'web', failpoint='claimed:stop:1') as frozen:
@@ -101,7 +101,7 @@ def test_frozen_while_the_quota_is_used_up(cluster: Control) -> None:
 
 @pytest.mark.parametrize('killed', [False, True])
 def test_quota_set_while_one_is_delivered(cluster: Control, killed: bool) -> None:
-    """F39: one delivered while quota set counts: counted after all or, if that is killed, found by the audit (fake)"""
+    """F39: a delivery while quota set counts: counted too or, if that is killed, found by the audit (fake)."""
     compute = cluster.ecompute(ROOMY)
     place(cluster, SMALL, '--project', 'web')
     words = ('quota', 'set', 'web', 'instances=5')
@@ -116,15 +116,15 @@ def test_quota_set_while_one_is_delivered(cluster: Control, killed: bool) -> Non
             one_line(setting.end(), 0, 'instances 2/5')
     assert used(cluster, 'web')['instances'] == (1 if killed else 2)
     if killed:
-        found = called(cluster, 'audit')
-        assert (found.code, found.stdout.count('quota-differs')) == (8, 1), found
+        audit = called(cluster, 'audit')
+        assert (audit.code, audit.stdout.count('quota-differs')) == (8, 1), audit
         one_line(called(cluster, *words), 0, 'instances 2/5')
     settled(cluster, compute)
 
 
 @pytest.mark.parametrize('rubbish', ['not JSON', '[]', '{"version": 99}', b'\xff\xfe'])
 def test_rubbish_in_a_group_and_in_a_quota(cluster: Control, rubbish: str | bytes) -> None:
-    """F39: rubbish in a group's and a quota's keys: whoever needs them is told, everybody else goes on (fake)"""
+    """F39: malformed keys of a group and a quota: reported to commands that need them, others work (fake)."""
     compute = cluster.ecompute(ROOMY)
     called(cluster, 'quota', 'set', 'web', 'instances=9')
     _, instance = place(cluster, *WORDS)
@@ -140,12 +140,13 @@ def test_rubbish_in_a_group_and_in_a_quota(cluster: Control, rubbish: str | byte
         listed = called(cluster, *words)
         one_line(listed, 1, key)
         assert 'other' in listed.stdout, listed
-    # What is refused for that has claimed nothing; what has nothing to do with it is placed, and what is there ends.
+    # The refused commands hold no claims; commands without these keys are placed, and existing instances can be
+    # destroyed.
     assert len(cluster.placement.consumers(compute.uuid)) == 2
     addressed(cluster, place(cluster, SMALL, '--project', 'other')[1])
     one_line(called(cluster, 'destroy', instance), 0, 'destroy accepted')
     reached(cluster, instance, 'gone')
-    # And the cure they name is one.
+    # The suggested fix works.
     for key in broken:
         assert cluster.etcd.get(key) == (rubbish if isinstance(rubbish, bytes) else rubbish.encode())
         cluster.etcd.delete(key)
