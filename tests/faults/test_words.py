@@ -1,7 +1,7 @@
-"""F32: whatever is typed or configured: a documented exit code, one line, never a traceback, nothing half done.
+"""F32: any arguments and configuration: a documented exit code, one line, no traceback, nothing half done.
 
-The chosen wrong words are in tests/scenario/test_bad_input.py, and what may be in a file in tests/unit/test_conf*.py:
-here is everything else, and what is left behind.
+Selected wrong arguments are in tests/scenario/test_bad_input.py, contents of files in tests/unit/test_conf*.py. This
+module tests the rest, and that nothing is left behind.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.kit.journal import JOURNAL
 from tests.kit.servers import free_port
 from tests.kit.story import NOBODY, SMALL, notified, one_line
 
+# The documented exit codes: 0 (done) to 8 (audit findings).
 CODES = range(9)
-"""DESIGN.md: 0 done to 8 audit findings."""
 
 NAMES = [word for name in COMMANDS for word in name.split()]
 OPTIONS = ['--uuid', '--wait', '--timeout', '--wait=', '--wait=addressed', '--format', '-f', '--all', '--fix', '--for']
@@ -39,7 +39,7 @@ OPTION_VALUES = st.tuples(st.sampled_from([*OPTIONS[:3], *OPTIONS[-3:]]), WORDS)
 
 
 def called(*words: str) -> Result:
-    """eschedule in this process; what it prints stays in its streams, whatever it is."""
+    """Run eschedule in this process; return its output, which may contain any characters."""
     out, err, began = StringIO(), StringIO(), time.monotonic()
     with redirect_stdout(out), redirect_stderr(err):
         code = schedule.main(words)
@@ -49,7 +49,7 @@ def called(*words: str) -> Result:
 
 @pytest.fixture(scope='module')
 def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A schedule.yaml that points at servers nobody is."""
+    """A schedule.yaml with addresses where no server listens."""
     etcd, placement = f'127.0.0.1:{free_port()}', f'http://127.0.0.1:{free_port()}'
     return write_config(tmp_path_factory.mktemp('nowhere') / 'schedule.yaml', etcd, placement)
 
@@ -68,23 +68,23 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(words=['--flavor', '\n'])
 @example(words=['flavor', 'set', '\n', '\n'])
 def test_anything_typed(nowhere: Path, words: list[str]) -> None:
-    """F32: any words at all, with servers nobody is: a documented exit code and one line that can be read (fake)"""
+    """F32: any arguments, without servers: a documented exit code and one printable line (fake)."""
     if any(word.startswith(('--c', '-h', '--h')) for word in words):
         words = [word for word in words if not word.startswith(('--c', '-h', '--h'))]
-    ended = called('--config', str(nowhere), *words)
-    assert ended.code in CODES, (words, ended)
-    alone = any(word in ('help', 'completion') or word.startswith('--v') for word in words)  # asks no server
-    assert ended.code != 0 or alone, (words, ended)
-    if ended.stdout and ended.code not in (0, 2):
-        # What is wrong with the servers is the doctor's answer, and what came of each word that of JSON.
-        assert 'doctor' in words or json.loads(ended.stdout), (words, ended)
-    if ended.code not in (0, 2) or ended.stderr:
-        lines = ended.stderr.splitlines()
-        # A command of several uuids has a line for each.
-        assert 1 <= len(lines) <= max(len(words), 1), (words, ended)
+    result = called('--config', str(nowhere), *words)
+    assert result.code in CODES, (words, result)
+    is_local = any(word in ('help', 'completion') or word.startswith('--v') for word in words)  # needs no server
+    assert result.code != 0 or is_local, (words, result)
+    if result.stdout and result.code not in (0, 2):
+        # The doctor's output describes unreachable servers, and JSON output contains the result of each argument.
+        assert 'doctor' in words or json.loads(result.stdout), (words, result)
+    if result.code not in (0, 2) or result.stderr:
+        lines = result.stderr.splitlines()
+        # A command of several uuids prints a line for each.
+        assert 1 <= len(lines) <= max(len(words), 1), (words, result)
         for line in lines:
-            assert line.startswith('eschedule: '), (words, ended)
-            assert line.isprintable(), (words, ended)
+            assert line.startswith('eschedule: '), (words, result)
+            assert line.isprintable(), (words, result)
 
 
 SIZES = [0, -1, 10**9, 2**31 - 1, 2**31, 2**63, 10**30]
@@ -92,23 +92,24 @@ SIZES = [0, -1, 10**9, 2**31 - 1, 2**31, 2**63, 10**30]
 
 @pytest.mark.usefixtures('compute')
 def test_sizes(cluster: Control) -> None:
-    """F32: sizes of nothing, of 10^9 and beyond all numbers: exit 2 or 3, a reason, nothing is left (fake)"""
+    """F32: sizes of 0, 10^9 and beyond all numbers: exit 2 or 3, a reason, nothing is left (fake)."""
     before = set(everything(cluster))
     for name in ('VCPU', 'MEMORY_MB', 'DISK_GB'):
         for size in SIZES:
             amounts = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1, name: size}
-            query = 'resources=' + ','.join(f'{each}:{amount}' for each, amount in amounts.items())
-            ended = called('--config', str(cluster.schedule_yaml), query)
-            # No inventory has 2**31 of anything: placement takes such a query, and names nobody.
+            query = 'resources=' + ','.join(f'{key}:{amount}' for key, amount in amounts.items())
+            result = called('--config', str(cluster.schedule_yaml), query)
+            # No inventory has 2**31 of anything, so eschedule refuses such a size; placement would only find no
+            # candidates.
             if 1 <= size < 2**31:
-                assert (ended.code, ended.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), ended
-                lines = ended.stderr.splitlines()
-                assert all(line.startswith('eschedule: ') for line in lines), ended
-                assert f'{name} short by ' in lines[1], ended
-                assert 'the smallest change that fits: ask for ' in lines[-1], ended
+                assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), result
+                lines = result.stderr.splitlines()
+                assert all(line.startswith('eschedule: ') for line in lines), result
+                assert f'{name} short by ' in lines[1], result
+                assert 'the smallest change that fits: ask for ' in lines[-1], result
             else:
-                one_line(ended, 2, name)
-                assert ended.stdout == ''
+                one_line(result, 2, name)
+                assert result.stdout == ''
     assert allocations(cluster) == {}
     assert set(everything(cluster)) == before
 
@@ -138,27 +139,27 @@ TYPOS = [
 
 
 def test_queries(cluster: Control, compute: Ecompute) -> None:
-    """F32: queries with something wrong in them: exit 2 with placement's words, or 3; nothing is left (fake)"""
+    """F32: queries with an error: exit 2 with placement's message, or 3; nothing is left (fake)."""
     before = set(everything(cluster))
-    taken = []
+    accepted = []
     for query in TYPOS:
-        ended = called('--config', str(cluster.schedule_yaml), query)
-        assert ended.code in (0, 2, 3, 7), (query, ended)
-        if ended.code:
-            one_line(ended, ended.code)
+        result = called('--config', str(cluster.schedule_yaml), query)
+        assert result.code in (0, 2, 3, 7), (query, result)
+        if result.code:
+            one_line(result, result.code)
             assert allocations(cluster) == {}
             assert set(everything(cluster)) == before
-        else:  # placement takes more than one would think, and then so do we
-            taken.append(query)
-            _, instance = notified(ended)
-            done = cluster.eschedule('destroy', '--wait', instance)
-            assert done.code == 0, done
+        else:  # placement accepts some malformed queries, so eschedule does too
+            accepted.append(query)
+            _, instance = notified(result)
+            destroyed = cluster.eschedule('destroy', '--wait', instance)
+            assert destroyed.code == 0, destroyed
             before |= {f'/instances/{compute.uuid}/{instance}'}
-    assert len(taken) <= 3, taken
+    assert len(accepted) <= 3, accepted
 
 
 def test_configurations_that_are_none(tmp_path: Path) -> None:
-    """F32: a configuration that is missing, a directory, unreadable, huge, or a YAML bomb: exit 2, one line (fake)"""
+    """F32: a configuration that is missing, a directory, malformed, huge, or a YAML bomb: exit 2, one line (fake)."""
     bomb = 'a: &a [x,x,x,x,x,x,x,x,x]\n' + ''.join(
         f'{name}: &{name} [{",".join([f"*{chr(ord(name) - 1)}"] * 9)}]\n' for name in 'bcdefghi'
     )
@@ -181,16 +182,16 @@ def test_configurations_that_are_none(tmp_path: Path) -> None:
     (tmp_path / 'loop.yaml').symlink_to('loop.yaml')
     paths = [*files, 'directory.yaml', 'loop.yaml', 'x' * 300, 'nul\0']
     for name in paths:
-        ended = called('--config', str(tmp_path / name), 'list')
-        shown = one_line(ended, 2)
-        assert name.rstrip('\0')[:100] in shown, shown
+        result = called('--config', str(tmp_path / name), 'list')
+        message = one_line(result, 2)
+        assert name.rstrip('\0')[:100] in message, message
     assert not (tmp_path / 'executed').exists()
     assert not Path('executed').exists()
 
 
 @pytest.mark.parametrize('module', ['ecomp.compute', 'ecomp.schedule'])
 def test_an_unreadable_configuration(tmp_path: Path, module: str) -> None:
-    """F32: a configuration the user may not read, or in a directory that he may not enter: exit 2, one line (fake)"""
+    """F32: a configuration that the user may not read, or in a directory closed to him: exit 2, one line (fake)."""
     if os.geteuid() != 0:
         pytest.skip('it takes root to become somebody else')
     import subprocess
@@ -205,11 +206,11 @@ def test_an_unreadable_configuration(tmp_path: Path, module: str) -> None:
     open_to_all.write_text('{}\n')
     open_to_all.chmod(0o600)
     for path in (home / 'conf.yaml', open_to_all):
-        # Without root's right to read everything: still root, for the tree and its Python may be root's alone.
+        # As root, without its right to read everything: only root may be able to read the tree and its Python.
         words = ['setpriv', '--bounding-set=-dac_override,-dac_read_search', '--inh-caps=-all', '--reuid=0', '--']
         os.chown(path, 65534, 65534)
         os.chown(home, 65534, 65534)
-        done = subprocess.run(
+        proc = subprocess.run(
             [*words, sys.executable, '-m', module, '--config', str(path), *(['list'] if 'schedule' in module else [])],
             capture_output=True,
             text=True,
@@ -218,11 +219,11 @@ def test_an_unreadable_configuration(tmp_path: Path, module: str) -> None:
             timeout=60,
         )
         command = 'eschedule' if 'schedule' in module else 'ecompute'
-        one_line(Result(done.returncode, done.stdout, done.stderr), 2, path.name, 'Permission denied', command=command)
+        one_line(Result(proc.returncode, proc.stdout, proc.stderr), 2, path.name, 'Permission denied', command=command)
 
 
 def test_ecompute_s_words(tmp_path: Path) -> None:
-    """F32: inventories of nothing, of 10^9 and of 10^30, and words ecompute does not have: exit 2, one line (fake)"""
+    """F32: inventories of 0, 10^9 and 10^30, and unknown arguments of ecompute: exit 2, one line (fake)."""
     nowhere = write_config(tmp_path / 'compute.yaml', f'127.0.0.1:{free_port()}', f'http://127.0.0.1:{free_port()}')
     for fake in ('VCPU:9999999999999,DISK_GB:1,MEMORY_MB:1', 'VCPU:' + '9' * 5000, 'é:1', ' ', ',', 'VCPU::1'):
         refused = run('ecomp.compute', '--config', str(nowhere), '--fake', fake, directory=tmp_path)
@@ -231,14 +232,14 @@ def test_ecompute_s_words(tmp_path: Path) -> None:
 
 
 def test_a_uuid_in_every_writing(cluster: Control, compute: Ecompute, instance: str) -> None:
-    """F32: a uuid in capitals, braces or without dashes is the same instance; anything else is exit 2 (fake)"""
+    """F32: a uuid in capitals, braces or without dashes is the same instance; others are exit 2 (fake)."""
     config = ['--config', str(cluster.schedule_yaml)]
     writings = (instance.upper(), '{' + instance + '}', instance.replace('-', ''), f'urn:uuid:{instance}')
     for number, writing in enumerate(writings):
-        ended = called(*config, '--uuid', writing, SMALL)
-        assert ended.code == 0, ended
-        assert ended.stdout == f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n'
-        assert ('nothing is changed' in ended.stderr) == (number > 0)
+        result = called(*config, '--uuid', writing, SMALL)
+        assert result.code == 0, result
+        assert result.stdout == f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n'
+        assert ('nothing is changed' in result.stderr) == (number > 0)
     for wrong in (instance[:-1], instance + '0', f' {instance}x', '../' + instance):
         one_line(called(*config, '--uuid', wrong, SMALL), 2, 'uuid')
     assert list(allocations(cluster)) == [instance]
