@@ -1,9 +1,9 @@
-"""What tests/faults/README.md says, from the code: the matrix with its tests, and the failpoints.
+"""Generate tests/faults/README.md from the code: the matrix with its tests, and the failpoints.
 
     python -m tests.faults.table > tests/faults/README.md
 
-A test of a row says so in its docstring: "F8: etcd frozen for 20 s … (fake)". tests/faults/test_table.py holds the
-file against this, so neither can be forgotten.
+The docstring of a row's test begins with its row: "F8: etcd frozen for 20 s … (fake)". tests/faults/test_table.py
+compares the file with the code, so neither can be forgotten.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ecomp.failpoints import PLACES
 
 HERE = Path(__file__).parent
 
+# The rows; their numbers are stable.
 ROWS = {
     1: 'kill -9 of eschedule after each step',
     2: 'kill -9 of ecompute at each step',
@@ -61,11 +62,13 @@ ROWS = {
     39: 'groups and quotas: killed at each step, frozen, raced',
     40: 'a compute killed or frozen while it takes from a queue',
 }
-"""The rows; their numbers are stable."""
 
-LOST, CREATE = 'functional/test_scheduler_lost.py::', 'functional/test_scheduler_create.py::'
-BY_HAND, RESTART = 'scenario/test_by_hand.py::', 'scenario/test_restart.py::'
+LOST = 'functional/test_scheduler_lost.py::'
+CREATE = 'functional/test_scheduler_create.py::'
+BY_HAND = 'scenario/test_by_hand.py::'
+RESTART = 'scenario/test_restart.py::'
 MOVED = 'functional/test_claims.py::'
+# The rules of the protocol, each with the tests that replay the interleaving it prevents.
 RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     1: (
         'an unknown outcome is read back; if that fails, nothing is released',
@@ -158,14 +161,16 @@ RULES: dict[int, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""The rules of the protocol, each with the tests that replay the interleaving it closes."""
 
+# Rows, or parts of them, that cannot run on the machines of the tests: the reason, and what replaces them.
 NOT_HERE: dict[int, str] = {}
-"""Rows, or parts of them, that cannot be run on the machines of the tests: why, and what stands in for it."""
 
 
 class Case(NamedTuple):
-    """One test of a row. `slow`: only `tests/run --all` runs it."""
+    """One test of a row.
+
+    `slow`: only `tests/run --all` runs it.
+    """
 
     row: int
     name: str
@@ -175,32 +180,32 @@ class Case(NamedTuple):
 
 
 def cases(directory: Path = HERE) -> Iterator[Case]:
-    """Every test whose docstring begins with a row."""
+    """Yield every test whose docstring begins with a row."""
     for path in sorted(directory.glob('test_*.py')):
         for node in ast.parse(path.read_text()).body:
             if not isinstance(node, ast.FunctionDef) or not node.name.startswith('test_'):
                 continue
-            said = ' '.join((ast.get_docstring(node) or '').split('\n\n')[0].split())
-            found = re.fullmatch(r'F(\d+): (.+?)\.? \((fake|libvirt)\)\.?', said)
-            if found:
+            summary = ' '.join((ast.get_docstring(node) or '').split('\n\n')[0].split())
+            match = re.fullmatch(r'F(\d+): (.+?)\.? \((fake|libvirt)\)\.?', summary)
+            if match:
                 slow = any(isinstance(mark, ast.Attribute) and mark.attr == 'slow' for mark in node.decorator_list)
-                yield Case(int(found[1]), f'{path.name}::{node.name}', found[2], found[3], slow)
+                yield Case(int(match[1]), f'{path.name}::{node.name}', match[2], match[3], slow)
 
 
 def unmarked(directory: Path = HERE) -> list[str]:
-    """Tests here whose docstring names a row, but not in the form the table is made from."""
-    known = {case.name for case in cases(directory)}
-    found = []
+    """List the tests whose docstring names a row in a form that the table does not accept."""
+    accepted = {case.name for case in cases(directory)}
+    names = []
     for path in sorted(directory.glob('test_*.py')):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and re.match(r'F\d', ast.get_docstring(node) or ''):
                 name = f'{path.name}::{node.name}'
-                found += [] if name in known else [name]
-    return found
+                names += [] if name in accepted else [name]
+    return names
 
 
 def page() -> str:
-    """The whole of README.md."""
+    """Render the whole of README.md."""
     rows: dict[int, list[Case]] = {number: [] for number in ROWS}
     for case in cases():
         rows[case.row].append(case)
@@ -231,15 +236,18 @@ def page() -> str:
 
 
 def _failpoints(path: Path) -> set[str]:
-    """Every word in the module's constants called …FAILPOINTS: what its tests arm, and assert that it fired."""
-    found: set[str] = set()
+    """Return every word in a module's constants named …FAILPOINTS.
+
+    Its tests arm these failpoints and assert that they fired.
+    """
+    words: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and any(
             isinstance(name, ast.Name) and name.id.endswith('FAILPOINTS') for name in node.targets
         ):
-            constants = (each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))
-            found |= {word for text in constants if isinstance(text, str) for word in re.findall(r'[a-z-]+', text)}
-    return found
+            constants = (constant.value for constant in ast.walk(node.value) if isinstance(constant, ast.Constant))
+            words |= {word for text in constants if isinstance(text, str) for word in re.findall(r'[a-z-]+', text)}
+    return words
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""The table of faults is what the tests are, and every row has a test or a reason."""
+"""The fault matrix matches the tests, and every row has a test or a reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.faults import table
 
 
 def test_the_page_is_made_from_the_code() -> None:
-    again = 'make it anew: python -m tests.faults.table > tests/faults/README.md'
-    assert (table.HERE / 'README.md').read_text() == table.page(), again
+    instruction = 'make it anew: python -m tests.faults.table > tests/faults/README.md'
+    assert (table.HERE / 'README.md').read_text() == table.page(), instruction
 
 
 def test_every_row_has_a_test_or_a_reason() -> None:

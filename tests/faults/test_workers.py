@@ -1,4 +1,4 @@
-"""F3, F4, F26, F36 (libvirt): workers killed or frozen at each step, and what is asked meanwhile."""
+"""F3, F4, F26, F36 (libvirt): workers killed or frozen at each step, and requests that arrive then."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ DESTROY_FAILPOINTS = ('domain-destroyed', 'domain-undefined', 'disk-deleted')
 
 
 def new_image() -> str:
-    """The name of an image that is in no cache yet."""
+    """Return the name of an image that no cache has yet."""
     return f'idle.raw?{uuid.uuid4()}'
 
 
 def death(host: Hypervisor, pid: int) -> str:
-    """The log line by which ecompute noticed that a worker has ended, once it is there."""
+    """Wait for the log line in which ecompute reports the end of a worker; return it."""
     return until(lambda: ''.join(host.lines(f'worker {pid} ended')[:1]), 5, f'the end of worker {pid} is noticed')
 
 
 @pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'domain-started'))
 def test_killed_while_building(host: Hypervisor, step: str) -> None:
-    """F3: kill -9 of a worker at a step of a build, once: the next one builds it (libvirt)"""
+    """F3: kill -9 of a worker at a step of a build, once: the next one builds it (libvirt)."""
     host.restart(f'{step}:kill:1')
     instance = host.place(new_image())
     record = host.reached(instance, 'active')
@@ -42,7 +42,7 @@ def test_killed_while_building(host: Hypervisor, step: str) -> None:
 
 @pytest.mark.parametrize('step', some(DESTROY_FAILPOINTS, 'domain-destroyed'))
 def test_killed_while_destroying(host: Hypervisor, step: str) -> None:
-    """F3: kill -9 of a worker at a step of a destroy, once: the next one ends it (libvirt)"""
+    """F3: kill -9 of a worker at a step of a destroy, once: the next one completes it (libvirt)."""
     host.restart(f'{step}:kill:1')
     instance = host.running()
     host.ask_destroy(instance)
@@ -55,7 +55,7 @@ def test_killed_while_destroying(host: Hypervisor, step: str) -> None:
 
 @pytest.mark.parametrize('step', some(BUILD_FAILPOINTS[:-2]))
 def test_killed_by_every_build(host: Hypervisor, step: str) -> None:
-    """F3: every worker that builds it dies of it: after three it is in error, and nothing is left (libvirt)"""
+    """F3: every worker that builds it is killed: after three it is in error, and nothing is left (libvirt)."""
     host.restart(f'{step}:kill')
     instance = host.place(new_image())
     record = host.reached(instance, 'error')
@@ -67,7 +67,7 @@ def test_killed_by_every_build(host: Hypervisor, step: str) -> None:
 
 
 def test_killed_by_every_build_once_there_is_a_domain(host: Hypervisor) -> None:
-    """F3: every worker that builds it dies once its domain is defined: that is started, and not made again (libvirt)"""
+    """F3: every worker is killed once the domain is defined: the domain is started, not built again (libvirt)."""
     host.restart('domain-defined:kill')
     instance = host.place(new_image())
     record = host.reached(instance, 'active')
@@ -81,7 +81,7 @@ def test_killed_by_every_build_once_there_is_a_domain(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_killed_by_every_destroy(host: Hypervisor) -> None:
-    """F3: every worker that destroys it dies: that is tried again for ever, while others are built (libvirt)"""
+    """F3: every worker that destroys it is killed: repeated without limit, while others are built (libvirt)."""
     host.restart('domain-undefined:kill')
     instance = host.running()
     host.ask_destroy(instance)
@@ -96,7 +96,7 @@ def test_killed_by_every_destroy(host: Hypervisor) -> None:
 
 
 def test_killed_in_a_download(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F3: kill -9 of a worker in the middle of a download: noticed at once, the others' jobs untouched (libvirt)"""
+    """F3: kill -9 of a worker during a download: noticed soon, the tasks of others are not affected (libvirt)."""
     instance = host.place(slow_images.url(new_image()))
     pid = host.downloader()
     other = host.place(slow_images.url(new_image()))
@@ -111,10 +111,10 @@ def test_killed_in_a_download(host: Hypervisor, slow_images: SlowImages) -> None
 
 
 def test_all_killed_at_once(host: Hypervisor) -> None:
-    """F3: kill -9 of every worker, again and again, while instances come and go: each ends as it was asked (libvirt)"""
-    kept, doomed = host.running(), host.running()
-    before = host.qemu(kept)
-    new = host.place()
+    """F3: kill -9 of every worker, repeatedly, during builds and destroys: each completes as requested (libvirt)."""
+    surviving, doomed = host.running(), host.running()
+    before = host.qemu(surviving)
+    building = host.place()
     host.ask_destroy(doomed)
     for _ in range(3):
         killed = until(host.workers, 30, 'there are workers')
@@ -122,16 +122,16 @@ def test_all_killed_at_once(host: Hypervisor) -> None:
             os.kill(pid, signal.SIGKILL)
         for pid in killed:
             death(host, pid)
-    # Whom all three hit is in error, and has left nothing.
-    until(lambda: host.record(new).get('state') in ('active', 'error'), 60, 'the build ends')
+    # An instance that lost three workers is in error and has left nothing.
+    until(lambda: host.record(building).get('state') in ('active', 'error'), 60, 'the build ends')
     host.reached(doomed, 'gone')
     host.nothing_of(doomed)
-    assert host.qemu(kept) == before
+    assert host.qemu(surviving) == before
     host.settled()
 
 
 def test_frozen_in_a_download(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F3: SIGSTOP of a worker in a build: others are built and destroyed, and it ends well on CONT (libvirt)"""
+    """F3: SIGSTOP of a worker in a build: others are built and destroyed, SIGCONT completes it (libvirt)."""
     instance = host.place(slow_images.url(new_image()))
     pid = host.downloader()
     os.kill(pid, signal.SIGSTOP)
@@ -147,7 +147,7 @@ def test_frozen_in_a_download(host: Hypervisor, slow_images: SlowImages) -> None
 
 @pytest.mark.parametrize('step', some((*BUILD_FAILPOINTS, 'domain-destroyed'), 'domain-defined'))
 def test_ecompute_killed_meanwhile(host: Hypervisor, step: str) -> None:
-    """F4: kill -9 of ecompute while a worker is frozen in a step: it dies too, its lock is free (libvirt)"""
+    """F4: kill -9 of ecompute while a worker is frozen in a step: it dies too, its lock is free (libvirt)."""
     destroyed = step in DESTROY_FAILPOINTS
     host.restart(f'{step}:stop:1')
     instance = host.running() if destroyed else host.place(new_image())
@@ -158,8 +158,8 @@ def test_ecompute_killed_meanwhile(host: Hypervisor, step: str) -> None:
     assert pid in workers
     assert not host.is_free(instance)
     host.kill()
-    until(lambda: not any(running(each) for each in workers), 10, 'the workers end with it')
-    # A process whose first thread has ended may have others that have not.
+    until(lambda: not any(running(worker) for worker in workers), 10, 'the workers end with it')
+    # A process whose first thread has ended may have other threads that still run.
     until(lambda: host.is_free(instance), 10, 'its lock is free')
     assert len(host.qemus()) == (step == 'domain-started')
     host.restart()
@@ -171,7 +171,7 @@ def test_ecompute_killed_meanwhile(host: Hypervisor, step: str) -> None:
 
 
 def test_a_worker_that_lives_on(host: Hypervisor) -> None:
-    """F4: a process that is still at an instance keeps the next ecompute's workers from it (libvirt)"""
+    """F4: a process that still works on an instance keeps ecompute's workers from it (libvirt)."""
     with held(host, instance := str(uuid.uuid4())):
         host.place('idle.raw', '--uuid', instance)
         host.reached(instance, 'building')
@@ -185,8 +185,8 @@ def test_a_worker_that_lives_on(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_destroyed_while_building(host: Hypervisor) -> None:
-    """F26: destroy while the worker is frozen at each step of its build: on CONT it is undone and gone (libvirt)"""
-    steps = list(BUILD_FAILPOINTS[1:])  # a download that is whole is kept: what stops a build comes after it
+    """F26: destroy while the worker is frozen at each step of its build: after SIGCONT undone and gone (libvirt)."""
+    steps = list(BUILD_FAILPOINTS[1:])  # a complete download is kept: a build is cancelled after it
     others = [host.running() for _ in steps]
     host.restart(','.join(f'{step}:stop:1' for step in steps))
     for number, step in enumerate(steps, 1):
@@ -194,7 +194,7 @@ def test_destroyed_while_building(host: Hypervisor) -> None:
         pid = host.frozen_at(step)
         assert len(host.fired) == number, 'a build that is stopped goes no further'
         host.ask_destroy(instance, others[-1])
-        host.reached(others.pop(), 'gone')  # so the worker has been told
+        host.reached(others.pop(), 'gone')  # by then the worker has got the cancellation
         assert host.record(instance)['state'] == 'building'
         os.kill(pid, signal.SIGCONT)
         host.reached(instance, 'gone')
@@ -205,7 +205,7 @@ def test_destroyed_while_building(host: Hypervisor) -> None:
 
 @pytest.mark.parametrize('step', some(('disk-created', 'domain-started', 'domain-destroyed')))
 def test_asked_to_stop_meanwhile(host: Hypervisor, step: str) -> None:
-    """F36: SIGTERM of ecompute while a worker is frozen in a step: a build undoes itself, a destroy ends (libvirt)"""
+    """F36: SIGTERM of ecompute while a worker is frozen: a build undoes itself, a destroy completes (libvirt)."""
     destroyed = step in DESTROY_FAILPOINTS
     host.restart(f'{step}:stop:1')
     instance = host.running() if destroyed else host.place(new_image())
@@ -219,11 +219,11 @@ def test_asked_to_stop_meanwhile(host: Hypervisor, step: str) -> None:
     host.ended()
     assert host.lines('stopping; the guests go on')
     assert not host.lines('ERROR')
-    # What was too far to be undone is there whole; all else not at all.
-    there = [instance] if step == 'domain-started' else []
-    assert host.qemus() == there
-    assert list(host.lab.domains(host.name)) == there
-    assert host.disk(instance).exists() == bool(there)
+    # A step that cannot be undone any longer is complete; all others left nothing.
+    remaining = [instance] if step == 'domain-started' else []
+    assert host.qemus() == remaining
+    assert list(host.lab.domains(host.name)) == remaining
+    assert host.disk(instance).exists() == bool(remaining)
     assert host.record(instance)['state'] == {'disk-created': 'building', 'domain-started': 'active'}.get(step, 'gone')
     host.restart()
     host.reached(instance, 'gone' if destroyed else 'active')
@@ -232,7 +232,7 @@ def test_asked_to_stop_meanwhile(host: Hypervisor, step: str) -> None:
 
 @pytest.mark.slow
 def test_asked_to_stop_in_a_download(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F36: SIGINT of ecompute in a download: it ends at the next bytes, and nothing is left of it (libvirt)"""
+    """F36: SIGINT of ecompute in a download: it ends with the next bytes, and nothing is left (libvirt)."""
     instance = host.place(slow_images.url(new_image()))
     host.downloader()
     os.kill(host.pid, signal.SIGINT)
