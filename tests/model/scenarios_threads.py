@@ -231,18 +231,18 @@ def looked_at(cloud: Cloud) -> Check:
     missed: list[str] = []
     store = ModelStore(cloud.etcd)
 
-    def list_records() -> None:
+    def check_list() -> None:
         records, errors = all_records(store, with_gone=True)
         if U not in {record.instance for record in records} or errors:
             missed.append(f'not in the list: {errors}')
 
-    def find_record() -> None:
+    def check_find() -> None:
         if find(store, U) is None:
             missed.append('not found')
 
     for number in range(2):
-        cloud.act(f'list {number}', list_records, mortal=False)
-        cloud.act(f'find {number}', find_record, mortal=False)
+        cloud.act(f'list {number}', check_list, mortal=False)
+        cloud.act(f'find {number}', check_find, mortal=False)
     cloud.works(A, '', host.rounds(2, host.hear_queues, host.pull, host.plan))
     cloud.destroys('destroy', U)
 
