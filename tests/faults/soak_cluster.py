@@ -95,10 +95,8 @@ class Cluster:
         certs.disable(self.lab.certs, lambda _: None)  # without TLS there are no users
         address, prefix = str(self.lab.layout.control), machine.inside(self.lab.layout, self.lab.directory, 'control')
         machine.end(self.lab.processes[name] for name in ('stunnel', 'placement', 'etcd'))
-        servers = (
-            control.etcd(data, [address, control.LOCALHOST], ETCD_PORT),
-            control.placement(data, address, PLACEMENT_PORT),
-        )
+        etcd = control.etcd_server(data, [address, control.LOCALHOST], ETCD_PORT)
+        servers = [etcd, *control.placement(data, address, PLACEMENT_PORT, None)]
         for server in servers:
             self.lab.remember(server.what, server.start(prefix))
         for server in servers:
