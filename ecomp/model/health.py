@@ -442,7 +442,7 @@ def _computes(facts: ComputeFacts) -> Iterator[Found]:
 def _versions(facts: ComputeFacts) -> Iterator[Found]:
     for host in facts.hosts:
         version = facts.versions.get(host.compute, facts.ours)
-        if version != facts.ours:
+        if not _are_same_version(version, facts.ours):
             problem = f'compute {host.hostname or host.compute} runs ecomp {version}, and this is {facts.ours}'
             # Installed from a clone: the package that pip finds under the name ecomp is another one.
             if _parts(version) == _parts(facts.ours):  # two commits of a release
@@ -461,6 +461,12 @@ def _queue(facts: ComputeFacts) -> Iterator[Found]:
     if facts.unserved is not None:
         problem, _, cure = facts.unserved.partition(': ')
         yield problem, cure or '`queues: True` in the compute.yaml of one, and restart its ecompute'
+
+
+def _are_same_version(one: str, other: str) -> bool:
+    # A wheel's version has no commit (ecomp.read_version), so it may have been built from the other's.
+    (release, _, commit), (other_release, _, other_commit) = one.partition('+'), other.partition('+')
+    return release == other_release and (commit == other_commit or not commit or not other_commit)
 
 
 def _parts(version: str) -> list[int]:

@@ -55,6 +55,8 @@ def test_what_is_well_has_nothing() -> None:
     assert health.of_machine(MACHINE) == []
     up = Host(A, 'hv1', UP, 0, {})
     assert health.of_computes(Facts((up,), {A: '1.1.0'}, '1.1.0')) == []
+    assert health.of_computes(Facts((up,), {A: '1.1.0'}, '1.1.0+g01234567')) == []
+    assert health.of_computes(Facts((up,), {A: '1.1.0+g01234567'}, '1.1.0')) == []
     assert health.exit_code(WELL, []) == 0
     assert health.summary(WELL, []) == (
         'nothing is wrong; etcd at ds1:2379 (3.5.33), placement at http://ds1:8080 (microversion 1.39), '
