@@ -1,11 +1,8 @@
-"""What every part of the tests may ask for: real servers, shared by a session or a test's own.
+"""Fixtures for all parts of the tests: real servers, shared or private to one test.
 
-`etcd`, `placement` and `control` are shared: tests on them keep apart by fresh uuids and prefixes, ask for candidates
-with in_tree=, and leave the servers running. Who kills or freezes one takes `own_etcd`, `own_placement` or
-`own_control`.
-
-How the tests are spread over pytest-xdist's processes, what a skip means, and which tests have not been run for a while
-is in tests/kit/plan.py.
+`etcd`, `placement` and `control` are shared: tests use fresh uuids and prefixes on them, ask for candidates with
+in_tree=, and leave the servers running. A test that kills or freezes a server takes `own_etcd`, `own_placement` or
+`own_control`. tests/kit/plan.py distributes the tests over pytest-xdist's processes.
 """
 
 from __future__ import annotations
@@ -33,14 +30,14 @@ pytest_plugins = ['tests.kit.plan', 'tests.kit.judging']
 
 __all__ = ['host', 'hypervisors', 'lab', 'slow_images', 'small_host', 'whole']
 
+# Fixtures that provide a Control, besides `cluster`.
 CONTROLS = ('own_control', 'several', 'secured', 'small')
-"""Fixtures that are a Control, beside `cluster`."""
 
-# No test asserts a time, and that would be one: beside other work an example may take any.
+# A deadline would assert a time, which no test does: on a busy machine an example may take any time.
 LENIENT = {'deadline': None, 'suppress_health_check': [HealthCheck.too_slow]}
 settings.register_profile('usual', max_examples=30, **LENIENT)
 settings.register_profile('all', max_examples=200, **LENIENT)
-settings.load_profile('usual')  # with --all the other: tests/run says so
+settings.load_profile('usual')  # tests/run --all selects the other profile
 
 
 def _needed(program: str, package: str) -> None:
@@ -55,7 +52,7 @@ def _needed_module(name: str, otherwise: str) -> None:
 
 @pytest.fixture(scope='session')
 def etcd() -> Iterator[Etcd]:
-    """The session's etcd."""
+    """The etcd of the session."""
     _needed('etcd', 'etcd-server')
     with Etcd() as server:
         yield server
@@ -63,7 +60,7 @@ def etcd() -> Iterator[Etcd]:
 
 @pytest.fixture(scope='session')
 def placement() -> Iterator[PlacementServer]:
-    """The session's placement."""
+    """The placement of the session."""
     _needed_module('placement', "openstack-placement is not installed: pip install '.[lab]'")
     with PlacementServer() as server:
         yield server
@@ -79,7 +76,7 @@ def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
 
 @pytest.fixture
 def own_placement(tmp_path: Path) -> Iterator[PlacementServer]:
-    """A placement that the test may kill, with nothing in it."""
+    """An empty placement that the test may kill."""
     _needed_module('placement', "openstack-placement is not installed: pip install '.[lab]'")
     with PlacementServer(tmp_path / 'placement') as server:
         yield server
@@ -87,13 +84,13 @@ def own_placement(tmp_path: Path) -> Iterator[PlacementServer]:
 
 @pytest.fixture
 def control(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
-    """The session's etcd and placement, with configuration files and ecomputes of the test's own."""
+    """The session's etcd and placement, with the test's own configuration files and ecomputes."""
     yield from _control(etcd, placement, tmp_path)
 
 
 @pytest.fixture
 def own_control(own_etcd: Etcd, own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
-    """An etcd and a placement that are empty and may be killed."""
+    """An empty etcd and an empty placement that the test may kill."""
     yield from _control(own_etcd, own_placement, tmp_path, mortal=True)
 
 
@@ -109,14 +106,17 @@ def _control(
 
 @pytest.fixture(scope='session')
 def guest_image() -> Path:
-    """The small guest, kept. How it is made is tried by the README's commands and by functional/test_lab_hosts.py."""
+    """The small guest image, cached between runs.
+
+    The README's commands and functional/test_lab_hosts.py test how it is built.
+    """
     sources = [(TOP / f'ecomp/lab/{name}.py').read_text() for name in ('guest',)]
 
     def make(work: Path) -> Path:
         image = work / 'guest.qcow2'
         command = [sys.executable, '-m', 'ecomp.lab.elab', 'guest', str(image)]
-        made = subprocess.run(command, capture_output=True, text=True)
-        assert made.returncode == 0, made.stderr
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
         return image
 
     return kept('guest.qcow2', sources, make)
@@ -134,9 +134,9 @@ def backends() -> Iterator[tuple[Etcd, PlacementServer]]:
 def cluster(
     request: pytest.FixtureRequest, backends: tuple[Etcd, PlacementServer], tmp_path: Path
 ) -> Iterator[Control]:
-    """etcd and placement with nothing in them, without the cost of starting them: no in_tree= is needed.
+    """An empty etcd and placement, without the cost of starting them; no in_tree= is needed.
 
-    If the test has not asked, the audit is asked in the end, unless the test is marked `unaudited` with a reason.
+    At the end the audit must be clean, unless the test has already checked that or is marked `unaudited` with a reason.
     """
     control = Control(*backends, tmp_path)
     failed = request.session.testsfailed
@@ -152,22 +152,22 @@ def cluster(
 
 @pytest.fixture
 def compute(request: pytest.FixtureRequest) -> Iterator[Ecompute]:
-    """A fake ecompute of the control that the test takes; check() is the end of a test that has passed."""
-    taken = [name for name in CONTROLS if name in request.fixturenames]
-    control: Control = request.getfixturevalue(taken[0] if taken else 'cluster')
-    made, failed = control.ecompute(), request.session.testsfailed
-    yield made
+    """A fake ecompute of the test's control; invariants are checked after a passed test."""
+    controls = [name for name in CONTROLS if name in request.fixturenames]
+    control: Control = request.getfixturevalue(controls[0] if controls else 'cluster')
+    ecompute, failed = control.ecompute(), request.session.testsfailed
+    yield ecompute
     if request.session.testsfailed == failed:
-        check(control, made)
+        check(control, ecompute)
 
 
 @pytest.fixture
 def instance() -> str:
-    """A uuid that nobody has used."""
+    """An unused uuid."""
     return str(uuid.uuid4())
 
 
 def _empty(etcd: Etcd, placement: PlacementServer) -> None:
-    every = base64.b64encode(b'\0').decode()
-    etcd.call('kv/deleterange', {'key': every, 'range_end': every})
+    all_keys = base64.b64encode(b'\0').decode()
+    etcd.call('kv/deleterange', {'key': all_keys, 'range_end': all_keys})
     placement.database.empty()

@@ -1,6 +1,6 @@
-"""The course of a history: etcd from revision to revision, and what became of each uuid. Pure.
+"""Replays a history: etcd by revision, and the lifecycle of each instance. Pure.
 
-As in tests/kit/history.py, which judges it, nothing of ecomp's own reading code is used.
+As in tests/kit/history.py, which judges the result, none of ecomp's reading code is used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tests.kit.history import Change, History
 
 FIRST = {'scheduled', 'building', 'destroying', 'gone', 'error'}
+# The states that may follow each state, besides itself.
 AFTERWARDS = {
     'scheduled': {'building', 'active', 'stopped', 'error', 'destroying', 'gone'},
     'building': {'active', 'stopped', 'error', 'destroying', 'gone'},
@@ -26,11 +27,13 @@ AFTERWARDS = {
     'gone': set(),
     'error': set(),
 }
-"""The states that may follow each, beside itself."""
 
 
 class Delivery(NamedTuple):
-    """A request came to a compute. `by_eschedule`: its attempt's key went in the same transaction."""
+    """A request written to a compute.
+
+    `by_eschedule`: the same transaction deleted its attempt's key.
+    """
 
     revision: int
     compute: str
@@ -39,19 +42,27 @@ class Delivery(NamedTuple):
 
 @dataclass
 class Life:
-    """What became of one uuid. `state` is its record's last one, also when that is not there any more."""
+    """The lifecycle of one instance.
+
+    Attributes:
+        deliveries: the requests written for it.
+        queued_revisions: revisions at which it was queued.
+        state: state of its last record, even after that record was removed.
+        failure_count: how often it changed to error.
+        tombstone_revision: revision of its first tombstone, 0 if there is none.
+    """
 
     deliveries: list[Delivery] = field(default_factory=list)
     queued: list[int] = field(default_factory=list)
     state: str | None = None
     failed: int = 0
     tombstone: int = 0
+    # True if it existed when the history began.
     earlier: bool = False
-    """Whether it was there when the history began."""
 
 
 class Course:
-    """etcd's history from revision to revision: what no revision may show, and the lives of all instances."""
+    """Replays etcd's history; collects the violations of single revisions, and all lifecycles."""
 
     def __init__(self, history: History) -> None:
         self.wrong: list[str] = []
@@ -64,9 +75,9 @@ class Course:
         self._places: dict[str, str] = {}
 
     def run(self) -> Mapping[str, Kept]:
-        """Look at every revision in turn; etcd at the end."""
-        for key, kept in self._history.before.items():
-            self._take(key, kept)
+        """Replay every revision, and return etcd at the end."""
+        for key, stored in self._history.before.items():
+            self._take(key, stored)
         for name in {*self._hosts, *self._queues, *self._records}:
             life = self._life(name)
             life.earlier, life.state = True, self._records.get(name, {}).get('state')
@@ -79,7 +90,7 @@ class Course:
         return self._records.get(instance)
 
     def waits(self, instance: str) -> bool:
-        """Whether it is in a queue, or a compute that is away has its request and no record that says more."""
+        """True if the instance is queued, or requested of a compute that is away."""
         computes = self._hosts.get(instance, {})
         return instance in self._queues or any(compute in self._history.away for compute in computes)
 
@@ -96,53 +107,54 @@ class Course:
             self._etcd.pop(key, None)
         else:
             self._etcd[key] = kept
-        books = {'hosts': self._hosts, 'queues': self._queues}
+        requests_by_family = {'hosts': self._hosts, 'queues': self._queues}
         match key.split('/')[1:]:
-            case ['hosts' | 'queues' as family, where, instance]:
-                there = books[family].setdefault(instance, {})
-                there.pop(where, None)
+            case ['hosts' | 'queues' as family, place, instance]:
+                by_place = requests_by_family[family].setdefault(instance, {})
+                by_place.pop(place, None)
                 if kept is not None:
-                    there[where] = object_of(kept)
-                elif not there:
-                    del books[family][instance]
+                    by_place[place] = object_of(kept)
+                elif not by_place:
+                    del requests_by_family[family][instance]
             case ['instances', *_, instance]:
-                # ecomp 1.0 has it at another key, and it moves from there in one revision.
+                # ecomp 1.0 uses another key. A record moves from there in one revision.
                 if kept is not None:
                     self._records[instance], self._places[instance] = object_of(kept), key
                 elif self._places.get(instance) == key:
                     del self._records[instance], self._places[instance]
 
     def _step(self, revision: int, changes: Sequence[Change]) -> None:
-        """One revision: each change against what was before, then what all of them together have made."""
+        """Check one revision: each change against the state before, then the combined result."""
         removed = {each.key for each in changes if each.kept is None}
         by_eschedule = any(key.startswith('/requests/') for key in removed)
         before = {each.key: self._etcd.get(each.key) for each in changes}
         for each in changes:
             self._take(each.key, each.kept)
-        for key, kept in ((each.key, each.kept) for each in changes):
-            was = before[key]
+        for key, stored in ((each.key, each.kept) for each in changes):
+            previous = before[key]
             match key.split('/')[1:]:
                 case ['hosts', compute, instance]:
-                    self._request(revision, compute, instance, was, kept, by_eschedule)
+                    self._request(revision, compute, instance, previous, stored, by_eschedule)
                 case ['queues', _, instance]:
-                    if kept is not None and was is None:
+                    if stored is not None and previous is None:
                         self._life(instance).queued.append(revision)
                     self._once(revision, instance)
-                    self._named(revision, instance, object_of(kept))
-                case ['instances', instance] if kept is None and self._places.get(instance) not in (None, key):
-                    continue  # moved below its compute
-                case ['instances', *where, instance]:
-                    if where and kept is not None and where[0] != (object_of(kept).get('compute') or 'none'):
-                        self._say(revision, f'is recorded below {where[0]} by another compute', instance)
-                    was = was or before.get(f'/instances/{instance}')
+                    self._named(revision, instance, object_of(stored))
+                case ['instances', instance] if stored is None and self._places.get(instance) not in (None, key):
+                    continue  # moved below its compute's key
+                case ['instances', *place, instance]:
+                    if place and stored is not None and place[0] != (object_of(stored).get('compute') or 'none'):
+                        self._say(revision, f'is recorded below {place[0]} by another compute', instance)
+                    previous = previous or before.get(f'/instances/{instance}')
                     tombstone = any(each.endswith(f'/{instance}') for each in removed if each.startswith('/hosts/'))
-                    self._record(revision, instance, was, kept, tombstone)
+                    self._record(revision, instance, previous, stored, tombstone)
                 case ['names', name]:
-                    holder, now = str(object_of(was).get('instance')), str(object_of(kept).get('instance'))
-                    if holder != now and (holder in self._hosts or holder in self._queues):
+                    holder = str(object_of(previous).get('instance'))
+                    new_holder = str(object_of(stored).get('instance'))
+                    if holder != new_holder and (holder in self._hosts or holder in self._queues):
                         self._say(revision, f'the name {name} is taken from it, which lives', holder, name)
                 case ['requests', instance] | ['queues', _, instance, 'taker']:
-                    if kept is not None and not kept.lease:
+                    if stored is not None and not stored.lease:
                         self._say(revision, 'is on no lease', instance)
 
     def _once(self, revision: int, instance: str) -> None:
@@ -177,23 +189,26 @@ class Course:
             self._named(revision, instance, request)
 
     def _record(self, revision: int, instance: str, was: Kept | None, kept: Kept | None, unasked: bool) -> None:
-        """A record was written or removed; `unasked`: its request went in the same transaction."""
-        life, earlier = self._life(instance), object_of(was)
+        """Check a written or removed record.
+
+        `request_removed`: the same transaction removed its request.
+        """
+        life, earlier_record = self._life(instance), object_of(was)
         if kept is None:
-            if earlier.get('state') not in ENDED and not (unasked and life.tombstone):
-                self._say(revision, f'its record went while it was {earlier.get("state")}', instance)
-            elif earlier.get('state') not in ENDED:
-                life.state = 'gone'  # a full etcd takes no record of an end
+            if earlier_record.get('state') not in ENDED and not (unasked and life.tombstone):
+                self._say(revision, f'its record went while it was {earlier_record.get("state")}', instance)
+            elif earlier_record.get('state') not in ENDED:
+                life.state = 'gone'  # a full etcd refuses the final record
             return
         record = object_of(kept)
         state, compute = str(record.get('state')), str(record.get('compute'))
         if was is not None and state != life.state and state not in AFTERWARDS.get(str(life.state), set()):
             self._say(revision, f'{life.state}, then {state}', instance)
-        found = state == 'stopped' and record.get('fault')  # a disk of this name was there before the request
-        if was is None and (life.state == 'gone' or not (state in FIRST or found)):
+        is_found_disk = state == 'stopped' and record.get('fault')  # a disk of this name existed before the request
+        if was is None and (life.state == 'gone' or not (state in FIRST or is_found_disk)):
             self._say(revision, f'{life.state or "nothing"}, then {state}', instance)
-        if was is not None and str(earlier.get('compute')) != compute:
-            self._say(revision, f'moves from compute {earlier.get("compute")} to {compute}', instance)
+        if was is not None and str(earlier_record.get('compute')) != compute:
+            self._say(revision, f'moves from compute {earlier_record.get("compute")} to {compute}', instance)
         error = record.get('error')
         if state == 'error' and not (isinstance(error, dict) and error.get('reason')):
             self._say(revision, 'is in error without a reason', instance)
@@ -207,7 +222,7 @@ class Course:
 
 def object_of(kept: Kept | None) -> dict[str, Any]:
     try:
-        found = json.loads(kept.value) if kept is not None else {}
+        value = json.loads(kept.value) if kept is not None else {}
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

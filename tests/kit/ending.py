@@ -1,6 +1,6 @@
-"""What must hold whenever nothing is in work: etcd and placement tell one story. Pure.
+"""Checks that etcd and placement agree whenever nothing is in work. Pure.
 
-From values as the servers themselves gave them, without ecomp's own reading code: its mistakes must not hide
+The values come from the servers themselves, and none of ecomp's reading code is used: its mistakes must not hide
 themselves.
 """
 
@@ -17,11 +17,13 @@ ENDED = {'gone', 'error'}
 LIVING = {'active', 'stopped'}
 FAMILIES = ('hosts', 'queues', 'instances', 'requests', 'booted', 'names', 'computes', 'groups', 'quotas')
 
+# The allocations of placement: {consumer: {provider: {class: amount}}}.
 Held = Mapping[str, Mapping[str, Mapping[str, int]]]
-"""What placement says is claimed: {consumer: {provider: {class: amount}}}."""
 
 
 class Kept(NamedTuple):
+    """The value of an etcd key, and the lease it is bound to (0: none)."""
+
     value: bytes
     lease: int
 
@@ -33,96 +35,101 @@ def ending(
     foreign: Collection[str] = (),
     away: Collection[str] = (),
 ) -> list[str]:
-    """Everything that does not hold in all of etcd, and in all of placement's claims and totals.
+    """List every contradiction in all of etcd and in placement's allocations and capacities.
 
-    `foreign` are the subjects (instances, consumers, names, groups, projects, computes) that are not ours; `away` the
-    computes that do not work now: what they are at stays as it is.
+    `foreign` are subjects outside ecomp (instances, consumers, names, groups, projects, computes), which are not
+    checked. `away` are computes that do not work now: their unfinished requests stay unfinished.
     """
     held = {consumer: each for consumer, each in held.items() if consumer not in foreign}
     under = {family: _under(etcd, f'/{family}/') for family in FAMILIES}
     places = under['instances']
-    # Of what a compute refused that another has there are two: the one that lives counts.
-    ended = {path for path, kept in places.items() if kept.lease}
-    order = sorted(places, key=lambda path: path not in ended)
-    under['instances'] = {path.rpartition('/')[2]: places[path] for path in order}
-    records = {name: json.loads(kept.value) for name, kept in under['instances'].items() if name not in foreign}
-    paths = [(*path.partition('/')[::2], kept) for path, kept in under['hosts'].items()]
-    wished = [(compute, name) for compute, name, _ in paths if name not in foreign]
-    found: list[str] = []
+    # An instance has two records if one compute refused it and another has it: the living one counts.
+    ended = {path for path, stored in places.items() if stored.lease}
+    ended_first = sorted(places, key=lambda path: path not in ended)
+    under['instances'] = {path.rpartition('/')[2]: places[path] for path in ended_first}
+    records = {name: json.loads(stored.value) for name, stored in under['instances'].items() if name not in foreign}
+    paths = [(*path.partition('/')[::2], stored) for path, stored in under['hosts'].items()]
+    requested = [(compute, name) for compute, name, _ in paths if name not in foreign]
+    violations: list[str] = []
 
     recorded = [path.rpartition('/')[2] for path in places if path not in ended]
-    found += [f'{name}: has {recorded.count(name)} records' for name in records if recorded.count(name) > 1]
-    for path, kept in places.items():
-        where, name = path.rpartition('/')[::2]
-        compute = json.loads(kept.value)['compute'] if name in records else None
-        if compute is not None and where not in ('', compute or 'none'):
-            found.append(f'{name}: the record of compute {compute} is below {where}')
-    names = [name for _, name in wished]
-    found += [f'{name}: is requested of {names.count(name)} computes' for name in set(names) if names.count(name) > 1]
+    violations += [f'{name}: has {recorded.count(name)} records' for name in records if recorded.count(name) > 1]
+    for path, stored in places.items():
+        directory, name = path.rpartition('/')[::2]
+        compute = json.loads(stored.value)['compute'] if name in records else None
+        if compute is not None and directory not in ('', compute or 'none'):
+            violations.append(f'{name}: the record of compute {compute} is below {directory}')
+    names = [name for _, name in requested]
+    violations += [
+        f'{name}: is requested of {names.count(name)} computes' for name in set(names) if names.count(name) > 1
+    ]
     alive = {name for name, record in records.items() if record['state'] not in ENDED}
-    # A request its compute has not read yet is an instance, too.
+    # A request that its compute has not read yet is an instance, too.
     instances = alive | (set(names) - set(records))
-    # What a compute was at when it went away waits for it, with whatever is done of it.
-    halted = {name for compute, name in wished if compute in away and _state(records, name) not in LIVING}
-    # What waits is whole in one queue; only who has marked it may hold something for it.
-    marks = {path.removesuffix('/taker').partition('/')[2] for path in under['queues'] if path.endswith('/taker')}
+    # The unfinished requests of a compute that went away stay as they are until it returns.
+    halted = {name for compute, name in requested if compute in away and _state(records, name) not in LIVING}
+    # A queued request is in one queue only. Only a compute with a taker key may hold an allocation for it.
+    being_taken = {path.removesuffix('/taker').partition('/')[2] for path in under['queues'] if path.endswith('/taker')}
     queued = [path.partition('/')[2] for path in under['queues'] if not path.endswith('/taker')]
     waiting = set(queued) - set(foreign)
-    found += [f'{name}: waits in {queued.count(name)} queues' for name in waiting if queued.count(name) > 1]
-    found += [f'{name}: waits, and is requested of a compute' for name in waiting & set(names)]
-    found += [f'{name}: waits, and has a record' for name in waiting & set(records)]
-    found += [f'{name}: is being taken, and does not wait' for name in marks - set(queued) - set(foreign)]
-    # An eschedule at work may have its claim already.
-    at_it = {name for key, kept in under['requests'].items() if key not in foreign for name in _announced(kept)}
-    found += [f'{name}: allocation without an instance' for name in held.keys() - instances - halted - at_it - marks]
-    found += [f'{name}: instance without an allocation' for name in instances - held.keys() - halted]
-    found += [f'{name}: request without an instance' for name in set(names) - instances]
-    found += [f'{name}: instance without a request' for name in instances - set(names)]
-    for compute, name in wished:
+    violations += [f'{name}: waits in {queued.count(name)} queues' for name in waiting if queued.count(name) > 1]
+    violations += [f'{name}: waits, and is requested of a compute' for name in waiting & set(names)]
+    violations += [f'{name}: waits, and has a record' for name in waiting & set(records)]
+    violations += [f'{name}: is being taken, and does not wait' for name in being_taken - set(queued) - set(foreign)]
+    # An attempt in flight may hold its allocation already.
+    in_flight = {name for key, stored in under['requests'].items() if key not in foreign for name in _announced(stored)}
+    violations += [
+        f'{name}: allocation without an instance'
+        for name in held.keys() - instances - halted - in_flight - being_taken
+    ]
+    violations += [f'{name}: instance without an allocation' for name in instances - held.keys() - halted]
+    violations += [f'{name}: request without an instance' for name in set(names) - instances]
+    violations += [f'{name}: instance without a request' for name in instances - set(names)]
+    for compute, name in requested:
         if name not in halted:
-            found += _compare(name, compute, json.loads(under['hosts'][f'{compute}/{name}'].value), held, records)
+            violations += _compare(name, compute, json.loads(under['hosts'][f'{compute}/{name}'].value), held, records)
 
     for name, record in records.items():
-        found += _record(name, record, under['instances'][name].lease)
-    for name, kept in under['booted'].items():
+        violations += _record(name, record, under['instances'][name].lease)
+    for name, stored in under['booted'].items():
         address = (records.get(name, {}).get('addresses') or [{'address': None}])[0]['address']
         if name in foreign:
             continue
         if name not in alive:
-            found.append(f'{name}: an address, and no living instance')
-        elif kept.value.decode() != address:
-            found.append(f'{name}: /booted says {kept.value.decode()}, its record {address}')
-    for name, kept in under['names'].items():
-        found += _name(name, kept, records, instances | waiting, foreign)
+            violations.append(f'{name}: an address, and no living instance')
+        elif stored.value.decode() != address:
+            violations.append(f'{name}: /booted says {stored.value.decode()}, its record {address}')
+    for name, stored in under['names'].items():
+        violations += _name(name, stored, records, instances | waiting, foreign)
     for name in alive:
-        called = records[name].get('name')
-        if called and called not in {*under['names'], *foreign}:
-            found.append(f'{name}: is called {called}, and there is no such name')
-    asked = [(compute, name, json.loads(kept.value)) for compute, name, kept in paths if name not in foreign]
-    asked += [
-        ('', path.partition('/')[2], json.loads(kept.value))
-        for path, kept in under['queues'].items()
+        display_name = records[name].get('name')
+        if display_name and display_name not in {*under['names'], *foreign}:
+            violations.append(f'{name}: is called {display_name}, and there is no such name')
+    requests = [(compute, name, json.loads(stored.value)) for compute, name, stored in paths if name not in foreign]
+    requests += [
+        ('', path.partition('/')[2], json.loads(stored.value))
+        for path, stored in under['queues'].items()
         if path.partition('/')[2] in waiting
     ]
-    for name, kept in under['groups'].items():
-        if name not in foreign and not set(foreign) & set(json.loads(kept.value)['members']):
-            found += _group(name, json.loads(kept.value), asked)
-    # What others asked for in a project may have been counted, or not.
-    others = {_project(kept) for _, name, kept in paths if name in foreign}
-    for project, kept in under['quotas'].items():
-        if project not in {*foreign, *others}:
-            found += _quota(project, json.loads(kept.value), asked)
-    found += [f'/requests/{name}: without a lease' for name, kept in under['requests'].items()
-              if not kept.lease and name not in foreign]
-    takers = {name: kept for name, kept in under['queues'].items() if name.endswith('/taker')}
-    found += [f'{name}: a mark without a lease' for name, kept in takers.items() if not kept.lease]
-    without = {name for name, kept in under['computes'].items() if not kept.lease} - set(foreign)
-    found += [f'{name}: /computes without a lease' for name in without]
-    return [*found, *_full(held, capacity, foreign)]
+    for name, stored in under['groups'].items():
+        if name not in foreign and not set(foreign) & set(json.loads(stored.value)['members']):
+            violations += _group(name, json.loads(stored.value), requests)
+    # Foreign requests of a project may have been counted or not.
+    foreign_projects = {_project(stored) for _, name, stored in paths if name in foreign}
+    for project, stored in under['quotas'].items():
+        if project not in {*foreign, *foreign_projects}:
+            violations += _quota(project, json.loads(stored.value), requests)
+    violations += [f'/requests/{name}: without a lease' for name, stored in under['requests'].items()
+                   if not stored.lease and name not in foreign]
+    takers = {name: stored for name, stored in under['queues'].items() if name.endswith('/taker')}
+    violations += [f'{name}: a mark without a lease' for name, stored in takers.items() if not stored.lease]
+    unleased = {name for name, stored in under['computes'].items() if not stored.lease} - set(foreign)
+    violations += [f'{name}: /computes without a lease' for name in unleased]
+    return [*violations, *_full(held, capacity, foreign)]
 
 
 def _under(etcd: Mapping[str, Kept], prefix: str) -> dict[str, Kept]:
-    return {key.removeprefix(prefix): kept for key, kept in etcd.items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): stored for key, stored in etcd.items() if key.startswith(prefix)}
 
 
 def _project(kept: Kept) -> str | None:
@@ -142,54 +149,60 @@ def _announced(kept: Kept) -> list[str]:
 
 def _full(held: Held, capacity: Mapping[str, Mapping[str, int]], foreign: Collection[str]) -> Iterator[str]:
     used: dict[tuple[str, str], int] = {}
-    for each in held.values():
-        for provider, resources in each.items():
+    for by_provider in held.values():
+        for provider, resources in by_provider.items():
             for name, amount in resources.items():
                 used[provider, name] = used.get((provider, name), 0) + amount
     for (provider, name), amount in used.items():
-        most = capacity.get(provider, {}).get(name, 0)
-        if provider in capacity and provider not in foreign and amount > most:
-            yield f'{provider}: {amount} {name} are claimed, and it has {most}'
+        capacity_amount = capacity.get(provider, {}).get(name, 0)
+        if provider in capacity and provider not in foreign and amount > capacity_amount:
+            yield f'{provider}: {amount} {name} are claimed, and it has {capacity_amount}'
 
 
 def _compare(
     name: str, compute: str, request: dict[str, Any], held: Held, records: Mapping[str, dict[str, Any]]
 ) -> list[str]:
-    found = []
-    asked = {provider: each['resources'] for provider, each in request['allocations'].items()}
-    if asked and asked != held.get(name, {}):
-        found.append(f'{name}: requested {asked}, held {held.get(name)}')
+    violations = []
+    requested = {provider: allocation['resources'] for provider, allocation in request['allocations'].items()}
+    if requested and requested != held.get(name, {}):
+        violations.append(f'{name}: requested {requested}, held {held.get(name)}')
     if name in records and records[name]['compute'] != compute:
-        found.append(f'{name}: requested of {compute}, its record is of {records[name]["compute"]}')
-    return found
+        violations.append(f'{name}: requested of {compute}, its record is of {records[name]["compute"]}')
+    return violations
 
 
 def _name(
     name: str, kept: Kept, records: Mapping[str, dict[str, Any]], there: Collection[str], foreign: Collection[str]
 ) -> list[str]:
-    whose = json.loads(kept.value)['instance'] if name not in foreign else ''
-    if name in foreign or whose in foreign:
+    instance = json.loads(kept.value)['instance'] if name not in foreign else ''
+    if name in foreign or instance in foreign:
         return []
-    failed = _state(records, whose) == 'error' and kept.lease
-    if whose not in there and not failed:
+    failed = _state(records, instance) == 'error' and kept.lease
+    if instance not in there and not failed:
         return [f'{name}: a name, and no living instance']
-    if whose in records and not failed and (records[whose].get('name') != name or kept.lease):
-        return [f'{name}: a name of {whose}, which is called {records[whose].get("name")}']
+    if instance in records and not failed and (records[instance].get('name') != name or kept.lease):
+        return [f'{name}: a name of {instance}, which is called {records[instance].get("name")}']
     return []
 
 
+# (compute, instance, request) of each request; the compute of a queued request is ''.
 Asked = list[tuple[str, str, dict[str, Any]]]
-"""Each request with its compute, which is '' while it waits, and its instance."""
 
 
 def _group(name: str, group: dict[str, Any], asked: Asked) -> list[str]:
-    members = {each: compute for compute, each, request in asked if (request.get('group') or {}).get('name') == name}
-    found = [] if group['members'] == members else [f'group {name}: has {group["members"]}, asked for are {members}']
-    on = [compute for compute in members.values() if compute]
-    together = group['policy'] == 'affinity'
-    if group['strict'] and len(set(on)) != (min(len(on), 1) if together else len(on)):
-        found.append(f'group {name}: is strict {group["policy"]}, and on {on}')
-    return found
+    members = {
+        instance: compute
+        for compute, instance, request in asked
+        if (request.get('group') or {}).get('name') == name
+    }
+    violations = (
+        [] if group['members'] == members else [f'group {name}: has {group["members"]}, asked for are {members}']
+    )
+    computes = [compute for compute in members.values() if compute]
+    is_affinity = group['policy'] == 'affinity'
+    if group['strict'] and len(set(computes)) != (min(len(computes), 1) if is_affinity else len(computes)):
+        violations.append(f'group {name}: is strict {group["policy"]}, and on {computes}')
+    return violations
 
 
 def _quota(project: str, quota: dict[str, Any], asked: Asked) -> list[str]:
@@ -202,27 +215,31 @@ def _quota(project: str, quota: dict[str, Any], asked: Asked) -> list[str]:
 
 
 def _amounts(request: dict[str, Any]) -> dict[str, int]:
-    """What a request is for: allocated; or, one to be destroyed, what it was; or, one that waits, what it asks for."""
+    """Return the amounts a request counts for.
+
+    These are the allocated amounts; for a tombstone those of the former request; for a queued request those of its
+    query.
+    """
     if 'flavor' in request:
-        pairs = (each.split(':') for each in parse_qs(request['query'])['resources'][0].split(','))
+        pairs = (amount_text.split(':') for amount_text in parse_qs(request['query'])['resources'][0].split(','))
         return {name: int(amount) for name, amount in pairs}
     amounts: Counter[str] = Counter(request.get('resources', {}))
-    for each in request['allocations'].values():
-        amounts.update(each['resources'])
+    for amount_text in request['allocations'].values():
+        amounts.update(amount_text['resources'])
     return dict(amounts)
 
 
 def _record(name: str, record: dict[str, Any], lease: int) -> list[str]:
-    found = []
+    violations = []
     state = record['state']
     if record['instance'] != name or record['version'] != 1 or state not in STATES:
-        found.append(f'{name}: not a legal record: {record}')
+        violations.append(f'{name}: not a legal record: {record}')
     if (state == 'error') != (record['error'] is not None):
-        found.append(f'{name}: {state}, with error {record["error"]}')
+        violations.append(f'{name}: {state}, with error {record["error"]}')
     if state == 'error' and 'started' in record['stages']:
-        found.append(f'{name}: in error after it was active')
+        violations.append(f'{name}: in error after it was active')
     if (state in ENDED) != bool(lease):
-        found.append(f'{name}: {state}, on lease {lease}')
+        violations.append(f'{name}: {state}, on lease {lease}')
     if state == 'active' and not {'scheduled', 'image', 'disk', 'started'} <= set(record['stages']):
-        found.append(f'{name}: active, with stages {record["stages"]}')
-    return found
+        violations.append(f'{name}: active, with stages {record["stages"]}')
+    return violations

@@ -1,11 +1,9 @@
-"""The history judge: what commands said, and all that etcd held meanwhile, against the promises. Pure.
+"""Judges answers of commands and changes of etcd by ecomp's promises. Pure.
 
-A History is values: each eschedule that was run with its words and its answer, etcd as it was at the beginning and
-every change of it since, placement's claims at the end. judge() says what of it must not be, one line each. Nothing of
-ecomp's own reading code is used: its mistakes must not hide themselves.
-
-What somebody wrote by hand (`by_hand`: instances, names, groups, projects, computes) is theirs: nothing is said of it.
-What holds at the end is in tests/kit/ending.py.
+A History holds values: each eschedule that ran, with its arguments and its answer; etcd at the beginning and every
+change since; placement's allocations at the end. judge() lists the violations, one line each. None of ecomp's reading
+code is used: its mistakes must not hide themselves. Subjects that the test wrote itself (`manual_subjects`: instances,
+names, groups, projects, computes) are not judged. The rules for the end are in tests/kit/ending.py.
 """
 
 from __future__ import annotations
@@ -25,16 +23,19 @@ QUEUED = re.compile(r'^QUEUED INSTANCE ([0-9a-f-]{36})$', re.M)
 CANARY = re.compile(r'\bcanary-([0-9a-f]{8})\b')
 ACCEPTED = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:destroy accepted|is being destroyed)', re.M)
 GONE = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:gone$|taken out of its queue|its record is removed)', re.M)
+# Exit codes that mean that nothing was placed.
 REFUSED = {2, 3, 5}
-"""Exit codes that say that nothing was placed."""
+# Exit codes after which the outcome is known: it was reported, or nothing was placed.
 CERTAIN = {0, *REFUSED}
-"""Exit codes after which it is known what was placed: that it was answered, or nothing."""
 
 
 class Ask(NamedTuple):
-    """One eschedule: its words, how it ended (`code` negative: by that signal; None: never) and what it said.
+    """One run of eschedule: its arguments, exit code and output.
 
-    `began` and `ended` are seconds of a monotonic clock.
+    Attributes:
+        code: negative if a signal ended it, None if it never ended.
+        began: start, in seconds of a monotonic clock.
+        ended: end, on the same clock.
     """
 
     words: tuple[str, ...]
@@ -50,48 +51,48 @@ class Ask(NamedTuple):
 
     @property
     def is_create(self) -> bool:
-        """Whether it asks for instances, by what its words look like."""
+        """True if the arguments request instances."""
         is_query = any('resources' in word and '=' in word for word in self.words)
         return (is_query or self.named('--flavor') is not None) and not {'plan', 'flavor', 'doctor'} & set(self.words)
 
     def named(self, option: str) -> str | None:
-        for word, after in zip(self.words, (*self.words[1:], ''), strict=True):
+        for word, next_word in zip(self.words, (*self.words[1:], ''), strict=True):
             if word == option:
-                return after
+                return next_word
             if word.startswith(f'{option}='):
                 return word.partition('=')[2]
         return None
 
     @property
     def asked(self) -> set[str]:
-        """The instances it asked for, where it gave their uuid."""
-        given = self.named('--uuid')
+        """The requested instances, if --uuid gives their uuids."""
+        uuid_text = self.named('--uuid')
         try:
-            whole, count = uuid.UUID(given or ''), int(self.named('--count') or 1)
+            base, count = uuid.UUID(uuid_text or ''), int(self.named('--count') or 1)
         except ValueError:
             return set()
-        return {str(whole)} if count == 1 else {str(uuid.uuid5(whole, str(number))) for number in range(1, count + 1)}
+        return {str(base)} if count == 1 else {str(uuid.uuid5(base, str(number))) for number in range(1, count + 1)}
 
     @property
     def placed(self) -> dict[str, str]:
-        """The instances it said are placed, and where: {instance: compute}, '' for a queue."""
+        """The instances reported as placed: {instance: compute}, with '' for a queue."""
         if not self.is_create:
             return {}
-        found = {instance: compute for compute, instance in NOTIFIED.findall(self.stdout)}
-        found |= dict.fromkeys(QUEUED.findall(self.stdout), '')
+        placed = {instance: compute for compute, instance in NOTIFIED.findall(self.stdout)}
+        placed |= dict.fromkeys(QUEUED.findall(self.stdout), '')
         if self.stdout.startswith('['):
-            told = json.loads(self.stdout) if self.stdout.rstrip().endswith(']') else []
-            found |= {each['instance']: each.get('compute', '') for each in told}
-        return found
+            entries = json.loads(self.stdout) if self.stdout.rstrip().endswith(']') else []
+            placed |= {entry['instance']: entry.get('compute', '') for entry in entries}
+        return placed
 
     @property
     def canaries(self) -> set[str]:
-        """The beginnings of the uuids of the canaries it told of."""
+        """The uuid prefixes of the canaries it reported."""
         return set(CANARY.findall(self.stdout + self.stderr)) if '--canary' in self.words else set()
 
 
 class Change(NamedTuple):
-    """One key as etcd had it from a revision on; `kept` None: it was removed."""
+    """The value of one key from a revision on; None if the key was removed."""
 
     revision: int
     key: str
@@ -100,10 +101,15 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """All of it. `changes` are in etcd's order; `held` and `capacity` are placement's at the end.
+    """The input of judge().
 
-    `away` are the computes that do not work at the end: what they are to do waits. `foreign` are consumers and
-    instances that have a claim or a record beside ecomp.
+    Attributes:
+        changes: the changes of etcd, in its order.
+        allocations: placement's allocations at the end.
+        capacity: placement's capacities at the end.
+        away: computes that do not work at the end; their requests may wait.
+        manual_subjects: subjects that the test wrote itself.
+        foreign: consumers and instances with an allocation or a record outside ecomp.
     """
 
     asks: Sequence[Ask] = ()
@@ -117,89 +123,89 @@ class History:
 
 
 class Verdict(NamedTuple):
-    """A line for each promise that is broken: for good, or as long as what is in work has not come to its end."""
+    """The violations: permanent ones, and those that finishing the work may remove."""
 
     never: list[str]
     still: list[str]
 
 
 def judge(history: History) -> Verdict:
-    """What must not be in this history; nothing: all promises are kept."""
+    """Return the violations in a history; none if all promises are kept."""
     course = Course(history)
     etcd = course.run()
     excepted = {*history.by_hand, *history.foreign}
-    last = ending(etcd, history.held, history.capacity, excepted, history.away)
+    contradictions = ending(etcd, history.held, history.capacity, excepted, history.away)
     return Verdict(
-        [*course.wrong, *_answers(history, course)], [*_fates(history, course), *_left(history, etcd), *last]
+        [*course.wrong, *_answers(history, course)], [*_fates(history, course), *_left(history, etcd), *contradictions]
     )
 
 
 def _answers(history: History, course: Course) -> Iterator[str]:
-    """What was answered is what was done."""
-    certain: dict[str, list[Ask]] = {}
-    for ask in history.asks:
-        for instance, compute in ask.placed.items():
+    """Check that what commands reported is what happened."""
+    runs_by_uuid: dict[str, list[Ask]] = {}
+    for run in history.asks:
+        for instance, compute in run.placed.items():
             life = course.lives.get(instance, Life())
             if instance in history.by_hand or life.earlier:
                 continue
             if not life.deliveries and not life.queued:
-                yield f'{instance}: was never delivered: {ask}'
-            elif compute and compute not in {each.compute for each in life.deliveries}:
-                yield f'{instance}: was delivered to {life.deliveries}: {ask}'
-        for instance in ask.asked if ask.is_create else ():
-            certain.setdefault(instance, []).append(ask)
+                yield f'{instance}: was never delivered: {run}'
+            elif compute and compute not in {delivery.compute for delivery in life.deliveries}:
+                yield f'{instance}: was delivered to {life.deliveries}: {run}'
+        for instance in run.asked if run.is_create else ():
+            runs_by_uuid.setdefault(instance, []).append(run)
     for instance, life in course.lives.items():
         if instance not in history.by_hand and len(life.deliveries) > 1 + life.failed:
             yield f'{instance}: was delivered {len(life.deliveries)} times: {life.deliveries}'
-    new: dict[str, list[Ask]] = {}
-    for ask in history.asks:
-        for instance in ask.placed:
-            if f'{instance} was requested before' not in ask.stderr:
-                new.setdefault(instance, []).append(ask)
-    for instance, asks in new.items():
-        if len(asks) > 1 + course.lives.get(instance, Life()).failed:
-            yield f'{instance}: was placed, say {len(asks)}, and none of them that it was there before: {asks[1]}'
-    told = {instance for ask in history.asks for instance in ask.placed}
-    named = {each for ask in history.asks for each in ask.canaries}
-    told |= {instance for instance in course.lives if instance[:8] in named}
-    unsure = [ask for ask in history.asks if ask.is_create and ask.code not in CERTAIN]
-    untold: dict[int, list[str]] = {}
+    placed_new: dict[str, list[Ask]] = {}
+    for run in history.asks:
+        for instance in run.placed:
+            if f'{instance} was requested before' not in run.stderr:
+                placed_new.setdefault(instance, []).append(run)
+    for instance, runs in placed_new.items():
+        if len(runs) > 1 + course.lives.get(instance, Life()).failed:
+            yield f'{instance}: was placed, say {len(runs)}, and none of them that it was there before: {runs[1]}'
+    reported = {instance for run in history.asks for instance in run.placed}
+    canary_prefixes = {prefix for run in history.asks for prefix in run.canaries}
+    reported |= {instance for instance in course.lives if instance[:8] in canary_prefixes}
+    uncertain = [run for run in history.asks if run.is_create and run.code not in CERTAIN]
+    unknown: dict[int, list[str]] = {}
     for instance, life in course.lives.items():
-        revisions = [*(each.revision for each in life.deliveries if each.by_eschedule), *life.queued]
-        if instance in told or instance in history.by_hand or not revisions:
+        revisions = [*(delivery.revision for delivery in life.deliveries if delivery.by_eschedule), *life.queued]
+        if instance in reported or instance in history.by_hand or not revisions:
             continue
-        asks = certain.get(instance, [])
-        if asks and all(ask.code in REFUSED for ask in asks):
-            yield f'{instance}: was refused and delivered: {asks[0]}'
-        elif not asks:
-            untold.setdefault(revisions[0], []).append(instance)
-    free = [ask for ask in unsure if not ask.asked and not ask.placed]
-    if len(untold) > len(free):
-        yield f'{len(untold)} deliveries of which nobody was told, and {len(free)} asks without an answer: {untold}'
+        runs = runs_by_uuid.get(instance, [])
+        if runs and all(run.code in REFUSED for run in runs):
+            yield f'{instance}: was refused and delivered: {runs[0]}'
+        elif not runs:
+            unknown.setdefault(revisions[0], []).append(instance)
+    unsure = [run for run in uncertain if not run.asked and not run.placed]
+    if len(unknown) > len(unsure):
+        yield f'{len(unknown)} deliveries of which nobody was told, and {len(unsure)} asks without an answer: {unknown}'
 
 
 def _fates(history: History, course: Course) -> Iterator[str]:
-    """What was acknowledged has come to one of its ends, or waits for a compute that is away."""
-    for ask in history.asks:
-        for instance in set(ask.placed) - set(history.by_hand):
+    """Check that each acknowledged instance is final, or waits for a compute that is away."""
+    for run in history.asks:
+        for instance in set(run.placed) - set(history.by_hand):
             life = course.lives.get(instance, Life())
             if life.state not in ('active', 'stopped', *ENDED) and not course.waits(instance):
-                yield f'{instance}: is {life.state or "not begun"} at the end: {ask}'
-        destroyed = {*ACCEPTED.findall(ask.stderr), *GONE.findall(ask.stderr)} if 'destroy' in ask.words else ()
+                yield f'{instance}: is {life.state or "not begun"} at the end: {run}'
+        destroyed = {*ACCEPTED.findall(run.stderr), *GONE.findall(run.stderr)} if 'destroy' in run.words else ()
         for instance in set(destroyed) - set(history.by_hand):
             life = course.lives.get(instance, Life())
-            waits = instance not in GONE.findall(ask.stderr) and course.waits(instance)
+            is_waiting = instance not in GONE.findall(run.stderr) and course.waits(instance)
             record = course.record(instance)
-            if not waits and (record is not None or life.state not in ENDED) and life.state != 'gone':
-                yield f'{instance}: is {life.state} at the end: {ask}'
+            if not is_waiting and (record is not None or life.state not in ENDED) and life.state != 'gone':
+                yield f'{instance}: is {life.state} at the end: {run}'
 
 
 def _left(history: History, etcd: Mapping[str, Kept]) -> Iterator[str]:
-    """Who has ended in good order leaves no attempt's key behind."""
+    """Check that an eschedule that exited normally left no attempt's key behind."""
     codes: dict[int, set[int | None]] = {}
-    for ask in history.asks:
-        codes.setdefault(ask.pid, set()).add(ask.code)
-    for key, kept in etcd.items():
-        pid = object_of(kept).get('pid') if key.startswith('/requests/') else None
+    for run in history.asks:
+        codes.setdefault(run.pid, set()).add(run.code)
+    for key, stored in etcd.items():
+        pid = object_of(stored).get('pid') if key.startswith('/requests/') else None
         if pid in codes and codes[pid] <= CERTAIN and key.split('/')[2] not in history.by_hand:
             yield f'{key}: is left by an eschedule that ended with {codes[pid]}'
