@@ -1,8 +1,7 @@
-"""Machines that boot: systemd is their process 1, by systemd-nspawn, and a bridge joins them.
+"""Machines that boot systemd as process 1 under systemd-nspawn, joined by a bridge.
 
-All of it is inside a machine of a test's own (see machine.py), with its network, mounts and processes: its bridge is
-10.0.0.1, its uplink is theirs, and whatever ends the test ends them. A machine's file system is a layer of its own over
-a root that is made once for each release of Debian.
+All of them are inside a private outer machine (see machine.py) with its own network, mounts and processes; the bridge
+is 10.0.0.1, and they end with the test. Each machine's file system is an overlay over a root cached per Debian release.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ from tests.kit.machine import Machine
 from tests.kit.servers import until
 from tests.kit.tree import copy_tree
 
+# Required commands and their Debian packages, in addition to machine.REQUIRED_PACKAGES.
 NEEDED = {
     'systemd-nspawn': 'systemd-container',
     'mmdebstrap': 'mmdebstrap',
     'iptables': 'iptables',
     'ssh-keygen': 'openssh-client',
 }
-"""Commands, and the Debian packages they are in, beside machine.NEEDED."""
+# The bridge's own address: the machines reach what a test serves there.
 GATEWAY = '10.0.0.1'
-"""The bridge's own address: what a test serves there, the machines reach."""
+# The account that types commands on the machines; it may use sudo.
 USER = 'ann'
-"""Who types on them, with sudo."""
 CLONE = Path('/home') / USER / 'ecomp'
+# The time systemd takes to boot.
 BOOT_SECONDS = 60.0
-"""Until systemd has done all that a boot is."""
+# The time of a shutdown, which includes asking guests to power off.
 END_SECONDS = 90.0
-"""Of a shutdown, in which guests are asked to turn themselves off."""
+# systemd-nspawn's exit code when the container wants to reboot. See --keep-unit in systemd-nspawn(1).
 REBOOTS = 133
-"""systemd-nspawn's exit code where what it ran wants to boot again. systemd-nspawn(1) on --keep-unit"""
 
-# A machine somebody is given: Debian's smallest, with systemd, a way in, and sudo.
+# A minimal Debian with systemd, ssh and sudo.
 INCLUDE = (
     *('systemd-sysv', 'dbus', 'sudo', 'openssh-server', 'openssh-client'),
     *('iproute2', 'procps', 'netbase', 'ca-certificates'),
 )
-# What a page has installed on it is there as packages, so that a root that was kept for a year needs no mirror.
+# Packages that a documentation page installs are downloaded in advance, so that an old cached root needs no mirror.
 SETUP = f"""
 set -eu
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
@@ -60,12 +59,12 @@ rm -f /etc/resolv.conf
 systemctl -q enable systemd-networkd systemd-networkd-wait-online
 systemctl -q mask apt-daily.timer apt-daily-upgrade.timer
 """
+# Version of the recipe below, part of the name in the cache.
 VERSION = 1
-"""Of what is made here, for the name it is kept under."""
-# Where the machine's packages come through a proxy of its own, its authority and where pip looks are needed.
+# Needed where the machine's packages come through a private proxy: its certificate authority, and pip's index.
 PASSED_ON = ('/etc/ssl/certs/ca-certificates.crt', '/etc/pip.conf')
 FILES = {
-    # Whoever types answers yes.
+    # apt answers yes to itself.
     'etc/apt/apt.conf.d/99answers': 'APT::Get::Assume-Yes "true";\n',
     'etc/resolv.conf': 'nameserver 10.0.2.3\n',
 }
@@ -78,7 +77,7 @@ Address={address}/24
 Gateway={gateway}
 LinkLocalAddressing=no
 """
-# cgroup2 alone: machines of a systemd that knows nothing else boot, too.
+# Only cgroup2, so that releases whose systemd knows nothing else boot, too.
 INSIDE = f"""
 set -eu
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
@@ -101,7 +100,7 @@ CLEAN = ['env', '-i', 'LC_ALL=C.UTF-8', 'HOME=/root', 'PATH=/usr/sbin:/usr/bin:/
 
 @dataclass
 class Booted:
-    """A machine that has booted. `directory` has its layer of the file system, and its console's log."""
+    """A machine that has booted; `directory` holds its file system layer and its console log."""
 
     name: str
     address: str
@@ -115,44 +114,55 @@ class Booted:
 
     @property
     def first(self) -> int:
-        """The pid, seen from here, of its process 1; 0 while there is none. It is another one after a reboot."""
+        """The pid of the machine's process 1 as seen from this process; 0 if there is none.
+
+        It changes with a reboot.
+        """
         nspawn = _children(self._nspawn.pid) if self._nspawn else []
         return next((pid for parent in nspawn for pid in _children(parent) if _innermost(pid) == 1), 0)
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` there, as root."""
+        """Return the command line that runs `command` on the machine as root."""
         return ['nsenter', '-t', str(self.first), '-m', '-u', '-i', '-n', '-p', '-C', '--', *CLEAN, *command]
 
     def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command there, as root, to its end, however it ends."""
+        """Run a command on the machine as root, and return its result whatever the exit code."""
         inside = self.inside(command)
         return subprocess.run(inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
     def run(self, *command: str) -> str:
-        """What a command prints that root runs there; AssertionError with all it said if it fails."""
+        """Run a command on the machine as root, and return what it prints.
+
+        Raises:
+            AssertionError: it failed.
+        """
         return self._succeeded(self.ask(*command), ' '.join(command))
 
     def type(self, text: str) -> str:
-        """Have USER type this into a shell in the clone; what it prints. AssertionError where a command fails."""
+        """Type text into a shell of USER in the clone, and return what it prints.
+
+        Raises:
+            AssertionError: a command failed.
+        """
         script = f'cd {CLONE}\nset -eo pipefail\n{text}'
         return self._succeeded(self.ask('runuser', '-l', USER, '-c', script), text)
 
     def _succeeded(self, done: subprocess.CompletedProcess[str], what: str) -> str:
-        said = f'{done.stdout[-3000:]}{done.stderr[-3000:]}'
-        assert done.returncode == 0, f'{self.name}: {done.returncode} of\n{what}\n{said}'
+        output = f'{done.stdout[-3000:]}{done.stderr[-3000:]}'
+        assert done.returncode == 0, f'{self.name}: {done.returncode} of\n{what}\n{output}'
         return done.stdout
 
     def boot_id(self) -> str:
         return self.run('cat', '/proc/sys/kernel/random/boot_id').strip()
 
     def wait_booted(self) -> None:
-        """Until systemd has done all that a boot is; services that fail are left to the test."""
+        """Wait until systemd has finished booting; failed services are left to the test."""
 
         def is_up() -> bool:
             assert self._nspawn
             assert self._nspawn.poll() is None, f'{self.name} ended:\n{self.log.read_text(errors="replace")[-3000:]}'
-            said = self.ask('systemctl', 'is-system-running').stdout.strip() if self.first else ''
-            return said in ('running', 'degraded')
+            system_state = self.ask('systemctl', 'is-system-running').stdout.strip() if self.first else ''
+            return system_state in ('running', 'degraded')
 
         until(is_up, BOOT_SECONDS, f'{self.name} has booted')
 
@@ -170,7 +180,7 @@ class Booted:
         assert self._shut_down('poweroff') == 0
 
     def _shut_down(self, how: str) -> int:
-        """systemd-nspawn's exit code."""
+        """Shut the machine down, and return systemd-nspawn's exit code."""
         nspawn = self._nspawn
         assert nspawn
         self.ask('systemctl', '--no-block', how)
@@ -181,10 +191,10 @@ class Booted:
         nspawn = self._nspawn
         if nspawn is None or nspawn.poll() is not None:
             return
-        if first := self.first:
-            os.kill(first, signal.SIGKILL)
+        if init_pid := self.first:
+            os.kill(init_pid, signal.SIGKILL)
         try:
-            # systemd-nspawn ends with what it runs.
+            # systemd-nspawn ends when its process 1 does.
             nspawn.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             nspawn.kill()
@@ -193,7 +203,7 @@ class Booted:
 
 @dataclass
 class Lan:
-    """What joins the machines; `outside` is the machine that all of them are inside of."""
+    """The machines and their bridge, inside `outer_machine`."""
 
     outside: Machine
     directory: Path
@@ -202,18 +212,18 @@ class Lan:
     machines: list[Booted] = field(default_factory=list)
 
     def boot(self, name: str, release: str, packages: Sequence[str]) -> Booted:
-        """Boot a new machine of this name, of this release of Debian; `packages` it can install without a mirror."""
-        own = self.directory / name
-        root = own / 'root'
-        for each in ('upper', 'work', 'root'):
-            (own / each).mkdir(parents=True)
+        """Boot a new machine of a Debian release; it can install `packages` without a mirror."""
+        machine_directory = self.directory / name
+        root = machine_directory / 'root'
+        for part in ('upper', 'work', 'root'):
+            (machine_directory / part).mkdir(parents=True)
         lower = debian(release, packages)
-        layers = f'lowerdir={lower},upperdir={own}/upper,workdir={own}/work'
-        mounted = self.outside.run(['mount', '-t', 'overlay', '-o', layers, name, str(root)])
-        assert mounted.returncode == 0, f'mount of {layers}: {mounted.stderr}'
-        # Its mounts are seen from here through its first process.
+        layers = f'lowerdir={lower},upperdir={machine_directory}/upper,workdir={machine_directory}/work'
+        mount = self.outside.run(['mount', '-t', 'overlay', '-o', layers, name, str(root)])
+        assert mount.returncode == 0, f'mount of {layers}: {mount.stderr}'
+        # Reach its mounts through its first process.
         self._furnish(Path(f'/proc/{self.outside.pid}/root', *root.parts[1:]), name)
-        # What pip has fetched and built once, for all of them: libvirt's bindings above all.
+        # pip's cache is shared by all machines, mainly for libvirt's bindings, which are built from source.
         pip = lower.parent / 'pip'
         pip.mkdir(exist_ok=True)
         spawn = [
@@ -223,13 +233,13 @@ class Lan:
             'systemd.show_status=1',
         ]  # fmt: skip
         inside = self.outside.inside(['bash', '-c', BOOT, 'bash', f'{self.cgroup}/{name}', *spawn])
-        booted = Booted(name, self.hosts[name], own, inside)
+        booted = Booted(name, self.hosts[name], machine_directory, inside)
         self.machines.append(booted)
         booted.start()
         return booted
 
     def _furnish(self, root: Path, name: str) -> None:
-        hosts = ''.join(f'{address} {each}\n' for each, address in self.hosts.items())
+        hosts = ''.join(f'{address} {host}\n' for host, address in self.hosts.items())
         files = {
             **FILES,
             'etc/hostname': f'{name}\n',
@@ -244,44 +254,48 @@ class Lan:
         for path, text in files.items():
             (root / path).write_text(text)
         (root / 'root/.ssh/id_ed25519').chmod(0o600)
-        for passed in map(Path, PASSED_ON):
-            if passed.exists():
-                shutil.copyfile(passed, root / passed.relative_to('/'))
+        for source in map(Path, PASSED_ON):
+            if source.exists():
+                shutil.copyfile(source, root / source.relative_to('/'))
         clone = root / CLONE.relative_to('/')
         copy_tree(clone)
         owner = clone.parent.stat()
-        for each in (clone, *clone.rglob('*')):
-            os.chown(each, owner.st_uid, owner.st_gid, follow_symlinks=False)
+        for entry in (clone, *clone.rglob('*')):
+            os.chown(entry, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def lacking() -> str:
-    """What keeps machines from booting here, in words; '' if nothing does."""
+    """Return why machines cannot boot here; '' if they can."""
     return machine.lacking() or machine.not_installed(NEEDED)
 
 
 @contextmanager
 def lan(hosts: Mapping[str, str]) -> Iterator[Lan]:
-    """A bridge for machines of these names and addresses (of 10.0.0.0/24); none of them is left afterwards."""
+    """Start a bridge for machines of these names and addresses (of 10.0.0.0/24).
+
+    All of them are removed afterwards.
+    """
     with ExitStack() as undo:
-        # Gigabytes, which memory is too dear for; and QEMU, which is not root, has to find its way there.
+        # Not /tmp: these are gigabytes, too much for memory. And QEMU, which does not run as root, must be able to
+        # enter it.
         directory = Path(tempfile.mkdtemp(prefix='ecomp-booted-', dir='/var/tmp'))
         undo.callback(shutil.rmtree, directory)
         directory.chmod(0o755)
         subprocess.run(['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', str(directory / 'key')], check=True)
         undo.callback(_remove_cgroups, directory.name)
         outside = undo.enter_context(machine.machine())
-        made = Lan(outside, directory, directory.name, hosts)
-        done = outside.run(['bash', '-c', INSIDE, 'bash', directory.name])
-        assert done.returncode == 0, done.stderr
+        network = Lan(outside, directory, directory.name, hosts)
+        setup = outside.run(['bash', '-c', INSIDE, 'bash', directory.name])
+        assert setup.returncode == 0, setup.stderr
         try:
-            yield made
+            yield network
         finally:
-            for each in made.machines:
-                each.end()
+            for booted in network.machines:
+                booted.end()
 
 
 def debian(release: str, packages: Sequence[str]) -> Path:
-    """The root of a machine with this release of Debian, kept; nobody writes there."""
+    """Return the cached, read-only root of a machine with this Debian release."""
     recipe = [
         '--mode=root',
         '--variant=minbase',
@@ -290,34 +304,34 @@ def debian(release: str, packages: Sequence[str]) -> Path:
         '--dpkgopt=force-unsafe-io',
         release,
     ]
-    wanted = sorted(packages)
+    names = sorted(packages)
 
     def make(work: Path) -> Path:
         tree = work / 'tree'
         for command in (
             ['mmdebstrap', '--quiet', *recipe, str(tree)],
-            ['env', '-i', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin', 'chroot', str(tree), 'sh', '-c', SETUP, 'sh', *wanted],
+            ['env', '-i', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin', 'chroot', str(tree), 'sh', '-c', SETUP, 'sh', *names],
         ):
-            made = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-            assert made.returncode == 0, f'{command[0]} cannot make {release}: {made.stderr[-3000:]}'
+            done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            assert done.returncode == 0, f'{command[0]} cannot make {release}: {done.stderr[-3000:]}'
         tree.chmod(0o755)
         return tree
 
-    return kept(f'machine-{release}', (VERSION, recipe, SETUP, wanted), make)
+    return kept(f'machine-{release}', (VERSION, recipe, SETUP, names), make)
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path(f'/proc/{pid}/task').glob('*/children'):
         try:
-            found += map(int, task.read_text().split())
+            pids += map(int, task.read_text().split())
         except OSError:  # it has ended
             continue
-    return found
+    return pids
 
 
 def _innermost(pid: int) -> int:
-    """The pid that a process has in its own namespace of them; 0 if it has ended. proc(5)"""
+    """Return a process's pid in its own pid namespace; 0 if it has ended. See proc(5)."""
     try:
         lines = Path(f'/proc/{pid}/status').read_text().splitlines()
     except OSError:
@@ -327,11 +341,11 @@ def _innermost(pid: int) -> int:
 
 def _remove_cgroups(name: str) -> None:
     mounts = [line.split() for line in Path('/proc/self/mounts').read_text().splitlines()]
-    found = [Path(where, name) for _, where, kind, *_ in mounts if kind == 'cgroup2']
+    cgroups = [Path(mount_point, name) for _, mount_point, kind, *_ in mounts if kind == 'cgroup2']
 
     def removed() -> bool:
         try:
-            for top in filter(Path.exists, found):
+            for top in filter(Path.exists, cgroups):
                 for path in sorted([top, *top.rglob('*/')], reverse=True):
                     path.rmdir()
         except OSError:

@@ -1,4 +1,4 @@
-"""A real host for the fault rows: its ecompute, started with failpoints, its workers, its QEMUs and its libvirtd."""
+"""A real host of the fault tests: its ecompute with failpoints, workers, QEMUs, libvirtd."""
 
 from __future__ import annotations
 
@@ -26,28 +26,31 @@ from tests.kit.warm import Warm
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 ROOM = {'VCPU': 12, 'MEMORY_MB': 2048, 'DISK_GB': 40}
+# Seconds within which everything but a periodic check happens, on a machine that is busy with other tests.
 SOON = 60.0
-"""Seconds in which everything but a minute's look has to have happened, on a machine that is busy with others."""
+# Python's traceback in a worker whose ecompute was killed while starting it; none of our code has run yet.
 STILLBORN = re.compile(r'Traceback .*\n(?:  .*\n)*.*spawn_main\n(?:  .*\n)+EOFError: Ran out of input\n')
-"""What Python says, before any code of ours, of a worker whose ecompute was killed while it was starting it."""
+# Seconds within which a process that logs a traceback has written all of its lines.
 WRITTEN = 20.0
-"""Seconds in which that is written whole, line by line."""
+# The beginning of a line that ecompute or its metadata server logs.
 LOGGED = re.compile(r'\d{4}-\d\d-\d\dT')
-"""How a line that ecompute or its metadata server logs begins."""
 _numbers = itertools.count(1)
 
 
 def without_stillborn(text: str) -> str:
-    """The log without the tracebacks of STILLBORN, whose lines may stand between those of an ecompute started since."""
+    """Remove the matches of STILLBORN_TRACEBACK from a log.
+
+    Their lines may be interleaved with those of an ecompute started afterwards.
+    """
     lines = text.splitlines(keepends=True)
-    left, stillborn = STILLBORN.subn('', ''.join(line for line in lines if not LOGGED.match(line)))
-    if not stillborn or 'Traceback' in left:
+    remaining, count = STILLBORN.subn('', ''.join(line for line in lines if not LOGGED.match(line)))
+    if not count or 'Traceback' in remaining:
         return text
-    return ''.join(line for line in lines if LOGGED.match(line)) + left
+    return ''.join(line for line in lines if LOGGED.match(line)) + remaining
 
 
 class Hypervisor:
-    """One host of a lab. Its ecompute is ours: started here, with failpoints or without."""
+    """One host of a lab, whose ecompute is started here, with or without failpoints."""
 
     def __init__(self, lab: Lab, name: str) -> None:
         self.lab = lab
@@ -64,18 +67,21 @@ class Hypervisor:
     def launch(
         self, failpoint: str = '', *options: str, numbers: Mapping[str, float] | None = None, trace: Path | None = None
     ) -> None:
-        """Start ecompute, armed with `failpoint` (see ecomp.failpoints), and do not wait. The rest: see tuned."""
+        """Start ecompute, armed with `failpoint` (see ecomp.failpoints), without waiting.
+
+        For `numbers` and `trace` see tests/kit/tuned.py.
+        """
         host = self._host()
         self.armed, self.tuned = failpoint, bool(numbers or trace)
         self._fired = self.directory / f'fired-{next(_numbers)}'
-        found = {'PATH': search_path(), 'PYTHONPATH': machine.python_path()}
-        env = {**os.environ, **found, 'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._fired)}
+        paths = {'PATH': search_path(), 'PYTHONPATH': machine.python_path()}
+        env = {**os.environ, **paths, 'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._fired)}
         self._from = host.log.stat().st_size if host.log.exists() else 0
         config = str(self.directory / 'compute.yaml')
         program = ['-c', patched(numbers or {}, trace)] if self.tuned else ['-m', 'ecomp.compute']
         command = [sys.executable, *program, '--config', config, *options]
         with host.log.open('ab') as log:
-            # virtlogd's view of the host: it outlives libvirtd.
+            # In virtlogd's namespaces, because virtlogd outlives libvirtd.
             inside = host.lab.processes[f'{self.name} virtlogd'].pid
             pid = Warm(command, self.directory, env, log.fileno(), log.fileno(), inside).pid
         host.lab.remember(self._ecompute, machine.Process(self._ecompute, pid, machine.started_at(pid) or 0))
@@ -93,9 +99,9 @@ class Hypervisor:
         self.wait_ready()
 
     def plain(self) -> None:
-        """See that ecompute runs, and will not die or freeze at a failpoint any more."""
-        each_once = [f'{name}:{action}:1' for name in self.fired for action in ('kill', 'stop')]
-        if not self.is_running or self.tuned or set(filter(None, self.armed.split(','))) - set(each_once):
+        """Make sure that ecompute runs and no failpoint will kill or freeze it."""
+        exhausted = [f'{name}:{action}:1' for name in self.fired for action in ('kill', 'stop')]
+        if not self.is_running or self.tuned or set(filter(None, self.armed.split(','))) - set(exhausted):
             self.restart()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -115,11 +121,11 @@ class Hypervisor:
         return running(self.pid)
 
     def mark(self) -> None:
-        """What is logged from now on is what said() says, until the next start."""
+        """Make read_log() begin here, until the next start."""
         self._from = self._host().log.stat().st_size
 
     def said(self) -> str:
-        """What ecompute has logged since it was started, or mark(); there is never a traceback in it."""
+        """Return ecompute's log since its start or mark_log(); it must not contain a traceback."""
         deadline = time.monotonic() + WRITTEN
         while re.search('Traceback|unexpected error', text := self._said()):
             assert time.monotonic() < deadline, text
@@ -135,7 +141,7 @@ class Hypervisor:
         return [line for line in self.said().splitlines() if all(word in line for word in words)]
 
     def losses(self, what: str) -> tuple[int, int]:
-        """How often ecompute says that `what` is lost, and that it is back."""
+        """Count the log lines that report `backend` lost, and those that report it back."""
         lost = self.lines(what, 'trying again until it is back')
         back = [line for line in self.lines(what, 'is back') if 'trying again' not in line]
         return len(lost), len(back)
@@ -147,32 +153,32 @@ class Hypervisor:
         return [name for name, _ in self._firings()]
 
     def frozen_at(self, failpoint: str) -> int:
-        """The process that has frozen itself there, once one has."""
+        """Wait until a process has frozen itself at the failpoint, and return its pid."""
 
-        def frozen() -> int:
+        def find_frozen() -> int:
             pids = [pid for name, pid in self._firings() if name == failpoint and is_stopped(pid)]
             return pids[-1] if pids else 0
 
-        return until(frozen, SOON, f'somebody is frozen at {failpoint}; fired: {self.fired}')
+        return until(find_frozen, SOON, f'somebody is frozen at {failpoint}; fired: {self.fired}')
 
     def _firings(self) -> list[tuple[str, int]]:
         if not self._fired.exists():
             return []
-        words = [line.split() for line in self._fired.read_text().splitlines()]
-        return [(name, int(pid)) for name, pid in words]
+        lines = [line.split() for line in self._fired.read_text().splitlines()]
+        return [(name, int(pid)) for name, pid in lines]
 
     # Its workers
 
     def workers(self) -> list[int]:
         with contextlib.suppress(OSError):
             children = Path(f'/proc/{self.pid}/task/{self.pid}/children').read_text().split()
-            return [int(each) for each in children if b'spawn_main' in Path(f'/proc/{each}/cmdline').read_bytes()]
+            return [int(pid) for pid in children if b'spawn_main' in Path(f'/proc/{pid}/cmdline').read_bytes()]
         return []
 
     def downloader(self) -> int:
-        """The worker that has some of an image under its temporary name, once one has."""
+        """Wait for a worker that has downloaded part of an image, and return its pid."""
 
-        def found() -> int:
+        def find_downloader() -> int:
             for pid in self.workers():
                 with contextlib.suppress(OSError):
                     for descriptor in Path(f'/proc/{pid}/fd').iterdir():
@@ -181,14 +187,14 @@ class Hypervisor:
                                 return pid
             return 0
 
-        return until(found, SOON, f'a worker of {self.name} is downloading')
+        return until(find_downloader, SOON, f'a worker of {self.name} is downloading')
 
     def is_free(self, instance: str) -> bool:
-        def taken() -> None:
+        def fail() -> None:
             raise BlockingIOError
 
         try:
-            with InstanceLocks(self.state).held(instance, taken):
+            with InstanceLocks(self.state).held(instance, fail):
                 return True
         except BlockingIOError:
             return False
@@ -203,15 +209,15 @@ class Hypervisor:
         return 0
 
     def qemus(self) -> list[str]:
-        """The instances whose QEMU runs, one for each QEMU: an instance with two is in it twice."""
-        found = []
-        space = self._host().lab.layout.namespace(self.name)
-        for pid in machine.run(['ip', 'netns', 'pids', space]).split():
+        """List the instance of each running QEMU; an instance with two QEMUs is listed twice."""
+        instances = []
+        namespace = self._host().lab.layout.namespace(self.name)
+        for pid in machine.run(['ip', 'netns', 'pids', namespace]).split():
             with contextlib.suppress(OSError):
-                words = Path(f'/proc/{pid}/cmdline').read_bytes().split(b'\0')
-                if words[0].endswith(b'qemu-system-x86_64') and b'-uuid' in words and running(int(pid)):
-                    found.append(words[words.index(b'-uuid') + 1].decode())
-        return found
+                arguments = Path(f'/proc/{pid}/cmdline').read_bytes().split(b'\0')
+                if arguments[0].endswith(b'qemu-system-x86_64') and b'-uuid' in arguments and running(int(pid)):
+                    instances.append(arguments[arguments.index(b'-uuid') + 1].decode())
+        return instances
 
     @property
     def libvirtd(self) -> int:
@@ -231,20 +237,20 @@ class Hypervisor:
         return self.lab.virsh(self.name, *words)
 
     def crash(self) -> None:
-        """Everything in the host ends at once, its guests and daemons too, and its network is gone."""
+        """Kill everything on the host, guests and daemons included, and remove its network."""
         host = self._host()
-        space = host.lab.layout.namespace(self.name)
+        namespace = host.lab.layout.namespace(self.name)
 
         def kill_all() -> bool:
-            left = [int(pid) for pid in machine.run(['ip', 'netns', 'pids', space]).split() if running(int(pid))]
-            for pid in left:
+            pids = [int(pid) for pid in machine.run(['ip', 'netns', 'pids', namespace]).split() if running(int(pid))]
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            return not left
+            return not pids
 
         until(kill_all, SOON, f'all of {self.name} has ended')
-        # With it what is below /run is dropped, too: elab up does that where it has to make the namespace.
-        machine.remove([space], None)
+        # Removing the namespace also drops what is below /run: elab up recreates both.
+        machine.remove([namespace], None)
 
     # Instances
 
@@ -253,7 +259,10 @@ class Hypervisor:
         return f'{SMALL}&in_tree={self.compute}'
 
     def place(self, image: str = 'idle.raw', *words: str) -> str:
-        """Ask for an instance here, and do not wait: its uuid. `image` is a file of the lab, or a URL."""
+        """Request an instance on this host without waiting, and return its uuid.
+
+        `image` is a file of the lab or a URL.
+        """
         url = image if '://' in image else self.lab.url(image)
         host, instance = self.lab.place(self.query, url, *words)
         assert host == self.name, instance
@@ -269,19 +278,19 @@ class Hypervisor:
         return dict(json.loads(value)) if value else {}
 
     def reached(self, instance: str, state: str, seconds: float = SOON, **fields: Any) -> dict[str, Any]:
-        wanted = {'state': state, **fields}
-        seen: dict[str, Any] = {}
+        expected = {'state': state, **fields}
+        record: dict[str, Any] = {}
 
-        def there() -> bool:
-            seen.clear()
-            seen.update(self.record(instance))
-            return wanted.items() <= seen.items()
+        def is_reached() -> bool:
+            record.clear()
+            record.update(self.record(instance))
+            return expected.items() <= record.items()
 
         try:
-            until(there, seconds, f'{instance} is {wanted}')
+            until(is_reached, seconds, f'{instance} is {expected}')
         except AssertionError as error:
-            raise AssertionError(f'{error}; it is {seen}\n{self.said()[-3000:]}') from None
-        return seen
+            raise AssertionError(f'{error}; it is {record}\n{self.said()[-3000:]}') from None
+        return record
 
     def ask_destroy(self, *instances: str) -> None:
         done = self.lab.eschedule('destroy', *instances)
@@ -299,7 +308,7 @@ class Hypervisor:
         return self.state / 'images' / f'{instance}.qcow2'
 
     def nothing_of(self, instance: str) -> None:
-        """No domain, QEMU, disk, console, guest data, claim, request key or address of it; its lock is free."""
+        """Assert that nothing of an instance is left in any plane, and that its lock is free."""
         assert instance not in self.lab.domains(self.name)
         assert instance not in self.qemus()
         assert not self.disk(instance).exists()
@@ -313,21 +322,21 @@ class Hypervisor:
         assert self.is_free(instance)
 
     def settled(self) -> None:
-        """What every row ends with: all planes agree, the audit finds nothing, and each guest is one QEMU."""
+        """Assert that all planes agree, the audit is clean, and each guest has one QEMU."""
         self.lab.check()
-        there = self.qemus()
-        assert len(there) == len(set(there)), f'two QEMUs of one instance: {there}'
+        instances = self.qemus()
+        assert len(instances) == len(set(instances)), f'two QEMUs of one instance: {instances}'
 
     def clear(self) -> None:
-        """Everything as before the test: nothing is here, and ecompute runs without failpoints."""
+        """Restore the state before the test: an empty host whose ecompute has no failpoints."""
         for pid in (*self.workers(), self.libvirtd):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         if not running(self.libvirtd):
             self.start_libvirtd()
         self.plain()
-        left = [key.rsplit('/', 1)[1] for key in self.lab.etcd(f'/hosts/{self.compute}/')]
-        self.lab.destroy(*left)
+        requested = [key.rsplit('/', 1)[1] for key in self.lab.etcd(f'/hosts/{self.compute}/')]
+        self.lab.destroy(*requested)
         records = self.lab.etcd('/instances/')
         self.lab.destroy(*(key.rsplit('/', 1)[1] for key in records if json.loads(records[key])['state'] == 'error'))
 
@@ -336,13 +345,13 @@ class Hypervisor:
         return f'{self.name} ecompute'
 
     def _host(self) -> LabHost:
-        # elab, a process of its own, writes it anew.
+        # Load it each time: elab, a separate process, rewrites it.
         return LabHost(state.load(self.lab.name), self.name)
 
 
 @contextlib.contextmanager
 def held(host: Hypervisor, instance: str) -> Iterator[None]:
-    """A process of ours is at the instance, as an orphaned worker would be."""
+    """Hold an instance's lock in this process, as an orphaned worker would."""
     with InstanceLocks(host.state).held(instance, lambda: None):
         yield
 

@@ -1,4 +1,4 @@
-"""A lab for the stories: real hypervisors, a real guest image, and ways to look at all planes from outside."""
+"""A lab for the scenario tests: real hypervisors, a real guest image, all planes."""
 
 from __future__ import annotations
 
@@ -32,23 +32,26 @@ from tests.kit.witness import Watched, process_works
 
 ROOT = Path('/var/lib/elab')
 NOTIFIED = re.compile(r'NOTIFIED TARGET, (\S+), OF INSTANCE (\S+)')
+# Seconds an emulated guest may take to get its address on a machine that is busy with other tests.
 BOOT = 120.0
-"""Seconds an emulated guest may take to its address while the machine is busy with others."""
 
 
 def lab_name(what: str) -> str:
-    """A name for a lab of this process: tests/run finds by it what was left up."""
+    """Return a name for a lab of this process; tests/run finds leftover labs by it."""
     return f't{os.environ.get("ECOMP_TESTS", "")}-{what}{os.getpid()}'
 
 
 def begun(name: str, hosts: int) -> Path:
-    """The directory of a lab of which nothing but lab.json is there, so that something may be put or mounted in it."""
+    """Create the directory of a lab with nothing but lab.json, and return it.
+
+    Files may be put or mounted in it before `elab up`.
+    """
     with state.locked(ROOT / name):
         return state.load_or_create(name, hosts).directory
 
 
 class Lab:
-    """One lab, made by `elab up` and removed by close(). Everything is asked of the servers themselves."""
+    """A lab, made by `elab up` and removed by close(); its state is read from its servers."""
 
     def __init__(self, name: str, hosts: int) -> None:
         self.name = name
@@ -58,7 +61,7 @@ class Lab:
         self._memory = self.directory / CONTROL
         self._memory.mkdir(parents=True)
         try:
-            # etcd and placement write through to a disk, which costs more than all else they do.
+            # Keep etcd's and placement's files in memory: writing them through to a disk is most of their cost.
             machine.run(['mount', '-t', 'tmpfs', 'tmpfs', str(self._memory)])
             self.elab('up', '--hosts', str(hosts))
         except BaseException:
@@ -69,19 +72,19 @@ class Lab:
         self.watched = Watched(self.ask, PlacementDatabase(self.directory / CONTROL / 'placement.sqlite'), self.works)
 
     def close(self) -> None:
-        with contextlib.suppress(EcompError):  # it was not mounted yet
+        with contextlib.suppress(EcompError):  # not mounted yet
             machine.run(['umount', '-l', str(self._memory)])
         self.elab('down')
 
     def elab(self, command: str, *words: str) -> str:
-        elab = [sys.executable, '-m', 'ecomp.lab.elab', command, '--name', self.name, *words]
-        with Command(elab, TOP) as under_way:
-            done = under_way.end(600)
-        assert done.code == 0, f'elab {command} {words}: {done.stdout}{done.stderr}'
-        return done.stdout
+        command_line = [sys.executable, '-m', 'ecomp.lab.elab', command, '--name', self.name, *words]
+        with Command(command_line, TOP) as process:
+            result = process.end(600)
+        assert result.code == 0, f'elab {command} {words}: {result.stdout}{result.stderr}'
+        return result.stdout
 
     def inside(self, host: str, *command: str) -> str:
-        """Run a command on a host, as `elab exec` does; its standard output."""
+        """Run a command on a host, as `elab exec` does, and return its standard output."""
         return machine.run(LabHost(state.load(self.name), host).command(list(command)))
 
     def virsh(self, host: str, *words: str) -> str:
@@ -94,11 +97,11 @@ class Lab:
         return str(self.facts['images']) + name
 
     def place(self, query: str, *words: str) -> tuple[str, str]:
-        done = self.eschedule(query, *words)
-        found = NOTIFIED.match(done.stdout)
-        assert done.code == 0, done
-        assert found, done
-        return self.host_of(found[1]), found[2]
+        result = self.eschedule(query, *words)
+        notice = NOTIFIED.match(result.stdout)
+        assert result.code == 0, result
+        assert notice, result
+        return self.host_of(notice[1]), notice[2]
 
     def compute(self, host: str) -> str:
         return (self.state(host) / 'uuid').read_text().strip()
@@ -117,7 +120,7 @@ class Lab:
         return log.read_text(errors='replace') if log.exists() else ''
 
     def told(self, host: str, instance: str) -> dict[str, list[str]]:
-        """What our small guest said of itself: {fact: values}, once it has said all."""
+        """Wait until our small guest has reported everything, and return it: {fact: values}."""
         until(lambda: 'ecomp-guest: ready' in self.console(host, instance), BOOT, f'{instance} says all about itself')
         facts: dict[str, list[str]] = {}
         for line in self.console(host, instance).splitlines():
@@ -127,21 +130,21 @@ class Lab:
         return facts
 
     def addressed(self, instance: str) -> str:
-        def asked() -> str:
-            done = self.eschedule(instance)
-            assert done.code in (0, 6), done
-            return done.stdout.strip()
+        def find_address() -> str:
+            result = self.eschedule(instance)
+            assert result.code in (0, 6), result
+            return result.stdout.strip()
 
-        return until(asked, BOOT, f'{instance} has an address')
+        return until(find_address, BOOT, f'{instance} has an address')
 
     def domains(self, host: str) -> dict[str, str]:
-        """{name: state} of all domains on a host; what is neither running nor off is its number in libvirt."""
+        """Return {name: state} of a host's domains; uncommon states are libvirt's numbers."""
         import libvirt
 
-        words = {libvirt.VIR_DOMAIN_RUNNING: 'running', libvirt.VIR_DOMAIN_SHUTOFF: 'shut off'}
+        state_names = {libvirt.VIR_DOMAIN_RUNNING: 'running', libvirt.VIR_DOMAIN_SHUTOFF: 'shut off'}
         with self._libvirt(host) as connection:
-            states = {each.name(): each.state()[0] for each in connection.listAllDomains()}
-        return {name: words.get(state, str(state)) for name, state in states.items()}
+            states = {domain.name(): domain.state()[0] for domain in connection.listAllDomains()}
+        return {name: state_names.get(state, str(state)) for name, state in states.items()}
 
     def domain(self, host: str, instance: str) -> ET.Element:
         with self._libvirt(host) as connection:
@@ -151,7 +154,7 @@ class Lab:
     def _libvirt(self, host: str) -> Iterator[Any]:
         import libvirt
 
-        # By its socket, which is a file out here too: a process in the host's namespaces for each question costs more.
+        # Use the socket's path, which works from outside: a process in the host's namespaces for each query costs more.
         connection = libvirt.open(f'qemu+unix:///system?socket={self.directory}/{host}/run/libvirt-sock')
         try:
             yield connection
@@ -159,8 +162,8 @@ class Lab:
             connection.close()
 
     def disks(self, host: str) -> set[str]:
-        found = (self.state(host) / 'images').glob('*.qcow2')
-        return {path.stem for path in found if not path.name.startswith('base-')}
+        paths = (self.state(host) / 'images').glob('*.qcow2')
+        return {path.stem for path in paths if not path.name.startswith('base-')}
 
     def seeds(self, host: str) -> set[str]:
         return {path.stem for path in (self.state(host) / 'seeds').glob('*.iso')}
@@ -169,19 +172,19 @@ class Lab:
         return get_json(self.facts['placement'] + path, self.operator)
 
     def put_claim(self, instance: str, body: Mapping[str, Any]) -> None:
-        own = self.operator
-        curl = ['curl', '-sS', '--fail', '--cacert', f'{own}/ca.crt', '--cert', f'{own}/client.crt']
-        headers = ['content-type: application/json', f'x-auth-token: {(own / "token").read_text().strip()}']
+        certs = self.operator
+        curl = ['curl', '-sS', '--fail', '--cacert', f'{certs}/ca.crt', '--cert', f'{certs}/client.crt']
+        headers = ['content-type: application/json', f'x-auth-token: {(certs / "token").read_text().strip()}']
         headers += ['openstack-api-version: placement 1.39']
-        words = [word for header in headers for word in ('-H', header)]
+        options = [word for header in headers for word in ('-H', header)]
         url = f'{self.facts["placement"]}/allocations/{instance}'
-        machine.run([*curl, '--key', f'{own}/client.key', *words, '-X', 'PUT', '-d', json.dumps(body), url])
+        machine.run([*curl, '--key', f'{certs}/client.key', *options, '-X', 'PUT', '-d', json.dumps(body), url])
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Reply:
         return Reply(self.facts['etcd'], path, body, certs=self.operator)
 
     def works(self, compute: str) -> bool | None:
-        """Whether the ecompute of this uuid runs; None: it is of no host here."""
+        """True if the ecompute of this uuid runs; None if it is on no host of this lab."""
         host = next((host for host in self.hosts if self.compute(host) == compute), None)
         return None if host is None else process_works(self.ecompute_pid(host))
 
@@ -189,12 +192,12 @@ class Lab:
         start = prefix.encode()
         end = start[:-1] + bytes([start[-1] + 1])
         with self.ask('kv/range', {'key': b64(start), 'range_end': b64(end)}) as answer:
-            found = json.loads(answer.read()).get('kvs', [])
-        return {base64.b64decode(kv['key']).decode(): base64.b64decode(kv.get('value', '')) for kv in found}
+            entries = json.loads(answer.read()).get('kvs', [])
+        return {base64.b64decode(kv['key']).decode(): base64.b64decode(kv.get('value', '')) for kv in entries}
 
     def record(self, instance: str) -> bytes | None:
-        found = [value for key, value in self.etcd('/instances/').items() if key.endswith(f'/{instance}')]
-        return found[0] if found else None
+        values = [value for key, value in self.etcd('/instances/').items() if key.endswith(f'/{instance}')]
+        return values[0] if values else None
 
     def put(self, key: str, value: str) -> None:
         body = {'key': b64(key), 'value': b64(value)}
@@ -211,12 +214,16 @@ class Lab:
         until(lambda: not running(pid), 60, f'the ecompute of {host} ends')
 
     def start_ecomputes(self) -> None:
-        """Start what has been stopped: elab up does what is missing."""
+        """Start the ecomputes that were stopped: elab up starts what is missing."""
         self.elab('up')
 
     @contextlib.contextmanager
     def configured(self, host: str, **settings: Any) -> Iterator[str]:
-        """A host whose compute.yaml says this, too: `in_tree=…`, which places an instance there."""
+        """Restart a host's ecompute with more settings, and restore them afterwards.
+
+        Yields:
+            `in_tree=…`, which places an instance on this host.
+        """
         config = self.directory / host / 'compute.yaml'
         before = config.read_text()
         self.stop_ecompute(host)
@@ -230,69 +237,69 @@ class Lab:
             self.start_ecomputes()
 
     def disagreements(self) -> list[str]:
-        """Where libvirt, the disks, placement and etcd tell different stories. Nothing may be in work."""
-        found = []
+        """List where libvirt, disks, placement and etcd disagree. Nothing may be in work."""
+        problems = []
         records = {key.rsplit('/', 1)[1]: json.loads(value) for key, value in self.etcd('/instances/').items()}
-        living = {name: each for name, each in records.items() if each['state'] not in ('gone', 'error')}
-        wished = {tuple(key.split('/')[2:4]) for key in self.etcd('/hosts/')}
+        living = {name: record for name, record in records.items() if record['state'] not in ('gone', 'error')}
+        requested = {tuple(key.split('/')[2:4]) for key in self.etcd('/hosts/')}
         booted = {key.rsplit('/', 1)[1] for key in self.etcd('/booted/')}
-        found += [f'{name}: request in work' for name in self.etcd('/requests/')]
-        found += [f'{name}: has an address and is not living' for name in booted - living.keys()]
+        problems += [f'{name}: request in work' for name in self.etcd('/requests/')]
+        problems += [f'{name}: has an address and is not living' for name in booted - living.keys()]
         for host in self.hosts:
             compute = self.compute(host)
-            here = {name for name, each in living.items() if each['compute'] == compute}
-            off = {name for name in here if living[name]['state'] == 'stopped'}
+            expected = {name for name, record in living.items() if record['compute'] == compute}
+            stopped = {name for name in expected if living[name]['state'] == 'stopped'}
             domains, disks = self.domains(host), self.disks(host)
             held = self.placement(f'/resource_providers/{compute}/allocations')['allocations']
             data = {json.loads(path.read_text())['instance'] for path in (self.state(host) / 'metadata').glob('*.json')}
             planes = {
-                'domains': {n for n, state in domains.items() if state == ('shut off' if n in off else 'running')},
+                'domains': {n for n, state in domains.items() if state == ('shut off' if n in stopped else 'running')},
                 'disks': disks,
                 'allocations': set(held),
-                'requests': {name for owner, name in wished if owner == compute},
+                'requests': {name for owner, name in requested if owner == compute},
                 'guest data': data,
                 'consoles': {path.stem for path in (self.state(host) / 'console').glob('*.log')},
             }
-            wrong = {plane: there for plane, there in planes.items() if there != here}
-            found += [f'{host}: {plane} are {there}, instances {here}' for plane, there in wrong.items()]
-            found += self._sizes(host, held)
-            parts = [path.name for path in self.state(host).glob('*/*.part')]
-            found += [f'{host}: left over {name}' for name in parts]
-            found += [f'{host}: left over seed of {name}' for name in self.seeds(host) - here]
-        return found
+            mismatches = {plane: actual for plane, actual in planes.items() if actual != expected}
+            problems += [f'{host}: {plane} are {actual}, instances {expected}' for plane, actual in mismatches.items()]
+            problems += self._sizes(host, held)
+            partial_files = [path.name for path in self.state(host).glob('*/*.part')]
+            problems += [f'{host}: left over {name}' for name in partial_files]
+            problems += [f'{host}: left over seed of {name}' for name in self.seeds(host) - expected]
+        return problems
 
     def _sizes(self, host: str, held: dict[str, Any]) -> list[str]:
-        found = []
-        for instance, each in held.items():
+        problems = []
+        for instance, allocation in held.items():
             domain = self.domain(host, instance)
             size = {'VCPU': int(domain.findtext('vcpu', '0')), 'MEMORY_MB': int(domain.findtext('memory', '0')) // 1024}
-            claimed = {name: each['resources'][name] for name in size}
+            claimed = {name: allocation['resources'][name] for name in size}
             if claimed != size:
-                found.append(f'{instance}: {claimed} claimed, its domain is {size}')
-        return found
+                problems.append(f'{instance}: {claimed} claimed, its domain is {size}')
+        return problems
 
     def check(self) -> None:
-        """All planes agree, soon, and ecomp's own audit finds nothing."""
-        seen: list[list[str]] = [[]]
+        """Wait until all planes agree and ecomp's audit is clean."""
+        problems: list[list[str]] = [[]]
 
         def agree() -> bool:
-            seen[0] = self.disagreements()
-            return not seen[0]
+            problems[0] = self.disagreements()
+            return not problems[0]
 
         try:
             until(agree, 30, 'libvirt, disks, placement and etcd agree')
         except AssertionError as error:
-            raise AssertionError('\n'.join([str(error), *seen[0]])) from None
+            raise AssertionError('\n'.join([str(error), *problems[0]])) from None
         audit_clean(self)
 
     def destroy(self, *instances: str) -> None:
         if instances:
-            done = self.eschedule('destroy', '--wait', *instances)
-            assert done.code == 0, done
+            result = self.eschedule('destroy', '--wait', *instances)
+            assert result.code == 0, result
 
 
 def get_json(url: str, certs: Path) -> dict[str, Any]:
-    """What etcd or placement answers to a GET of whoever has the certificate and the token in this directory."""
+    """GET a URL of etcd or placement with this directory's certificate and token."""
     context = ssl.create_default_context(cafile=str(certs / 'ca.crt'))
     context.load_cert_chain(certs / 'client.crt', certs / 'client.key')
     token = (certs / 'token').read_text().strip()
@@ -301,12 +308,15 @@ def get_json(url: str, certs: Path) -> dict[str, Any]:
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
     )
     with opener.open(urllib.request.Request(url, headers=headers), timeout=30) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+        value: dict[str, Any] = json.load(answer)
+    return value
 
 
 def running(pid: int) -> bool:
-    """True while a process lives (a zombie does not), or a thread of it: until the last has ended, it has its locks."""
+    """True while a process or one of its threads lives; a zombie does not.
+
+    A process holds its locks until its last thread has ended.
+    """
     try:
         state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
         return state != 'Z' or len(os.listdir(f'/proc/{pid}/task')) > 1
@@ -315,7 +325,7 @@ def running(pid: int) -> bool:
 
 
 def answers(address: str) -> bool:
-    """True if the guest's own little server answers, which is asked from this machine through the lab."""
+    """True if the guest's web server answers this machine through the lab."""
     try:
         with urllib.request.urlopen(f'http://{address}/', timeout=2) as answer:
             return b'ecomp-guest' in answer.read(1000)

@@ -1,4 +1,4 @@
-"""Fixtures of real libvirt: the lab of the stories, and that of the faults. See plan.LABS for who shares which."""
+"""Fixtures with real libvirt: the labs of scenario and fault tests. See plan.LAB_GROUPS."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tests.kit.hypervisor import ROOM, Hypervisor
 from tests.kit.lab import Lab, begun, lab_name
 from tests.kit.slow_images import SlowImages
 
+# The ssh key that hosts give to guests of the scenario lab.
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGOd6V0cVCYrYWIwTNsw7vbFLXN1Fy9CZtGLdpB1YP1q story@lab'
-"""What a guest of the stories' lab is given by its host."""
+# The size of the file system for images of the second host.
 SMALL_MB = 8
-"""The size of the second host's file system of images."""
 
 
 @pytest.fixture(scope='session')
 def whole(guest_image: Path) -> Iterator[Lab]:
-    """Three hosts, whose guests get our key and user-data."""
+    """Three hosts whose guests get our ssh key and user-data."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
     name = lab_name('stories')
     top = begun(name, 3)
-    # What is there already elab leaves as it is.
+    # elab keeps files that exist already.
     for number in (1, 2, 3):
         conf = top / f'hv{number}/mdserver.conf'
         conf.parent.mkdir(parents=True)
@@ -46,11 +46,11 @@ def whole(guest_image: Path) -> Iterator[Lab]:
 
 @pytest.fixture
 def lab(whole: Lab) -> Iterator[Lab]:
-    """The lab of the stories, empty before and after, with all planes agreeing at the end."""
+    """The lab of the scenario tests, empty before and after; finally all planes must agree."""
     yield whole
     whole.start_ecomputes()
-    left = [key.rsplit('/', 1)[1] for key in whole.etcd('/hosts/')]
-    whole.destroy(*left)
+    requested = [key.rsplit('/', 1)[1] for key in whole.etcd('/hosts/')]
+    whole.destroy(*requested)
     for key, value in whole.etcd('/instances/').items():
         if json.loads(value)['state'] == 'error':
             whole.destroy(key.rsplit('/', 1)[1])
@@ -59,11 +59,11 @@ def lab(whole: Lab) -> Iterator[Lab]:
 
 @pytest.fixture(scope='session')
 def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
-    """Two hosts. The second has its images on a small file system of their own, which grows if it is told to."""
+    """Two hosts; the second has a small file system for images, which a test may enlarge."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
     name = lab_name('faults')
-    # Before the host is made: its daemons get their view of the machine's file systems when they start.
+    # Mount it before the host is made: its daemons get their view of the file systems when they start.
     small = begun(name, 2) / 'hv2/state/images'
     small.mkdir(parents=True)
     with ExitStack() as undo:
@@ -74,16 +74,16 @@ def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
         undo.callback(lab.close)
         undo.callback(subprocess.run, ['umount', str(small)], check=True)
         (lab.directory / 'images/idle.raw').write_bytes(boot_disk(HALT))
-        found = Hypervisor(lab, 'hv1'), Hypervisor(lab, 'hv2')
-        for each in found:
-            each.compute = lab.compute(each.name)
-            config = each.directory / 'compute.yaml'
+        pair = Hypervisor(lab, 'hv1'), Hypervisor(lab, 'hv2')
+        for hypervisor in pair:
+            hypervisor.compute = lab.compute(hypervisor.name)
+            config = hypervisor.directory / 'compute.yaml'
             config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'inventory': ROOM}))
-            each.kill()
-            each.launch()
-        for each in found:
-            each.wait_ready()
-        yield found
+            hypervisor.kill()
+            hypervisor.launch()
+        for hypervisor in pair:
+            hypervisor.wait_ready()
+        yield pair
 
 
 @pytest.fixture
@@ -106,6 +106,6 @@ def small_host(hypervisors: tuple[Hypervisor, Hypervisor]) -> Iterator[Hyperviso
 
 @pytest.fixture
 def slow_images(hypervisors: tuple[Hypervisor, Hypervisor], tmp_path: Path) -> Iterator[SlowImages]:
-    """The lab's images, of which only half comes before go_on()."""
+    """The lab's images, of which only half is sent before release()."""
     with SlowImages(hypervisors[0].lab, tmp_path) as server:
         yield server

@@ -1,8 +1,8 @@
-"""A machine of a test's own: namespaces in which names, addresses and directories are free, and packages are reached.
+"""A private machine for a test: namespaces, and access to package mirrors.
 
-Its network, processes and mounts are its own, and all of them end with it. /run and /var/lib/elab are empty there; what
-is written to apt's directories stays there. slirp4netns, in user space, is its uplink. With `root` it is another
-system, whose file system is below that directory.
+Names, addresses and directories are free in it. It has its own network, processes and mounts, which end with it. /run
+and /var/lib/elab are empty in it, and writes to apt's directories stay in it. slirp4netns, in user space, is its
+uplink. With `root` its file system is that directory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tests.kit.servers import until
 
+# Required commands and their Debian packages.
 NEEDED = {
     'ip': 'iproute2',
     'unshare': 'util-linux',
@@ -25,10 +26,10 @@ NEEDED = {
     'setpriv': 'util-linux',
     'slirp4netns': 'slirp4netns',
 }
-"""Commands, and the Debian packages they are in."""
 
-# The metadata address is never to be asked for outside of a lab. ip(8) says `Peer netns reference is invalid` where
-# mounts are shared, and `ip netns exec` fails where / is no mount point: so the root is a mount, and pivoted into.
+# The metadata address must not be reachable outside of a lab. The root is a mount that is pivoted into, for two
+# reasons: ip(8) fails with `Peer netns reference is invalid` where mounts are shared, and `ip netns exec` fails where /
+# is not a mount point.
 INSIDE = """
 set -eu
 root=$1 own=$2
@@ -73,12 +74,12 @@ while :; do sleep 3600 & wait $!; done
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine that runs; `pid` is its process 1, seen from here."""
+    """A running machine; `pid` is its process 1 as seen from this process."""
 
     pid: int
 
     def inside(self, command: Sequence[str], cwd: Path = Path('/')) -> list[str]:
-        """The command line that runs `command` there, in that directory of it."""
+        """Return the command line that runs `command` on the machine, in its directory `cwd`."""
         return ['nsenter', '-t', str(self.pid), '-n', '-m', '-p', '--', 'env', '-C', str(cwd), *command]
 
     def run(self, command: Sequence[str], cwd: Path = Path('/')) -> subprocess.CompletedProcess[str]:
@@ -92,43 +93,43 @@ def not_installed(needed: Mapping[str, str]) -> str:
 
 
 def lacking() -> str:
-    """What keeps a machine from being made here, in words; '' if nothing does."""
+    """Return why no machine can be made here; '' if one can."""
     if os.geteuid() != 0:
         return 'namespaces need root'
-    if why := not_installed(NEEDED):
-        return why
+    if reason := not_installed(NEEDED):
+        return reason
     return '' if Path('/dev/net/tun').exists() else 'there is no /dev/net/tun, which slirp4netns needs'
 
 
 @contextmanager
 def machine(root: Path = Path('/')) -> Iterator[Machine]:
-    """Start one; nothing of it is left afterwards, but what was written to files."""
+    """Start a machine, and remove it afterwards, except for what was written to files."""
     with ExitStack() as undo:
-        own = Path(tempfile.mkdtemp(prefix='ecomp-machine-'))
-        undo.callback(shutil.rmtree, own)
-        undo.callback(Path(f'/var/lib/elab/.{own.name}').unlink, missing_ok=True)
-        log = undo.enter_context((own / 'log').open('w+'))
-        # pdeathsig and kill-child: whatever ends the test, also kill -9, ends everything.
+        work = Path(tempfile.mkdtemp(prefix='ecomp-machine-'))
+        undo.callback(shutil.rmtree, work)
+        undo.callback(Path(f'/var/lib/elab/.{work.name}').unlink, missing_ok=True)
+        log = undo.enter_context((work / 'log').open('w+'))
+        # With pdeathsig and kill-child everything ends with the test, even after kill -9.
         tied = ['setpriv', '--pdeathsig', 'KILL', '--']
         namespaces = ['unshare', '--net', '--mount', '--ipc', '--pid', '--fork', '--kill-child', '--']
-        shell = ['bash', '-c', INSIDE, 'bash', str(root), str(own)]
+        shell = ['bash', '-c', INSIDE, 'bash', str(root), str(work)]
         process = subprocess.Popen([*tied, *namespaces, *shell], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         undo.callback(_end, process)
 
-        def first() -> int:
-            assert process.poll() is None, f'it ended:\n{(own / "log").read_text()[-2000:]}'
+        def find_init() -> int:
+            assert process.poll() is None, f'it ended:\n{(work / "log").read_text()[-2000:]}'
             return int(Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().strip() or 0)
 
-        made = Machine(until(first, 30, 'its first process runs'))
+        started = Machine(until(find_init, 30, 'its first process runs'))
 
-        def ready() -> bool:
-            return bool(first()) and Path(f'/proc/{made.pid}/root/run/own/ready').exists()
+        def is_ready() -> bool:
+            return bool(find_init()) and Path(f'/proc/{started.pid}/root/run/own/ready').exists()
 
-        until(ready, 30, 'it is set up')
-        uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(made.pid), 'tap0']
+        until(is_ready, 30, 'it is set up')
+        uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(started.pid), 'tap0']
         undo.callback(_end, subprocess.Popen([*tied, *uplink], stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-        until(lambda: 'tap0' in made.run(['ip', '-o', 'link']).stdout, 30, 'it has an uplink')
-        yield made
+        until(lambda: 'tap0' in started.run(['ip', '-o', 'link']).stdout, 30, 'it has an uplink')
+        yield started
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
