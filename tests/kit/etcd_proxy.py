@@ -1,4 +1,4 @@
-"""`etcd grpc-proxy` before an etcd, as it is used to spare a cluster connections."""
+"""An `etcd grpc-proxy` in front of an etcd, as used to save a cluster connections."""
 
 from __future__ import annotations
 

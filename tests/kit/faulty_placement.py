@@ -1,4 +1,4 @@
-"""An HTTP proxy before a real placement that fails in one of the ways placement, or a proxy before it, can fail."""
+"""An HTTP proxy for a real placement, which fails as placement or a proxy can fail."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ KINDS = {
     'truncated': '200, and half an answer',
     'slow': 'the answer takes `seconds`: the request itself arrives that late',
 }
+# The kinds of failure that apply only to some methods.
 METHODS = {'409': {'PUT'}, 'lost': {'PUT', 'POST', 'DELETE'}}
-"""Those that only some requests can meet."""
 
 
 class FaultyPlacement:
-    """Passes on to 127.0.0.1:`port`, unless `fail(kind)`. `with` ends it."""
+    """Passes requests on to 127.0.0.1:`port`, except after `fail(kind)`. `with` closes it."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -55,13 +55,13 @@ class FaultyPlacement:
     def fail(
         self, kind: str, which: Callable[[str, str], bool] = lambda *_: True, seconds: float = 0.0
     ) -> None:
-        """From now on, and until heal(), fail those requests of which which(method, path) is true."""
+        """Fail the requests for which which(method, path) is true, until heal()."""
         assert kind in KINDS, kind
         self._kind, self._which, self._seconds = kind, which, seconds
         if kind == 'refused':
             self._close()
         else:
-            self.cut()  # kept connections would be answered as before only by luck: none is kept
+            self.cut()  # a kept-alive connection must not be answered as before
 
     def heal(self) -> None:
         self._kind = ''
@@ -69,7 +69,7 @@ class FaultyPlacement:
             self._server = self._listen(self.port)
 
     def fails(self, method: str, path: str) -> str:
-        """The kind of failure a request meets, '' for none."""
+        """Return the kind of failure for a request, '' for none."""
         kind = self._kind
         if not kind or not self._which(method, path) or method not in METHODS.get(kind, {method}):
             return ''
@@ -80,7 +80,7 @@ class FaultyPlacement:
         self._closing.wait(self._seconds)
 
     def pass_on(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
-        """Ask the real placement: status, content type and body."""
+        """Send a request to the real placement, and return status, content type and body."""
         connection = http.client.HTTPConnection('127.0.0.1', self._target, timeout=30)
         try:
             connection.request(method, path, body or None, headers)
@@ -90,14 +90,14 @@ class FaultyPlacement:
             connection.close()
 
     def wrap(self, connection: socket.socket) -> socket.socket:
-        """Wrap a connection in what is spoken over it."""
+        """Wrap an accepted connection, e.g. in TLS."""
         return connection
 
     def cut(self) -> None:
         """Cut all connections."""
-        for each in list(self._open):
+        for connection in list(self._open):
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         self._open.clear()
 
     def _listen(self, port: int) -> ThreadingHTTPServer:
@@ -116,7 +116,7 @@ class FaultyPlacement:
                 super().process_request(request, address)
 
             def handle_error(self, *_: object) -> None:
-                """A client that has gone: what we are here for."""
+                """Ignore clients that have disconnected: the tests provoke that."""
 
         server = Server(('127.0.0.1', port), type('Handler', (_Handler,), {'faulty': faulty}))
         threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True).start()
@@ -171,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 HOP_BY_HOP = {'host', 'connection', 'content-length', 'accept-encoding'}

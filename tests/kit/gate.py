@@ -9,9 +9,9 @@ from typing import Self
 
 
 class Gate:
-    """Relays to a port of 127.0.0.1. hold(): the first answer to what contains `marker` is kept, and all after it.
+    """Relays to a port of 127.0.0.1; hold() makes it hold an answer, and all data after it.
 
-    `held` is set as soon as the server has answered, so what was asked for has been done by then.
+    `held` is set once the server has answered, so the request has been carried out by then.
     """
 
     def __init__(self, target: int) -> None:
@@ -32,18 +32,18 @@ class Gate:
         self.cut()
 
     def hold(self, marker: bytes) -> None:
-        """From now on, and until open() or cut()."""
+        """Hold the answer to the next request that contains `marker`, until open() or cut()."""
         self._marker = marker
         self._open.clear()
         self.held.clear()
 
     def open(self) -> None:
-        """Let everything through again, what was held first."""
+        """Relay everything again, held data first."""
         self._marker = None
         self._open.set()
 
     def cut(self) -> None:
-        """Break every connection, and take no more."""
+        """Break every connection, and accept no more."""
         self._marker = None
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -52,11 +52,11 @@ class Gate:
         self._open.set()
 
     def break_off(self) -> None:
-        """Break the connections there are; new ones are taken, and nothing is held any more."""
+        """Break the open connections, and hold nothing; new connections are accepted."""
         self._marker = None
-        for each in self._sockets:
+        for connection in self._sockets:
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         self._sockets.clear()
         self._open.set()
 
@@ -68,9 +68,9 @@ class Gate:
             except OSError:
                 return
             self._sockets += [client, server]
-            asked = threading.Event()
-            threading.Thread(target=self._there, args=(client, server, asked), daemon=True).start()
-            threading.Thread(target=self._back, args=(server, client, asked), daemon=True).start()
+            marker_seen = threading.Event()
+            threading.Thread(target=self._there, args=(client, server, marker_seen), daemon=True).start()
+            threading.Thread(target=self._back, args=(server, client, marker_seen), daemon=True).start()
 
     def _there(self, client: socket.socket, server: socket.socket, asked: threading.Event) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""etcd's calls in the JSON of its gateway, over gRPC: what elab starts has no gateway."""
+"""Calls of etcd over gRPC, in the JSON of its gateway, which the etcd of elab lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from ecomp.store.roles import etcdrpc  # by way of the module that has protobuf load it
+from ecomp.store.roles import etcdrpc  # imported from the module that makes protobuf load it
 
 CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], str, Any]] = {
     'kv/range': (etcdrpc.KVStub, 'Range', etcdrpc.RangeRequest),
@@ -21,20 +21,24 @@ CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], str, Any]] = {
 
 
 class Reply:
-    """The answer of one call of etcd at host:port, to be read and closed: JSON, a line for each message of a stream.
+    """The answer of one call of the etcd at host:port, to be read and closed.
 
-    OSError for whatever etcd does not answer. `certs` has a client's certificate.
+    The messages of a stream are one line of JSON each. `certs` is a directory with a client's certificate.
+
+    Raises:
+        OSError: etcd did not answer.
     """
 
     def __init__(
         self, where: str, path: str, body: Mapping[str, Any], timeout: float = 30.0, certs: Path | None = None
     ) -> None:
-        from google.protobuf import json_format  # here, after the room above has said which protobuf it is
+        # Imported here, after the import of etcdrpc has chosen the protobuf implementation.
+        from google.protobuf import json_format
 
         stub, method, kind = CALLS[path]
         request = json_format.ParseDict(dict(body), kind())
         self._ended = threading.Event()
-        # A proxy of the environment's knows nothing of a lab.
+        # A proxy configured in the environment cannot reach a lab.
         options = [('grpc.enable_http_proxy', 0)]
         if certs is None:
             self._channel = grpc.insecure_channel(where, options)
@@ -66,18 +70,18 @@ class Reply:
             raise OSError(f'the watch ended: {error}') from error
 
     def close(self) -> None:
-        """Ends the stream, too."""
+        """Close the connection; this also ends a stream."""
         self._ended.set()
         self._channel.close()
 
     def _asked(self, request: Any) -> Iterator[Any]:
         yield request
-        # etcd ends a watch whose client has nothing more to say.
+        # etcd ends a watch when its client closes its side of the stream.
         self._ended.wait()
 
 
 def _as_json(message: Any) -> dict[str, Any]:
     from google.protobuf import json_format
 
-    found: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    return found
+    value: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return value

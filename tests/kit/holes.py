@@ -1,4 +1,4 @@
-"""Addresses at which nobody answers: what is sent there is dropped, as by a firewall, or where a host is off."""
+"""Addresses that drop all connection attempts, like a firewall or a host that is off."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from tests.kit.servers import until
 
+# Connections that are never accepted: with the shortest queue the kernel drops all that follow.
 FULL = 4
-"""Connections that nobody accepts; of a queue that is as short as can be the kernel drops all that come then."""
 
 
 @contextmanager

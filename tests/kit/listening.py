@@ -1,4 +1,4 @@
-"""A server of the test's own at a port of 127.0.0.1: each connection has a thread."""
+"""A server in this process at a port of 127.0.0.1, with a thread for each connection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 class Listening:
-    """Takes connections until close(). What is said on each is serve()'s."""
+    """Accepts connections until close(); serve() answers on each."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -17,7 +17,7 @@ class Listening:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def serve(self, connection: socket.socket, number: int) -> None:
-        """Answer on a connection, the `number`th; it is closed then, and an OSError is its end."""
+        """Answer on the `number`th connection, which is closed afterwards; an OSError ends it, too."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -38,7 +38,7 @@ class Listening:
 
 
 class CannedServer(Listening):
-    """Speaks HTTP, and says what it is told, the last of it again and again. `asked` are the requests."""
+    """An HTTP server with canned answers, the last one repeated; `requests` lists the requests."""
 
     def __init__(self, *says: bytes) -> None:
         self._says = list(says)
@@ -47,19 +47,19 @@ class CannedServer(Listening):
         self.url = f'http://{self.address}'
 
     def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
-        """See Listening."""
-        with connection.makefile('rb') as heard:
-            while line := heard.readline():
+        """Answer each request with the next canned answer."""
+        with connection.makefile('rb') as stream:
+            while line := stream.readline():
                 length = 0
-                while (field := heard.readline().lower()).strip():
+                while (field := stream.readline().lower()).strip():
                     if field.startswith(b'content-length:'):
                         length = int(field.partition(b':')[2])
-                heard.read(length)
+                stream.read(length)
                 self.asked.append(' '.join(line.decode().split()[:2]))
                 connection.sendall(self._says.pop(0) if len(self._says) > 1 else self._says[0])
 
 
 def make_answer(status: int, kind: str, body: bytes, *fields: str) -> bytes:
-    """Make what a server of HTTP says."""
+    """Make an HTTP response."""
     head = [f'HTTP/1.1 {status} x', f'content-type: {kind}', f'content-length: {len(body)}', *fields]
     return '\r\n'.join(head).encode() + b'\r\n\r\n' + body

@@ -1,4 +1,4 @@
-"""A TCP proxy that loses what a test tells it to lose: a request before it is carried out, or its answer after."""
+"""A TCP proxy that drops a chosen request before it arrives, or its answer afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from typing import Self
 
 @dataclass
 class _Rule:
-    """`applied` None: the request is not passed on. Else it is, and the connection is cut once applied() is true."""
+    """A request to drop, or a request whose answer to drop.
+
+    Attributes:
+        applied: None drops the request. Otherwise the request is passed on, and the connection is cut once applied() is
+            true.
+        stay_away: also cut all connections, as go_away() does.
+    """
 
     pattern: bytes
     applied: Callable[[], object] | None
@@ -20,7 +26,7 @@ class _Rule:
 
 
 class Proxy:
-    """Stands before `host`:`port`; `address` is its own. `with` ends it, and all its connections."""
+    """A proxy for `host`:`port`, listening at `address`. `with` closes all connections."""
 
     def __init__(self, port: int, host: str = '127.0.0.1') -> None:
         self._target = (host, port)
@@ -39,26 +45,32 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self.go_away()
-        # close() alone would not end the accept() that is under way.
+        # close() alone would not interrupt an accept() in progress.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     @property
     def has_lost(self) -> bool:
-        """Whether it has lost what it was to lose. Who was cut off may know that before the proxy has said so."""
+        """True once the proxy has dropped what it was told to drop.
+
+        A client may notice the cut connection before the proxy has set the event, so this waits.
+        """
         return self.lost.wait(10)
 
     def lose_request(self, pattern: bytes, and_stay_away: bool = False) -> None:
-        """The next request that holds `pattern` does not arrive: its connection is cut."""
+        """Drop the next request that contains `pattern`: cut its connection before it arrives."""
         self.lose(pattern, None, and_stay_away)
 
     def lose_answer(self, pattern: bytes, applied: Callable[[], object], and_stay_away: bool = False) -> None:
-        """The next request that holds `pattern` arrives, its answer does not: it is cut once `applied()` is true."""
+        """Drop the answer to the next request that contains `pattern`.
+
+        The request arrives; its connection is cut once `applied()` is true.
+        """
         self.lose(pattern, applied, and_stay_away)
 
     def lose(self, pattern: bytes, applied: Callable[[], object] | None, and_stay_away: bool = False) -> None:
-        """Its answer if there is an `applied`, else the request itself: for tests of both."""
+        """Drop the answer if `applied` is given, else the request; for tests of both."""
         self._rules.append(_Rule(pattern, applied, and_stay_away))
 
     def go_away(self) -> None:
@@ -66,8 +78,8 @@ class Proxy:
         self._away = True
         with self._lock:
             sockets, self._sockets = self._sockets, set()
-        for each in sockets:
-            _cut(each)
+        for connection in sockets:
+            _cut(connection)
 
     def come_back(self) -> None:
         self._away = False
@@ -88,8 +100,8 @@ class Proxy:
             with self._lock:
                 self._sockets |= {client, server}
             mute = threading.Event()
-            for source, sink, of_client in ((client, server, True), (server, client, False)):
-                arguments = (source, sink, mute, of_client)
+            for source, sink, from_client in ((client, server, True), (server, client, False)):
+                arguments = (source, sink, mute, from_client)
                 threading.Thread(target=self._pump, args=arguments, name='proxy', daemon=True).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket, mute: threading.Event, of_client: bool) -> None:
@@ -106,8 +118,8 @@ class Proxy:
                     threading.Thread(target=self._cut_when, args=(rule, source, sink), daemon=True).start()
                 if of_client or not mute.is_set():
                     sink.sendall(data)
-        # A server that ends the connection behind its answer (waitress does, behind a 204) is not to be quicker than
-        # the rule.
+        # A server may close the connection after its answer (waitress does after a 204). That must not overtake the
+        # rule.
         if not mute.is_set():
             _cut(source)
             _cut(sink)

@@ -1,4 +1,4 @@
-"""An HTTP/2 front of a real etcd that resets streams: the call behind it is carried out, and its answer never comes."""
+"""An HTTP/2 proxy for a real etcd that resets streams: calls are done, but not answered."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from h2.exceptions import H2Error
 from tests.kit.listening import Listening
 
 ANSWER = [(':status', '200'), ('content-type', 'application/grpc')]
+# The timeout of a call to etcd.
 SECONDS = 10.0
-"""For a call to the etcd behind."""
+# Bytes before a gRPC message: a flag and the length.
 PREFIX = 5
-"""Bytes before a message of gRPC: a flag, and its length."""
 
 
 class Reset(NamedTuple):
-    """Reset the stream of the next call that holds `pattern`, once it is carried out.
+    """Reset the stream of the next call that contains `pattern`, once the call is carried out.
 
-    `sends_answer`: the message of the answer is sent before that, without the status that would end the stream.
+    `sends_answer`: first send the message of the answer, without the status that would end the stream.
     """
 
     pattern: bytes
@@ -34,7 +34,7 @@ class Reset(NamedTuple):
 
 
 class Resetting(Listening):
-    """Passes each call on to the etcd at `endpoint`. `heard` are the calls' paths and messages."""
+    """Passes calls on to the etcd at `endpoint`; `calls` are their paths and messages."""
 
     def __init__(self, endpoint: str) -> None:
         self._channel = grpc.insecure_channel(endpoint)
@@ -80,7 +80,7 @@ class Resetting(Listening):
 
     def _pass_on(self, http: H2Connection, stream: int, path: str, message: bytes) -> None:
         self.heard.append((path, message))
-        reset = next((each for each in self._resets if each.pattern in message), None)
+        reset = next((candidate for candidate in self._resets if candidate.pattern in message), None)
         status, details = 0, ''
         answer = b''
         try:
