@@ -1,4 +1,4 @@
-"""ecompute and eschedule as their users run them, on the real servers of tests and benchmarks."""
+"""ecompute and eschedule as users run them, on the real servers of tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from tests.kit.witness import Watched, judged, started_here
 
 
 class Ecompute(Server):
-    """`ecompute --fake` (or a real one, with `inventory` None) with a state of its own that outlives a restart."""
+    """`ecompute --fake`, or a real one if `inventory` is None.
+
+    Its state directory outlives a restart.
+    """
 
     name = 'ecompute'
 
@@ -55,15 +58,18 @@ class Ecompute(Server):
         return [sys.executable, '-m', 'ecomp.compute', '--config', str(self.config), *fake, *self.options]
 
     def is_ready(self) -> bool:
-        """Its /computes key is there, and says that this very process put it: an earlier one's may still be."""
+        """True if its presence exists and this process has logged that it is ready.
+
+        The log is needed because the presence may be left from an earlier process.
+        """
         body = {'key': b64(f'/computes/{self.uuid}')}
         request = urllib.request.Request(f'http://{self._etcd}/v3/kv/range', json.dumps(body).encode())
         try:
             with urllib.request.urlopen(request, timeout=5) as answer:
-                there = bool(json.load(answer).get('kvs'))
+                has_presence = bool(json.load(answer).get('kvs'))
         except OSError:
             return False
-        return there and f' {self.pid} ready: ' in self.last_words(1000)
+        return has_presence and f' {self.pid} ready: ' in self.last_words(1000)
 
 
 class Result(NamedTuple):
@@ -73,7 +79,7 @@ class Result(NamedTuple):
 
 
 class Command:
-    """A command under way; `with` ends it, whatever it is doing."""
+    """A running command; `with` kills it."""
 
     def __init__(self, command: Sequence[str], cwd: Path, extra: Mapping[str, str] | None = None) -> None:
         self._words, self._began = own(command), time.monotonic()
@@ -88,8 +94,8 @@ class Command:
         self._process.kill()
         self._process.wait()
         if self._words is not None:
-            said = self.stdout, self.stderr
-            JOURNAL.ended(self._words, self._process.returncode, said, self._began, self.pid)
+            output = self.stdout, self.stderr
+            JOURNAL.ended(self._words, self._process.returncode, output, self._began, self.pid)
         os.close(self._stdout)
         os.close(self._stderr)
 
@@ -106,11 +112,15 @@ class Command:
         return _read(self._stderr)
 
     def end(self, seconds: float = 90.0) -> Result:
-        """How it ended; a negative code is a signal's number. subprocess.TimeoutExpired."""
+        """Wait for the command, and return its result; a negative code is the number of a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not finish in time.
+        """
         return Result(self._process.wait(PATIENCE * seconds), self.stdout, self.stderr)
 
     def send(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the command a signal, unless it has finished."""
         self._process.send_signal(number)
 
     def go_on(self) -> None:
@@ -118,20 +128,21 @@ class Command:
 
 
 def _read(file: int) -> str:
-    # Not seek and read: the command's own place in the file is the same one.
+    # Not seek and read: the command shares this descriptor's position.
     return os.pread(file, os.fstat(file).st_size, 0).decode()
 
 
 def eschedule(config: Path, *words: str, timeout: float = 120.0) -> Result:
     command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config), *words]
-    with Command(command, config.parent) as under_way:
-        return under_way.end(timeout)
+    with Command(command, config.parent) as process:
+        return process.end(timeout)
 
 
 def called(config: Path, *words: str) -> Result:
-    """eschedule to its end in this process, in the directory of its configuration; of the main thread alone.
+    """Run eschedule to its end in this process; only in the main thread.
 
-    What it prints is what a process of it would: a process for each of thousands of commands would show no more.
+    Its directory is that of its configuration. The output is that of a separate process, and thousands of runs are much
+    cheaper.
     """
     out, err, began, code = StringIO(), StringIO(), time.monotonic(), None
     with redirect_stdout(out), redirect_stderr(err), chdir(config.parent):
@@ -143,24 +154,24 @@ def called(config: Path, *words: str) -> Result:
 
 
 def asked(config: Path, *words: str, timeout: float = 120.0) -> Result:
-    """eschedule to its end: called(), or a process of it where several ask at once."""
-    # What is loaded before all else, a clock that is wrong, is not loaded here.
+    """Run eschedule to its end: in this process if possible, else as a separate process."""
+    # A library in LD_PRELOAD, such as a fake clock, is not loaded into this process.
     if threading.current_thread() is threading.main_thread() and 'LD_PRELOAD' not in os.environ:
         return called(config, *words)
     return eschedule(config, *words, timeout=timeout)
 
 
 def run(module: str, *words: str, directory: Path, closed: bool = False, stdout: int = subprocess.PIPE) -> Result:
-    """A command in a directory, as a person would; `closed`: with no stdout at all."""
+    """Run a command in a directory, as a user would, with or without stdout."""
     command = [sys.executable, '-m', module, *words]
     if not closed and stdout == subprocess.PIPE:
-        with Command(command, directory) as under_way:
-            ended = under_way.end(60)
-        assert not re.search('Traceback|Exception ignored', ended.stderr), ended
-        return ended
+        with Command(command, directory) as process:
+            result = process.end(60)
+        assert not re.search('Traceback|Exception ignored', result.stderr), result
+        return result
     if closed:
         command = ['sh', '-c', 'exec "$@" >&-', 'sh', *command]
-    began, words_of_ours = time.monotonic(), own(command)
+    began, arguments = time.monotonic(), own(command)
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -172,22 +183,22 @@ def run(module: str, *words: str, directory: Path, closed: bool = False, stdout:
         cwd=directory,
         env=environment(),
     )
-    if words_of_ours is not None:
-        JOURNAL.ended(words_of_ours, None, ('', done.stderr), began, 0)  # nobody has heard its answer
+    if arguments is not None:
+        JOURNAL.ended(arguments, None, ('', done.stderr), began, 0)  # its answer was not read
     assert not re.search('Traceback|Exception ignored', done.stderr), done
     return Result(done.returncode, done.stdout or '', done.stderr)
 
 
 def write_config(path: Path, etcd: str, placement: str, certs: Path | None = None, **settings: Any) -> Path:
-    """A compute.yaml or schedule.yaml that points at these servers, with more settings if given; the path.
+    """Write a compute.yaml or schedule.yaml for these servers, and return its path.
 
-    `certs`, if given, is a directory with a client's certificate and its token.
+    `certs` is a directory with a client's certificate and its token; `settings` are more top-level settings.
     """
     secure: dict[str, str | bool] = {}
     token: dict[str, str] = {}
     if certs is None:
-        own = etcd.startswith('127.') and placement.startswith('http://127.')
-        secure = {} if own else {'insecure': True}
+        is_local = etcd.startswith('127.') and placement.startswith('http://127.')
+        secure = {} if is_local else {'insecure': True}
     else:
         secure = {'ca_cert': f'{certs}/ca.crt', 'cert_cert': f'{certs}/client.crt', 'cert_key': f'{certs}/client.key'}
         token = {'token_file': f'{certs}/token'}
@@ -198,15 +209,15 @@ def write_config(path: Path, etcd: str, placement: str, certs: Path | None = Non
 
 @dataclass
 class Control:
-    """etcd and placement, and a directory with a schedule.yaml and a compute.yaml that point at them."""
+    """etcd and placement, and a directory with a schedule.yaml and a compute.yaml for them."""
 
     etcd: Etcd
     placement: PlacementServer
     directory: Path
     at_exit: ExitStack = field(default_factory=ExitStack)
     audited: bool = False
+    # True if a test may kill or freeze the servers.
     mortal: bool = False
-    """Whether a test may kill or freeze the servers."""
 
     def __post_init__(self) -> None:
         self.watched = Watched(self.etcd.ask, self.placement.database, started_here, self.etcd, self.placement)
@@ -221,11 +232,14 @@ class Control:
         return (eschedule if self.mortal else asked)(self.schedule_yaml, *words, timeout=timeout)
 
     def ecompute(self, inventory: str | None = 'VCPU:4,DISK_GB:10,MEMORY_MB:512', **settings: Any) -> Ecompute:
-        """A started fake ecompute, ended with this."""
+        """Start a fake ecompute that is stopped with this."""
         return self.at_exit.enter_context(Ecompute(self.etcd.endpoint, self.placement.url, inventory, **settings))
 
     def close(self) -> None:
-        """End the ecomputes that were started here; judge first, where that is the test's own doing and it is well."""
+        """Stop the ecomputes that were started here.
+
+        If the running test created this Control and has not failed, its history is judged first.
+        """
         try:
             if JOURNAL.leave(self.watched) and sys.exception() is None:
                 judged(self.watched)

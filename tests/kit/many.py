@@ -1,4 +1,4 @@
-"""`ecompute --fake … --count N`: many pretended computes in one process."""
+"""`ecompute --fake … --count N`: many fake computes in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
 
 class Many(Server):
-    """`ecompute --fake TOY --count N` with the compute.yaml that is in its directory.
+    """`ecompute --fake TOY_INVENTORY --count N`, with a compute.yaml in its directory.
 
     `placement` among the settings is another URL than the cluster's.
     """
@@ -28,11 +28,11 @@ class Many(Server):
         cluster.at_exit.callback(self.close)
 
     def command(self) -> list[str]:
-        """compute.yaml is in the directory it is started in."""
+        """The command line; compute.yaml is found in the working directory."""
         return [sys.executable, '-m', 'ecomp.compute', '--fake', TOY, '--count', str(self.count)]
 
     def environment(self) -> dict[str, str]:
-        """Its throw-away state goes with the test, also when it is killed."""
+        """Keep its temporary state in the test's directory, which is removed even if it is killed."""
         return {**super().environment(), 'TMPDIR': str(self.directory)}
 
     def is_ready(self) -> bool:

@@ -1,8 +1,8 @@
-"""The real servers of tests and benchmarks: etcd and placement as processes of the caller's own.
+"""The real servers of tests and benchmarks: etcd and placement as child processes.
 
-Each has a directory for its data and its log, and a free port that it keeps over a restart. It is ready when it says so
-itself, and it dies with the thread that started it, however that ends (so start it in the main thread). Nothing of
-ecomp is imported here but what has no state: a test of the store must not lean on the store.
+Each has a directory for its data and log, and keeps its port over a restart. It dies with the thread that started it,
+so start it in the main thread. Of ecomp only stateless modules are imported: tests of the store must not rely on the
+store.
 """
 
 from __future__ import annotations
@@ -34,40 +34,44 @@ from tests.kit.process import Process, begin, is_stopped
 TOP = Path(__file__).resolve().parents[2]
 PLACEMENT_HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
 READY_SECONDS = 60.0
-FIRST_PAUSE, LAST_PAUSE = 0.02, 0.25
+FIRST_PAUSE = 0.02
+LAST_PAUSE = 0.25
+# Not the global generator: hypothesis seeds that identically in every process that runs tests.
 SYSTEM = random.SystemRandom()
-"""Not hypothesis's, which begins at the same number in each of the processes that run tests."""
+# How many times slower a machine may be that is busy with other tests.
 PATIENCE = 4
-"""How many times slower a machine may be that is busy with others."""
+# Each process of a run uses every sixteenth port.
 WORKERS = 16
-"""Each of the processes of a run has every sixteenth port for its own."""
 GIVEN: set[int] = set()
 
 Value = TypeVar('Value')
 
 
 def until(condition: Callable[[], Value], seconds: float, what: str) -> Value:
-    """Poll until `condition()` is true, and return it; AssertionError saying what was waited for.
+    """Poll until `condition()` is true, and return its value.
 
-    `seconds` is what it takes at most where nothing else runs; PATIENCE times as long is waited.
+    `seconds` is the time it takes on an idle machine; SLOWDOWN_FACTOR times as long is allowed.
+
+    Raises:
+        AssertionError: the condition, as in `description`, did not become true in time.
     """
     deadline = time.monotonic() + seconds * PATIENCE
     pause = FIRST_PAUSE
     while True:
-        began = time.monotonic()
+        started = time.monotonic()
         if value := condition():
             return value
         assert time.monotonic() < deadline, f'not within {PATIENCE} x {seconds:g} s: {what}'
-        # Who asks takes processor from what is asked about: a dear question is asked less often, and so is a late one.
-        time.sleep(max(pause, 2 * (time.monotonic() - began)))
+        # Polling takes processor time from what it waits for: expensive and late conditions are polled less often.
+        time.sleep(max(pause, 2 * (time.monotonic() - started)))
         pause = min(1.2 * pause, LAST_PAUSE)
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody had a moment ago, and that the kernel gives to nobody who asks for any.
+    """Return a free TCP port of 127.0.0.1 outside of the kernel's dynamic range.
 
-    No process of a run gives one twice, and none gives another's: between the question and the use it may be anybody's,
-    and a server that is down for a moment must find its own again.
+    No process of a test run returns a port twice or one of another process: a port must stay free between this call and
+    its use, and while its server is down.
     """
     dynamic, _ = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
     worker = int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:]) % WORKERS
@@ -82,15 +86,15 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, in which ecomp and mdserver can be imported from the tree."""
+    """Return this process's environment, with ecomp and mdserver importable from the tree."""
     paths = [str(TOP), str(TOP / 'md_server'), os.environ.get('PYTHONPATH', '')]
     return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
 
 
 class Server:
-    """A process with a directory; `with` starts it, and ends it with all it left.
+    """A process with a directory; `with` starts it, then kills it and removes the directory.
 
-    After kill(), pause() or stop() it can be started (or resumed) again with its data.
+    After kill(), pause() or stop() it can be started or resumed with its data.
     """
 
     name = 'server'
@@ -142,14 +146,14 @@ class Server:
         return self
 
     def wait_ready(self) -> None:
-        def ready() -> bool:
+        def check_ready() -> bool:
             assert self.is_running, f'{self.name} ended while starting:\n{self.last_words()}'
             return self.is_ready()
 
-        until(ready, READY_SECONDS, f'{self.name} is ready (see {self.log})')
+        until(check_ready, READY_SECONDS, f'{self.name} is ready (see {self.log})')
 
     def stop(self, number: int = signal.SIGTERM, patience: float = 20.0) -> int:
-        """End it by a signal, which has to do; its exit code."""
+        """Stop it with a signal, which must suffice; return its exit code."""
         assert self._process is not None, f'{self.name} is not running'
         self._signal(signal.SIGCONT)
         self._signal(number)
@@ -157,8 +161,8 @@ class Server:
             return self._process.wait(PATIENCE * patience)
         except subprocess.TimeoutExpired:
             self.kill()
-            said = self.last_words()
-            raise AssertionError(f'{self.name} did not end within {PATIENCE} x {patience:g} s:\n{said}') from None
+            log = self.last_words()
+            raise AssertionError(f'{self.name} did not end within {PATIENCE} x {patience:g} s:\n{log}') from None
 
     def kill(self) -> None:
         assert self._process is not None, f'{self.name} is not running'
@@ -166,7 +170,7 @@ class Server:
         self._process.wait()
 
     def pause(self) -> None:
-        """Freeze it (SIGSTOP): its connections stay, and nothing answers."""
+        """Freeze it (SIGSTOP): its connections stay open, and nothing answers."""
         self._signal(signal.SIGSTOP)
         until(lambda: is_stopped(self.pid), 30, f'{self.name} is frozen')
 
@@ -178,7 +182,7 @@ class Server:
         self.start()
 
     def close(self) -> None:
-        """End it, whatever state it is in, and remove its directory if it made that itself."""
+        """Kill it in any state, and remove its directory if it was created here."""
         if self.is_running:
             self.kill()
         if self._owned:
@@ -191,13 +195,13 @@ class Server:
             return '(no log)'
 
     def _signal(self, number: int) -> None:
-        # send_signal looks first whether it has ended, so that no other process of that pid is hit.
+        # send_signal first checks that the process has not ended, so that it hits no other process with that pid.
         assert self._process is not None, f'{self.name} is not running'
         self._process.send_signal(number)
 
 
 def is_healthy(url: str) -> bool:
-    """Whether the etcd there says so itself: it has a leader."""
+    """True if the etcd at this URL reports itself healthy, which includes having a leader."""
     try:
         with urllib.request.urlopen(f'{url}/health', timeout=2) as answer:
             return bool(json.load(answer)['health'] == 'true')
@@ -220,7 +224,7 @@ class Etcd(Server):
         self._options = options
 
     def environment(self) -> dict[str, str]:
-        """Less often looking for garbage: a seventh of what it does."""
+        """Collect garbage less often, which saves a seventh of its processor time."""
         return {**environment(), 'GOGC': '400'}
 
     def command(self) -> list[str]:
@@ -240,23 +244,26 @@ class Etcd(Server):
         return is_healthy(self.client)
 
     def ask(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> HTTPResponse:
-        """The answer of one call of the JSON gateway, to be read and closed."""
+        """Call the JSON gateway, and return the answer to be read and closed."""
         request = urllib.request.Request(f'{self.client}/v3/{path}', json.dumps(body).encode())
         answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
         return answer
 
     def call(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> dict[str, Any]:
-        """One call of the JSON gateway: etcd without our client. https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/"""
+        """Call the JSON gateway without our client.
+
+        https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/
+        """
         JOURNAL.wrote(path, body)
         with self.ask(path, body, timeout) as answer:
             return dict(json.load(answer))
 
     def get(self, key: str) -> bytes | None:
-        found = self.call('kv/range', {'key': b64(key)}).get('kvs')
-        return base64.b64decode(found[0].get('value', '')) if found else None
+        entries = self.call('kv/range', {'key': b64(key)}).get('kvs')
+        return base64.b64decode(entries[0].get('value', '')) if entries else None
 
     def put(self, key: str, value: str | bytes, lease: int = 0) -> int:
-        """Write a key; the revision."""
+        """Write a key, and return the revision."""
         body = {'key': b64(key), 'value': b64(value), 'lease': lease}
         return int(self.call('kv/put', body)['header']['revision'])
 
@@ -264,27 +271,27 @@ class Etcd(Server):
         return int(self.call('lease/grant', {'TTL': seconds})['ID'])
 
     def record_key(self, instance: str) -> str:
-        """Where an instance's record is, below whichever compute."""
-        found = [key for key in self.keys('/instances/') if key.endswith(f'/{instance}')]
-        asked = [key for key in found if len(found) > 1 and self.get(key.replace('/instances/', '/hosts/')) is not None]
-        return (asked or found or [f'/instances/{instance}'])[0]
+        """Return the key of an instance's record, preferably of the compute with its request."""
+        keys = [key for key in self.keys('/instances/') if key.endswith(f'/{instance}')]
+        own = [key for key in keys if len(keys) > 1 and self.get(key.replace('/instances/', '/hosts/')) is not None]
+        return (own or keys or [f'/instances/{instance}'])[0]
 
     def record(self, instance: str) -> bytes | None:
         return self.get(self.record_key(instance))
 
     def put_record(self, value: str) -> int:
-        """Write a record, where its own compute would; the revision."""
-        told = json.loads(value)
-        return self.put(f'/instances/{told["compute"] or "none"}/{told["instance"]}', value)
+        """Write a record where its compute would, and return the revision."""
+        record = json.loads(value)
+        return self.put(f'/instances/{record["compute"] or "none"}/{record["instance"]}', value)
 
     def delete(self, key: str) -> None:
         self.call('kv/deleterange', {'key': b64(key)})
 
     def keys(self, prefix: str) -> list[str]:
-        """The keys under a prefix that ends with a slash."""
+        """List the keys under a prefix that ends with a slash."""
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        found = self.call('kv/range', {'key': b64(prefix), 'range_end': b64(end), 'keys_only': True}).get('kvs', [])
-        return [base64.b64decode(each['key']).decode(errors='replace') for each in found]
+        entries = self.call('kv/range', {'key': b64(prefix), 'range_end': b64(end), 'keys_only': True}).get('kvs', [])
+        return [base64.b64decode(entry['key']).decode(errors='replace') for entry in entries]
 
     def compact(self) -> None:
         revision = self.call('kv/range', {'key': b64('x')})['header']['revision']
@@ -292,13 +299,13 @@ class Etcd(Server):
 
 
 class PlacementServer(Server):
-    """Placement over SQLite, one thread."""
+    """Placement over SQLite, single-threaded."""
 
     name = 'placement'
 
     def __init__(self, directory: Path | None = None) -> None:
         super().__init__(directory)
-        # It has to be there, and may be empty: all settings are in the environment.
+        # The file must exist and may be empty: all settings are in the environment.
         (self.directory / 'placement.conf').touch()
         self.port = free_port()
         self.url = f'http://127.0.0.1:{self.port}'
@@ -321,7 +328,7 @@ class PlacementServer(Server):
             return super().start()
 
     def is_ready(self) -> bool:
-        """It lists providers: GET / answers with the database down, too."""
+        """True if it lists providers; GET / would answer even without its database."""
         try:
             self.call('GET', '/resource_providers')
         except OSError:
@@ -329,7 +336,11 @@ class PlacementServer(Server):
         return True
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One request; its JSON object, {} if there is none. urllib.error.HTTPError for 400 and above."""
+        """Send one request, and return the JSON object of the answer, {} if it is empty.
+
+        Raises:
+            urllib.error.HTTPError: the status is 400 or above.
+        """
         JOURNAL.claimed(method, path, body)
         headers = {**PLACEMENT_HEADERS, 'content-type': 'application/json', 'accept': 'application/json'}
         data = None if body is None else json.dumps(body).encode()
@@ -341,14 +352,14 @@ class PlacementServer(Server):
         return self.database.allocations_of(consumer)
 
     def consumers(self, provider: str) -> dict[str, dict[str, int]]:
-        """Who holds what of a provider: {consumer: {class: amount}}."""
+        """Return the allocations of a provider: {consumer: {class: amount}}."""
         return self.database.consumers(provider)
 
     def inventory(self, provider: str) -> dict[str, dict[str, Any]]:
         return self.database.inventory(provider)
 
     def make_provider(self, **totals: int) -> str:
-        """A new provider with this inventory, such as VCPU=4; its uuid."""
+        """Create a provider with this inventory, such as VCPU=4, and return its uuid."""
         provider = str(uuid.uuid4())
         self.call('POST', '/resource_providers', {'uuid': provider, 'name': provider})
         inventories = {name: {'total': total} for name, total in totals.items()}
@@ -358,5 +369,5 @@ class PlacementServer(Server):
 
 
 def b64(text: str | bytes) -> str:
-    """As the JSON gateway wants keys and values."""
+    """Encode a key or value for the JSON gateway."""
     return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()

@@ -1,4 +1,4 @@
-"""Fake ecomputes with other numbers (so that nobody waits for a minute's clock), another environment, or a limit."""
+"""Fake ecomputes with other constants (shorter intervals), other environment, or a limit."""
 
 from __future__ import annotations
 
@@ -32,14 +32,21 @@ sys.exit(main())
 
 
 def patched(numbers: Mapping[str, float], trace: Path | None = None) -> str:
-    """The program that is ecompute with these numbers in it; `trace` gets the name of each thread it starts."""
+    """Return a program that is ecompute with these constants.
+
+    It writes the names of the threads it starts to `trace`.
+    """
     return PATCHED.format(numbers=','.join(f'{name}={value}' for name, value in numbers.items()), trace=trace or '')
 
 
 class Tuned(Armed):
-    """`numbers` such as {'EVERY': 1} are a compute's, {'host.claims.APART': 1} those of another module of ecomp.agent.
+    """A fake ecompute with other constants.
 
-    `extra` is added to its environment; `prefix` runs it.
+    Attributes:
+        numbers: constants of ecomp.agent.compute such as {'EVERY': 1}, or of another module of ecomp.agent, such as
+            {'host.claims.APART': 1}.
+        extra: additional environment variables.
+        prefix: a command that runs it.
     """
 
     numbers: Mapping[str, float]
@@ -66,9 +73,10 @@ def tuned(
     start: bool = True,
     **settings: Any,
 ) -> Tuned:
-    """A fake ecompute of this kind, started unless `start` is False, ended with `control`.
+    """Make a fake ecompute with other constants, and start it unless `start` is False.
 
-    `settings` are those of its compute.yaml; `placement` among them is another URL than the control's.
+    It is stopped with `control`. `settings` are those of its compute.yaml; `placement` is another URL than the
+    control's.
     """
     compute = Tuned(control.etcd.endpoint, settings.pop('placement', control.placement.url), inventory, **settings)
     compute.failpoint, compute.numbers, compute.extra, compute.prefix = failpoint, numbers or {}, extra or {}, prefix

@@ -1,11 +1,11 @@
-"""Python programs that begin with their imports done: forked from a server that has imported everything once.
+"""Python programs forked from a server that has already imported everything.
 
-A start of Python with h2, PyYAML and placement is half a second of processor, and the tests start some thousand of
-them. A fork of one that has imported them and done nothing else yet is a process like any other (its own pid, files,
-environment and end; it can be killed, frozen and armed) for a twentieth of that. The server is the standard library's:
-https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
+Starting Python with h2, PyYAML and placement takes half a second of processor time, and the tests start thousands of
+such programs. A fork of a process that has done nothing but import them takes a twentieth of that. It is a process like
+any other: it has its own pid, files, environment and end, and can be killed, frozen and armed. The server is the
+standard library's: https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
 
-What is about starting itself (an installed command, the first 0.2 s, limits, clocks, other namespaces) is started cold.
+Tests of the start itself (an installed command, the first 0.2 s, limits, clocks, other namespaces) start it cold.
 """
 
 from __future__ import annotations
@@ -35,38 +35,44 @@ PRELOAD = [
     *('placement.deploy', 'ecomp.lab.placement_server', 'ecomp.lab.elab', 'tests.kit.warm'),
     'tests.kit.warmed',
 ]
+# A module that every warm process must have: the server silently skips what it cannot import.
 PROBE = 'h2'
-"""What is there in a warm process: the server passes over what it cannot import, without a word."""
-PR_SET_PDEATHSIG, PR_SET_NAME, CLONE_NEWNS = 1, 15, 0x20000
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+CLONE_NEWNS = 0x20000
 
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(PRELOAD)
-# A start looks which children have ended, and only one look at each is told how: so there is one at a time.
+# Starting a process polls all children, and only one poll of each gets its exit code: so one start at a time.
 _LOCK = threading.Lock()
 
 
 @atexit.register
 def _end_all() -> None:
-    # Else they would be waited for, frozen ones too.
-    for each in multiprocessing.active_children():
-        each.kill()
+    # Otherwise the exit of this process would wait for them, even for frozen ones.
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def is_python(command: Sequence[str]) -> bool:
-    """Whether the command is `python -m MODULE …` or `python -c PROGRAM …`, of this Python."""
+    """True if the command is `python -m MODULE …` or `python -c PROGRAM …` with this Python."""
     return len(command) > 2 and command[0] == sys.executable and command[1] in ('-m', '-c')
 
 
 class Warm:
-    """A command as subprocess.Popen runs it, as far as tests ask; is_python(command) has to hold.
+    """Runs a command warm, like subprocess.Popen; is_python(command) must be true.
 
-    `stdout` and `stderr` are descriptors, stdin is /dev/null; it has a session of its own and dies with this process.
+    `stdout` and `stderr` are descriptors and stdin is /dev/null. The process has its own session and dies with this
+    one.
     """
 
     def __init__(
         self, command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: int, stderr: int, inside: int = 0
     ) -> None:
-        """`inside` is a process whose network, host name and mounts it gets; 0 is this one."""
+        """Start the command.
+
+        `inside` is a process whose network, host name and mounts it enters; 0: those of this process.
+        """
         child = _Child(list(command), str(cwd), dict(env), stdout, stderr, inside)
         with _LOCK:
             self._process = _CONTEXT.Process(target=child)
@@ -98,7 +104,7 @@ class Warm:
 
 
 class _Child:
-    """What the forked process does: it becomes the command."""
+    """The body of the forked process: it becomes the command."""
 
     def __init__(
         self, command: list[str], cwd: str, env: dict[str, str], stdout: int, stderr: int, inside: int
@@ -107,17 +113,17 @@ class _Child:
         self._streams = stdout, stderr
 
     def __getstate__(self) -> dict[str, Any]:
-        # Descriptors can be handed on only while the process is being started, which is when this is pickled.
-        return {'_told': self._told, '_streams': tuple(DupFd(each) for each in self._streams)}
+        # Descriptors can be passed only while the process starts, which is when this is pickled.
+        return {'_told': self._told, '_streams': tuple(DupFd(descriptor) for descriptor in self._streams)}
 
     def __call__(self) -> None:
         assert PROBE in sys.modules, f'cold: {PROBE} could not be imported where the server was started'
         command, cwd, env, inside = self._told
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # What top and ps show: its command line is the server's.
+        # The name in top and ps; the command line is the server's.
         libc.prctl(PR_SET_NAME, command[2].rpartition('.')[2].encode()[:15])
-        # Else the server would outlive this test run for as long as one of its children lives.
+        # Otherwise the server would outlive this test run while one of its children lives.
         os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
         forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
         os.setsid()
@@ -127,9 +133,9 @@ class _Child:
             os.close(descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if inside:
-            for each in [os.open(f'/proc/{inside}/ns/{name}', os.O_RDONLY) for name in ('uts', 'net', 'mnt')]:
-                assert libc.setns(each, 0) == 0, os.strerror(ctypes.get_errno())
-            # What is mounted for it alone is nobody else's.
+            for namespace in [os.open(f'/proc/{inside}/ns/{name}', os.O_RDONLY) for name in ('uts', 'net', 'mnt')]:
+                assert libc.setns(namespace, 0) == 0, os.strerror(ctypes.get_errno())
+            # Its own mounts must not be visible to other processes.
             assert libc.unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
         sys.stdout = io.TextIOWrapper(os.fdopen(1, 'wb', closefd=False), 'utf-8')
         errors = os.fdopen(2, 'wb', closefd=False)
@@ -139,7 +145,7 @@ class _Child:
         os.environ.update(env)
         sys.argv = ['-c', *command[3:]]
         if command[1] == '-m':
-            sys.modules.pop(command[2], None)  # as __main__ it is loaded anew
+            sys.modules.pop(command[2], None)  # it is loaded again as __main__
             runpy.run_module(command[2], run_name='__main__', alter_sys=True)
         else:
-            exec(compile(command[2], '<string>', 'exec'), {'__name__': '__main__'})  # what -c does
+            exec(compile(command[2], '<string>', 'exec'), {'__name__': '__main__'})  # as -c does

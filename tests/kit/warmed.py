@@ -1,6 +1,6 @@
-"""Imported last by the server that warm processes are forked from: what it has imported stays theirs together.
+"""Imported last by the server that warm processes are forked from, to freeze its objects.
 
-A collection of garbage in a child would else write into every page of it, and so copy them all.
+Otherwise a garbage collection in a child would write to, and so copy, every page.
 https://docs.python.org/3/library/gc.html#gc.freeze
 """
 
