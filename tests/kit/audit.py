@@ -1,4 +1,4 @@
-"""What every story and every fault ends with: `eschedule audit` finds nothing, soon."""
+"""The end of every scenario and fault test: the audit finds nothing within a time limit."""
 
 from __future__ import annotations
 
@@ -13,32 +13,39 @@ if TYPE_CHECKING:
     from tests.kit.commands import Control
     from tests.kit.lab import Lab
 
-CLEAN, FINDINGS = 0, 8
+CLEAN = 0
+FINDINGS = 8
 
 
 def findings(cluster: Control | Lab, foreign: Collection[str] = ()) -> list[dict[str, Any]]:
-    """What one audit finds; `foreign` are the subjects (instances, computes) that the test planted and knows of.
+    """Return the findings of one audit, except those about `foreign` subjects.
 
-    What a test killed or froze is silent, and not compared: that is its own doing.
+    The test planted the foreign ones.
+
+    Silent computes are left out: the test itself killed or froze them.
     """
-    done = cluster.eschedule('audit', '-f', 'json')
-    assert done.code in (CLEAN, FINDINGS), done
-    found = json.loads(done.stdout)
-    assert bool(found) == (done.code == FINDINGS), done
-    return [each for each in found if each['subject'] not in foreign and each['code'] != 'compute-silent']
+    result = cluster.eschedule('audit', '-f', 'json')
+    assert result.code in (CLEAN, FINDINGS), result
+    entries = json.loads(result.stdout)
+    assert bool(entries) == (result.code == FINDINGS), result
+    return [finding for finding in entries if finding['subject'] not in foreign and finding['code'] != 'compute-silent']
 
 
 def audit_clean(cluster: Control | Lab, seconds: float = 30.0, foreign: Collection[str] = ()) -> None:
-    """Return once an audit finds nothing but `foreign`; AssertionError with what it finds after `seconds`."""
-    seen: list[object] = []
+    """Wait until an audit finds nothing but `foreign`.
+
+    Raises:
+        AssertionError: it still finds something after `seconds`.
+    """
+    remaining: list[object] = []
 
     def clean() -> bool:
-        seen[:] = findings(cluster, foreign)
-        return not seen
+        remaining[:] = findings(cluster, foreign)
+        return not remaining
 
     try:
         until(clean, seconds, 'the audit finds nothing')
     except AssertionError as error:
-        raise AssertionError('\n'.join([str(error), *map(str, seen)])) from None
+        raise AssertionError('\n'.join([str(error), *map(str, remaining)])) from None
     cluster.audited = True
     JOURNAL.foreign |= set(foreign)

@@ -1,6 +1,6 @@
-"""What must hold whenever nothing is in work: etcd, placement and the fakes' guests tell one story.
+"""Invariants while nothing is in work: etcd, placement and the fake guests agree.
 
-Asked of the servers themselves; the rules are in tests/kit/ending.py.
+All state is read from the servers themselves; the rules are in tests/kit/ending.py.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ PATIENCE = 20.0
 
 
 def everything(control: Control) -> dict[str, Kept]:
-    """All of etcd, at one revision, but for the notes of released claims: each is on a lease and ends by itself.
+    """Read all of etcd at one revision, without values that change by themselves.
 
-    Nor with what the living hint of their room: that follows what they were asked for, within ten seconds.
+    These are notes of released claims, which expire with their leases, and the hints of living computes, which follow
+    requests within ten seconds.
     """
-    there = dict(map(kept_of, control.etcd.call('kv/range', EVERYTHING).get('kvs', [])))
-    stay = {key: kept for key, kept in there.items() if not (key.startswith('/released/') and kept.lease)}
-    lives = {key: kept for key, kept in stay.items() if key.startswith('/computes/') and kept.lease}
-    return {**stay, **{key: Kept(without_room(kept.value), kept.lease) for key, kept in lives.items()}}
+    entries = dict(map(kept_of, control.etcd.call('kv/range', EVERYTHING).get('kvs', [])))
+    lasting = {key: stored for key, stored in entries.items() if not (key.startswith('/released/') and stored.lease)}
+    presences = {key: stored for key, stored in lasting.items() if key.startswith('/computes/') and stored.lease}
+    return {**lasting, **{key: Kept(without_room(stored.value), stored.lease) for key, stored in presences.items()}}
 
 
 def without_room(life: bytes) -> bytes:
-    """What a living compute says of itself, but for what it has left."""
-    said = json.loads(life)
-    return json.dumps({name: each for name, each in said.items() if name != 'room'}).encode()
+    """Remove the hints from a compute's presence."""
+    facts = json.loads(life)
+    return json.dumps({name: fact for name, fact in facts.items() if name != 'room'}).encode()
 
 
 def allocations(control: Control) -> dict[str, dict[str, dict[str, int]]]:
@@ -44,26 +45,27 @@ def allocations(control: Control) -> dict[str, dict[str, dict[str, int]]]:
 def violations(
     control: Control, computes: Collection[Ecompute] = (), foreign: Collection[str] = (), dead: Collection[int] = ()
 ) -> list[str]:
-    """Everything that does not hold now. `computes`: whose fake guests to compare, too.
+    """List the invariants that are violated now.
 
-    `foreign` are consumers and instances the test made beside ecomp; `dead` are the pids of eschedules it killed, whose
-    request keys may wait for their lease.
+    `computes` are fake computes whose guests to compare, too; `foreign` are consumers and instances that the test made
+    outside ecomp; `dead` are pids of eschedules that the test killed, whose attempts may wait for their lease to
+    expire.
     """
     etcd = everything(control)
     database = control.placement.database
-    found = ending(etcd, database.allocations(), database.capacities(), foreign)
-    for key, kept in etcd.items():
-        if key.startswith('/requests/') and kept.lease:
-            found += _request(control, key, kept, dead)
+    problems = ending(etcd, database.allocations(), database.capacities(), foreign)
+    for key, stored in etcd.items():
+        if key.startswith('/requests/') and stored.lease:
+            problems += _request(control, key, stored, dead)
     records = {
-        key.rpartition('/')[2]: json.loads(kept.value)
-        # Of what a compute refused that another has there are two: the one that lives counts.
-        for key, kept in sorted(etcd.items(), key=lambda each: not each[1].lease)
+        key.rpartition('/')[2]: json.loads(stored.value)
+        # An instance has two records if one compute refused it and another has it: the living one counts.
+        for key, stored in sorted(etcd.items(), key=lambda each: not each[1].lease)
         if key.startswith('/instances/') and key.rpartition('/')[2] not in foreign
     }
-    for each in computes:
-        found += _guests(each, records, foreign)
-    return found
+    for compute in computes:
+        problems += _guests(compute, records, foreign)
+    return problems
 
 
 def check(
@@ -73,29 +75,32 @@ def check(
     dead: Collection[int] = (),
     unaudited: str = '',
 ) -> None:
-    """Wait until all of it holds, and then until ecomp's own audit finds nothing but `foreign`.
+    """Wait until all invariants hold and ecomp's audit finds nothing but `foreign`.
 
-    AssertionError with what does not, after a while. `unaudited` is why the audit has to find something now.
+    `unaudited` is the reason why the audit must find something; it is skipped then.
+
+    Raises:
+        AssertionError: some invariant is still violated after the timeout.
     """
-    found = [['not looked']]
+    problems = [['not looked']]
 
     def hold() -> bool:
-        found[0] = violations(control, computes, foreign, dead)
-        return not found[0]
+        problems[0] = violations(control, computes, foreign, dead)
+        return not problems[0]
 
     try:
         until(hold, PATIENCE, 'etcd, placement and the guests agree')
     except AssertionError as error:
-        raise AssertionError('\n'.join([str(error), *found[0]])) from None
+        raise AssertionError('\n'.join([str(error), *problems[0]])) from None
     if not unaudited:
         audit_clean(control, foreign=foreign)
 
 
 def _request(control: Control, key: str, kept: Kept, dead: Collection[int]) -> list[str]:
-    left = int(control.etcd.call('lease/timetolive', {'ID': kept.lease}).get('grantedTTL', 0))
+    lease_seconds = int(control.etcd.call('lease/timetolive', {'ID': kept.lease}).get('grantedTTL', 0))
     pid = json.loads(kept.value)['pid']
-    if left > REQUEST_LEASE:
-        return [f'{key}: on a lease of {left} s']
+    if lease_seconds > REQUEST_LEASE:
+        return [f'{key}: on a lease of {lease_seconds} s']
     if pid not in dead and not os.path.exists(f'/proc/{pid}'):
         return [f'{key}: its eschedule {pid} has ended']
     return []
@@ -103,11 +108,11 @@ def _request(control: Control, key: str, kept: Kept, dead: Collection[int]) -> l
 
 def _guests(compute: Ecompute, records: dict[str, dict[str, Any]], foreign: Collection[str]) -> list[str]:
     path = compute.directory / 'state' / 'fake.json'
-    there = {guest['instance']: guest for guest in json.loads(path.read_text())} if path.exists() else {}
-    here = {name: record for name, record in records.items() if record['compute'] == compute.uuid}
-    wanted = {name for name, record in here.items() if record['state'] == 'active'}
-    stopped = {name for name, record in here.items() if record['state'] == 'stopped'}
-    running = {name for name, guest in there.items() if guest['running']}
-    found = [f'{name}: a guest nobody asks for' for name in there.keys() - wanted - stopped - set(foreign)]
-    found += [f'{name}: stopped, and its guest runs' for name in stopped & running]
-    return found + [f'{name}: active, and no guest runs' for name in wanted - running]
+    guests = {guest['instance']: guest for guest in json.loads(path.read_text())} if path.exists() else {}
+    records_here = {name: record for name, record in records.items() if record['compute'] == compute.uuid}
+    active = {name for name, record in records_here.items() if record['state'] == 'active'}
+    stopped = {name for name, record in records_here.items() if record['state'] == 'stopped'}
+    running = {name for name, guest in guests.items() if guest['running']}
+    problems = [f'{name}: a guest nobody asks for' for name in guests.keys() - active - stopped - set(foreign)]
+    problems += [f'{name}: stopped, and its guest runs' for name in stopped & running]
+    return problems + [f'{name}: active, and no guest runs' for name in active - running]

@@ -1,4 +1,4 @@
-"""What the test that runs now has done so far: its commands, what it wrote by hand, and where it did so."""
+"""A journal of the running test: its commands, its own writes, and the servers it used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRANSACTED = 'requestPut', 'request_put', 'requestDeleteRange', 'request_delete_
 
 
 class Journal:
-    """Written by any thread; empty while no test that is judged runs."""
+    """Written by any thread; empty while no judged test runs."""
 
     def __init__(self) -> None:
         self._open = False
@@ -38,17 +38,17 @@ class Journal:
         self.witnesses: list[Watched] = []
 
     def made(self, witness: Watched) -> None:
-        """The test has an etcd and a placement of this history; it begins with this."""
+        """Add an etcd and a placement that the test uses; their history starts now."""
         if self._open:
             witness.begin()
             self.witnesses.append(witness)
 
     def leave(self, witness: Watched) -> bool:
-        """Whether it was a witness until now, while the test goes on; it is no more."""
-        there = witness in self.witnesses
-        if there:
+        """Remove a witness; return True if the running test had it."""
+        was_witness = witness in self.witnesses
+        if was_witness:
             self.witnesses.remove(witness)
-        return there
+        return was_witness
 
     def runs(self, compute: Ecompute) -> None:
         if self._open:
@@ -56,38 +56,38 @@ class Journal:
 
     def ended(self, words: Sequence[str], code: int | None, said: tuple[str, str], began: float, pid: int) -> None:
         if self._open:
-            given = tuple(words[2:] if words[:1] == ['--config'] else words)
-            self.asks.append(Ask(given, code, *said, began, time.monotonic(), pid))
+            arguments = tuple(words[2:] if words[:1] == ['--config'] else words)
+            self.asks.append(Ask(arguments, code, *said, began, time.monotonic(), pid))
 
     def wrote(self, path: str, body: Mapping[str, Any]) -> None:
-        """A call of etcd's gateway beside ecomp; what is written so is the test's own.
+        """Record the subjects of a call of etcd's gateway, which is a write of the test's own.
 
-        What it is to forget is read first.
+        Before a compaction the witnesses read what it would remove.
         """
         for witness in self.witnesses if path == 'kv/compaction' else ():
-            with suppress(OSError):  # of an etcd that is down, nothing is forgotten
+            with suppress(OSError):  # an etcd that is down compacts nothing
                 witness.read_on()
         writes = [body] if path in WRITES else []
-        for each in body.get('success', []) if path == 'kv/txn' else ():
-            writes += [each[name] for name in TRANSACTED if name in each]
-        for each in writes if self._open else ():
-            if 'range_end' not in each:
-                self.by_hand |= _subjects(base64.b64decode(each['key']).decode(errors='replace'))
+        for operation in body.get('success', []) if path == 'kv/txn' else ():
+            writes += [operation[name] for name in TRANSACTED if name in operation]
+        for operation in writes if self._open else ():
+            if 'range_end' not in operation:
+                self.by_hand |= _subjects(base64.b64decode(operation['key']).decode(errors='replace'))
 
     def claimed(self, method: str, path: str, body: Mapping[str, Any] | None) -> None:
-        """The same of a request to placement."""
+        """Record the subjects of a request to placement, as record_write() does for etcd."""
         if self._open and method != 'GET' and path.startswith(('/allocations', '/resource_providers/')):
             self.by_hand |= {path.split('/')[2]} if path.count('/') > 1 else set(body or ())
 
 
 def own(command: Sequence[str]) -> list[str] | None:
-    """The words of an eschedule, --config at their head, in a command as it is started; None for any other."""
+    """Return the arguments of an eschedule command, from --config on; None for others."""
     module = 'ecomp.schedule'
     return list(command[list(command).index(module) + 1 :]) if module in command else None
 
 
 def _subjects(key: str) -> set[str]:
-    """What a key is about: of /hosts/<compute>/<instance> the instance, of others the first part that says it."""
+    """Parse the subject of a key, such as the instance of /hosts/<compute>/<instance>."""
     parts = key.removesuffix('/taker').split('/')
     return {parts[-1]} if len(parts) > 2 else set()
 

@@ -1,7 +1,7 @@
-"""A plugin of pytest: every scenario and fault test that has passed is judged by its history before it may end.
+"""A pytest plugin that judges the history of each scenario and fault test that passes.
 
-A test that breaks the history on purpose says so: `@pytest.mark.history_broken('etcd is wiped')`. A test that says so
-and whose history is whole has failed.
+A test that breaks the history on purpose is marked `@pytest.mark.history_broken('etcd is wiped')`. A marked test whose
+history is intact fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTS = {'scenario', 'faults'}
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """Begin to write down what the test does, and its fixtures for it."""
+    """Start the journal of the test and its fixtures."""
     if PARTS & set(item.path.parts):
         JOURNAL.begin()
     return (yield)
@@ -31,41 +31,41 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Judge what it has done, while all of it is still there."""
+    """Judge the history of the test while its servers still exist."""
     if not PARTS & set(item.path.parts):
         return (yield)
     for witness in _shared(item):
         JOURNAL.made(witness)
     try:
         result = yield
-        watched = list(JOURNAL.witnesses)
+        witnesses = list(JOURNAL.witnesses)
         mark = item.get_closest_marker('history_broken')
         if mark is None:
-            for each in watched:
-                judged(each)
+            for watched in witnesses:
+                judged(watched)
         else:
             (reason,) = mark.args
-            assert any(is_broken(each) for each in watched), f'its history is whole, and it says: {reason}'
+            assert any(is_broken(watched) for watched in witnesses), f'its history is whole, and it says: {reason}'
         return result
     finally:
         JOURNAL.end()
 
 
 def is_broken(watched: Watched) -> bool:
-    """Whether its history shows that others than ecomp had their hands in it, as the test says."""
+    """True if the history shows writes from outside ecomp, as the marked test claims."""
     watched.mend()
     try:
-        found = judge(watched.history())
+        verdict = judge(watched.history())
     except Compacted:
         return True
-    return bool(found.never or found.still)
+    return bool(verdict.never or verdict.still)
 
 
 def _shared(item: pytest.Item) -> list[Watched]:
-    """What the test uses that was made for more tests than this one."""
+    """List the witnesses of fixtures that several tests share."""
     arguments: dict[str, Any] = getattr(item, 'funcargs', {})
-    made = [each for each in arguments.values() if isinstance(each, Lab | Hypervisor)]
-    labs = {each.lab if isinstance(each, Hypervisor) else each for each in made}
-    controls = [each for each in arguments.values() if isinstance(each, Control)]
-    found: list[Watched] = [each.watched for each in [*labs, *controls]]
-    return [each for each in found if each not in JOURNAL.witnesses]
+    labs_and_hosts = [fixture for fixture in arguments.values() if isinstance(fixture, Lab | Hypervisor)]
+    labs = {fixture.lab if isinstance(fixture, Hypervisor) else fixture for fixture in labs_and_hosts}
+    controls = [fixture for fixture in arguments.values() if isinstance(fixture, Control)]
+    witnesses: list[Watched] = [fixture.watched for fixture in [*labs, *controls]]
+    return [fixture for fixture in witnesses if fixture not in JOURNAL.witnesses]

@@ -1,7 +1,7 @@
-"""Collects the history of one etcd and one placement, for the judge: from the servers themselves, and cheaply.
+"""Collects the history of one etcd and one placement for the judge.
 
-etcd is asked for what changed by a watch from the revision where the test began; placement's claims are read from its
-database, for by HTTP each provider would be two requests.
+All is read from the servers themselves. A watch of etcd returns the changes since the beginning of the test.
+Placement's allocations are read from its database: over HTTP each provider would cost two requests.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tests.kit.placement_database import PlacementDatabase
 from tests.kit.process import is_stopped
 from tests.kit.servers import Server, b64, until
 
+# Sends a JSON object to a path of etcd's gateway, and returns the answer, to be read line by line.
 Ask = Callable[[str, Mapping[str, Any]], Reply | HTTPResponse]
-"""Sends a JSON object to a path of etcd's gateway; the answer, to be read line by line."""
+# Seconds until work in progress at a test's end has finished.
 SOON = 20.0
-"""Seconds until what is in work at a test's end has come to its end."""
 EVERYTHING = {'key': b64(b'\0'), 'range_end': b64(b'\0')}
 
 
 class Compacted(Exception):
-    """etcd has forgotten some of the history."""
+    """Part of the history has been compacted away in etcd."""
 
 
 class Revisions:
-    """What changed in an etcd since a revision, read as far as it was asked for."""
+    """The changes in an etcd since a revision, up to the latest read_new()."""
 
     def __init__(self, ask: Ask, since: int = 0) -> None:
         self._ask = ask
@@ -42,13 +42,18 @@ class Revisions:
         self.revision = since
 
     def begin(self) -> None:
-        """From now on: all that is there is what was before."""
+        """Start the history now, with the current keys as its beginning."""
         answer = self._call('kv/range', EVERYTHING)
         self.before = dict(map(kept_of, answer.get('kvs', [])))
         self.changes, self.revision = [], int(answer['header']['revision'])
 
     def read_on(self) -> int:
-        """Read what changed since the last look; the revision up to which all is known. Compacted, OSError."""
+        """Read the changes since the last call, and return the revision reached.
+
+        Raises:
+            CompactedError: etcd has compacted or lost some of them.
+            OSError: etcd cannot be reached.
+        """
         latest = int(self._call('kv/range', {'key': b64('x'), 'count_only': True})['header']['revision'])
         if latest < self.revision:
             raise Compacted(f'etcd was at revision {self.revision}, and is at {latest}')
@@ -61,8 +66,8 @@ class Revisions:
                 if result.get('canceled'):
                     raise Compacted(f'etcd has forgotten all before revision {result.get("compact_revision")}')
                 for event in result.get('events', []):
-                    (key, kept), self.revision = kept_of(event['kv']), int(event['kv']['mod_revision'])
-                    self.changes.append(Change(self.revision, key, None if event.get('type') == 'DELETE' else kept))
+                    (key, stored), self.revision = kept_of(event['kv']), int(event['kv']['mod_revision'])
+                    self.changes.append(Change(self.revision, key, None if event.get('type') == 'DELETE' else stored))
         return self.revision
 
     def _call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +76,10 @@ class Revisions:
 
 
 class Watched:
-    """One etcd and one placement (its database), and whether the computes of this or that uuid work."""
+    """The history of one etcd and one placement.
+
+    It reads placement's database, and can tell if the compute of a uuid works.
+    """
 
     def __init__(
         self, ask: Ask, database: PlacementDatabase, works: Callable[[str], bool | None], *servers: Server
@@ -86,22 +94,27 @@ class Watched:
         self._revisions.read_on()
 
     def mend(self) -> None:
-        """See that the servers run, whatever the test left of them: else nobody could say what became of it all."""
-        for each in self._servers:
-            if each.is_running:
-                each.resume()
+        """Start or resume the servers, which the test may have stopped: judging needs them."""
+        for server in self._servers:
+            if server.is_running:
+                server.resume()
             else:
-                each.start()
+                server.start()
 
     def history(self) -> History:
-        """All of it up to now, with what the running test has done. Compacted, OSError."""
+        """Return the history so far, with the commands of the running test.
+
+        Raises:
+            CompactedError: etcd has compacted or lost part of it.
+            OSError: etcd cannot be reached.
+        """
         self._revisions.read_on()
         etcd = dict(self._revisions.before)
-        for each in self._revisions.changes:
-            etcd[each.key] = each.kept or Kept(b'', 0)
+        for change in self._revisions.changes:
+            etcd[change.key] = change.kept or Kept(b'', 0)
         computes = {key.split('/')[2] for key in etcd if key.startswith('/hosts/')}
-        alive = {key.split('/')[2] for key, kept in etcd.items() if key.startswith('/computes/') and kept.value}
-        away = {each for each in computes if each not in alive or self._works(each) is False}
+        alive = {key.split('/')[2] for key, stored in etcd.items() if key.startswith('/computes/') and stored.value}
+        away = {compute for compute in computes if compute not in alive or self._works(compute) is False}
         return History(
             tuple(JOURNAL.asks), self._revisions.before, self._revisions.changes,
             self._database.allocations(), self._database.capacities(), away,
@@ -110,25 +123,29 @@ class Watched:
 
 
 def judged(watched: Watched) -> None:
-    """Return once nothing is to be said of its history; AssertionError with what is."""
+    """Wait until the history has no violations.
+
+    Raises:
+        AssertionError: it has some.
+    """
     watched.mend()
-    found = [Verdict([], ['not looked'])]
+    verdicts = [Verdict([], ['not looked'])]
 
     def clean() -> bool:
-        found[0] = judge(watched.history())
-        return bool(found[0].never) or not found[0].still
+        verdicts[0] = judge(watched.history())
+        return bool(verdicts[0].never) or not verdicts[0].still
 
     try:
         until(clean, SOON, 'all that was asked for has come to its end')
     except AssertionError as error:
-        raise AssertionError('\n'.join([str(error), *found[0].still])) from None
-    assert not found[0].never, '\n'.join(['its history has:', *found[0].never, *found[0].still])
+        raise AssertionError('\n'.join([str(error), *verdicts[0].still])) from None
+    assert not verdicts[0].never, '\n'.join(['its history has:', *verdicts[0].never, *verdicts[0].still])
 
 
 def started_here(compute: str) -> bool | None:
-    """Whether the ecompute of this uuid works, where the running test has started it; None: nobody knows."""
-    ours = [each for each in JOURNAL.computes if each.uuid == compute]
-    return any(each.is_running and not is_stopped(each.pid) for each in ours) if ours else None
+    """True if an ecompute of the running test with this uuid works; None if it has none."""
+    started = [ecompute for ecompute in JOURNAL.computes if ecompute.uuid == compute]
+    return any(ecompute.is_running and not is_stopped(ecompute.pid) for ecompute in started) if started else None
 
 
 def process_works(pid: int) -> bool:
@@ -136,6 +153,6 @@ def process_works(pid: int) -> bool:
 
 
 def kept_of(found: Mapping[str, Any]) -> tuple[str, Kept]:
-    """A key as etcd's gateway tells it."""
+    """Parse a key and its value as etcd's gateway encodes them."""
     key = base64.b64decode(found['key']).decode(errors='replace')
     return key, Kept(base64.b64decode(found.get('value', '')), int(found.get('lease', 0)))
