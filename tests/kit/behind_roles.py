@@ -1,4 +1,4 @@
-"""An etcd behind certificates that holds each to its role: two computes, a scheduler and an operator."""
+"""An etcd with certificates and roles, for two computes, a scheduler and an operator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USERS = ('compute-hv1', 'compute-hv2', 'scheduler-shell', 'operator-ann')
 
 
 class BehindRoles:
-    """`stores` by user, each with that one's certificate; `computes` are uuids by user."""
+    """An etcd with roles; `stores` by user use the user's certificate, `computes` are uuids."""
 
     def __init__(self, directory: Path, at_exit: ExitStack) -> None:
         self.certs = directory / 'certs'
@@ -29,8 +29,8 @@ class BehindRoles:
         certify(self.certs, 1)
         self.etcd = at_exit.enter_context(Secured(directory / 'etcd', self.certs))
         self.computes = {f'compute-hv{number}': str(uuid.uuid4()) for number in (1, 2)}
-        named = {user.removeprefix('compute-'): each for user, each in self.computes.items()}
-        certify(self.certs, self.etcd.port, named, ('shell',), ('ann',))
+        uuids_by_host = {user.removeprefix('compute-'): compute for user, compute in self.computes.items()}
+        certify(self.certs, self.etcd.port, uuids_by_host, ('shell',), ('ann',))
         self.stores = {user: self.store(user) for user in USERS}
 
     def store(self, user: str) -> Store:
@@ -39,19 +39,22 @@ class BehindRoles:
         return store
 
     def enable(self) -> list[str]:
-        """What elab certs --enable does; what it says but for the warning of this etcd's version."""
-        said: list[str] = []
-        certs.enable(self.certs, datetime.now(UTC), said.append)
-        return [line for line in said if not line.startswith('warning: ')]
+        """Do what elab certs --enable does, and return its output.
+
+        The warning about this etcd's version is left out.
+        """
+        output: list[str] = []
+        certs.enable(self.certs, datetime.now(UTC), output.append)
+        return [line for line in output if not line.startswith('warning: ')]
 
     def disable(self) -> list[str]:
-        """What elab certs --disable does; what it says."""
-        said: list[str] = []
-        certs.disable(self.certs, said.append)
-        return said
+        """Do what elab certs --disable does; return its output."""
+        output: list[str] = []
+        certs.disable(self.certs, output.append)
+        return output
 
     def configured(self, user: str, placement: str, **settings: Any) -> Path:
-        """A configuration of this user's, for a placement that takes everybody."""
+        """Write a user's configuration for a placement without authentication; return its path."""
         etcd = {'endpoints': [f'localhost:{self.etcd.port}'], 'ca_cert': 'ca.crt'}
         etcd |= {'cert_cert': 'client.crt', 'cert_key': 'client.key'}
         path = self.certs / user / 'other.yaml'
@@ -59,10 +62,10 @@ class BehindRoles:
         return path
 
     def etcdctl(self, user: str, *words: str) -> tuple[int, str]:
-        """The exit code and what etcd's own client says with this user's certificate, whatever ecomp thinks."""
-        own = self.certs / user
-        command = ['etcdctl', '--endpoints', f'localhost:{self.etcd.port}', f'--cacert={own}/ca.crt']
-        command += [f'--cert={own}/client.crt', f'--key={own}/client.key', *words]
+        """Run etcdctl with this user's certificate, and return its exit code and output."""
+        user_certs = self.certs / user
+        command = ['etcdctl', '--endpoints', f'localhost:{self.etcd.port}', f'--cacert={user_certs}/ca.crt']
+        command += [f'--cert={user_certs}/client.crt', f'--key={user_certs}/client.key', *words]
         environment = {**os.environ, 'ETCDCTL_API': '3'}
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
         return done.returncode, done.stdout + done.stderr
@@ -70,6 +73,6 @@ class BehindRoles:
 
 @contextmanager
 def behind_roles(directory: Path) -> Iterator[BehindRoles]:
-    """One that does not ask for roles yet."""
+    """Start an etcd whose roles are not enabled yet."""
     with ExitStack() as at_exit:
         yield BehindRoles(directory, at_exit)

@@ -1,7 +1,7 @@
-"""Certificates for etcds, placements and their clients in tests.
+"""Certificates for etcd, placement and their clients in tests.
 
-Not by the openssl command: that of OpenSSL 3.5 makes none that has expired. Nor by `elab certs`, which is tested with
-what does not come from it. https://cryptography.io/en/latest/x509/reference/
+OpenSSL 3.5's command makes no expired certificates, and `elab certs` is itself tested against certificates made
+elsewhere. https://cryptography.io/en/latest/x509/reference/
 """
 
 from __future__ import annotations
@@ -23,45 +23,46 @@ SIGNS = x509.KeyUsage(
 
 
 class Authority:
-    """A certificate authority in a directory of its own; `certificate` is what its trusters read."""
+    """A certificate authority in its own directory; `certificate` is the file to trust."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.certificate = directory / 'ca.crt'
         self._name, self._key = _name(directory.name), ec.generate_private_key(ec.SECP256R1())
-        made = (
+        builder = (
             _dated(self._name, self._name, self._key, 10)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
             .add_extension(SIGNS, critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False)
         )
-        _write(self.certificate, made.sign(self._key, hashes.SHA256()))
+        _write(self.certificate, builder.sign(self._key, hashes.SHA256()))
 
     def issue(self, directory: Path, name: str, *hosts: str, days: int = 10) -> tuple[Path, Path]:
-        """A certificate and key, <directory>/<name>.crt and .key, valid for these names and addresses.
+        """Write <directory>/<name>.crt and .key for these host names and addresses.
 
-        `days` -1: it expired yesterday. One that is there is replaced, as a rotation does.
+        Return both paths. Existing files are replaced, as in a rotation. With `days` -1 the certificate expired
+        yesterday.
         """
         directory.mkdir(parents=True, exist_ok=True)
         certificate, key = directory / f'{name}.crt', directory / f'{name}.key'
-        own = ec.generate_private_key(ec.SECP256R1())
-        made = (
-            _dated(_name(name), self._name, own, days)
+        private_key = ec.generate_private_key(ec.SECP256R1())
+        builder = (
+            _dated(_name(name), self._name, private_key, days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(PURPOSES, critical=False)
-            # Python 3.13 believes none without.
+            # Python 3.13 rejects a certificate without it.
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
         if hosts:
-            names = [x509.IPAddress(ip_address(each)) if each[0].isdigit() else x509.DNSName(each) for each in hosts]
-            made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
+            names = [x509.IPAddress(ip_address(host)) if host[0].isdigit() else x509.DNSName(host) for host in hosts]
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         key.touch(0o600)
         key.write_bytes(
-            own.private_bytes(
+            private_key.private_bytes(
                 serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
             )
         )
-        _write(certificate, made.sign(self._key, hashes.SHA256()))
+        _write(certificate, builder.sign(self._key, hashes.SHA256()))
         return certificate, key
 
 

@@ -1,4 +1,4 @@
-"""An etcd that is one of several, or speaks TLS."""
+"""An etcd that is a member of a cluster or uses TLS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kit.servers import Etcd
 
 
 class Tls(NamedTuple):
-    """The files a member shows, the authority whose clients it takes, and a client certificate to ask it with."""
+    """A member's certificate and key, the authority of its clients, and a client certificate."""
 
     certificate: Path
     key: Path
@@ -23,12 +23,13 @@ class Tls(NamedTuple):
 
 
 class Member(Etcd):
-    """One etcd of a cluster, or one that speaks TLS; `host` is what its clients call it."""
+    """An etcd of a cluster, or one with TLS; `host` is its name in client configurations."""
 
     def __init__(self, directory: Path, name: str, tls: Tls | None = None, host: str = '127.0.0.1') -> None:
         super().__init__(directory)
         self.member = name
-        self.initial, self.state = f'{name}={self.peer}', 'new'
+        self.initial = f'{name}={self.peer}'
+        self.state = 'new'
         self._tls = tls
         self.client = f'{"https" if tls else "http"}://{host if host[0].isdigit() else "127.0.0.1"}:{self.port}'
         self.endpoint = f'{host}:{self.port}'
@@ -40,18 +41,18 @@ class Member(Etcd):
         return [*super().command(), f'--name={self.member}', f'--initial-cluster-state={self.state}', *secure]
 
     def is_ready(self) -> bool:
-        """It answers, and has a leader."""
+        """True if it answers and has a leader."""
         try:
             return self.get('/nothing') is None
         except OSError:
             return False
 
     def ask(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> HTTPResponse:
-        """The answer of one call of the JSON gateway, over TLS if it speaks that."""
+        """Call the JSON gateway, over TLS if it uses that; return the answer to be read and closed."""
         context = None
         if self._tls:
             context = ssl.create_default_context(cafile=str(self._tls.authority))
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # what we ask is not what is tested
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # this call is not under test
             context.load_cert_chain(*map(str, self._tls.client))
         request = urllib.request.Request(f'{self.client}/v3/{path}', json.dumps(body).encode())
         answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout, context=context)

@@ -1,4 +1,4 @@
-"""An etcd that takes nobody without a certificate of `elab certs`, and those certificates."""
+"""An etcd that requires a certificate of `elab certs`, and those certificates."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from tests.kit.servers import Etcd, free_port, is_healthy
 
 
 class Secured(Etcd):
-    """etcd with the certificates in `certs`; Etcd's own calls of the JSON gateway do not reach it.
+    """An etcd with the certificates in `certs`.
 
-    `asks` are the options by which it asks its clients for theirs.
+    Etcd's calls of the JSON gateway do not reach it. `client_auth_options` require client certificates.
     """
 
     def __init__(self, directory: Path, certs: Path) -> None:
-        own = certs / 'etcd'
-        super().__init__(directory, f'--cert-file={own}/server.crt', f'--key-file={own}/server.key')
+        etcd_certs = certs / 'etcd'
+        super().__init__(directory, f'--cert-file={etcd_certs}/server.crt', f'--key-file={etcd_certs}/server.key')
         self.client = f'https://{self.endpoint}'
-        self.asks = [f'--trusted-ca-file={own}/ca.crt', '--client-cert-auth']
+        self.asks = [f'--trusted-ca-file={etcd_certs}/ca.crt', '--client-cert-auth']
         self._health = f'http://127.0.0.1:{free_port()}'
 
     def command(self) -> list[str]:
         return [*super().command(), *self.asks, f'--listen-metrics-urls={self._health}']
 
     def is_ready(self) -> bool:
-        """It has a leader. One that is ended before it ever had may never get any: it has written that it is a member
-        of something, and not yet of what."""
+        """True if the metrics URL reports it healthy, which includes having a leader.
+
+        A member killed before it ever had a leader may never get one: it has stored that it is a member, and not yet of
+        which cluster.
+        """
         return is_healthy(self._health)
 
 
@@ -38,7 +41,10 @@ def certify(
     directory: Path, port: int, computes: Mapping[str, str] | tuple[str, ...] = (), schedulers: tuple[str, ...] = (),
     operators: tuple[str, ...] = (),
 ) -> None:
-    """What `elab certs` makes for an etcd on localhost at this port; of `computes` with their uuids, if told."""
+    """Make the certificates of `elab certs` for an etcd on localhost.
+
+    `computes` may map names to uuids.
+    """
     uuids = dict(computes) if isinstance(computes, Mapping) else {}
     cluster = certs.Cluster(('localhost', '127.0.0.1'), tuple(computes), schedulers, operators, port, 8080, uuids)
     certs.make(directory, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)

@@ -1,4 +1,4 @@
-"""A store that is closed after use."""
+"""Stores that are closed after use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def connected(endpoint: str, timeout: float = 5.0) -> Iterator[Store]:
 
 
 def read_entry(store: Store, key: str) -> Entry:
-    """Read a key that has to be there."""
+    """Read a key that must exist."""
     entry = store.get(key)
     assert entry is not None, key
     return entry
