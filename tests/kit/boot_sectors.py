@@ -1,9 +1,10 @@
-"""Disks of 1 MiB that boot a few bytes of machine code: guests for all that ends when QEMU runs."""
+"""Disks of 1 MiB that boot a few bytes of machine code, if a running QEMU is enough."""
 
 from __future__ import annotations
 
+# cli; hlt; jmp: uses no processor time.
 HALT = bytes.fromhex('fa f4 ebfd')
-"""cli; hlt; jmp: it leaves its processor alone."""
+# Powers off when the power button is pressed, by the ACPI registers of QEMU's `pc`.
 POWER_BUTTON = bytes.fromhex(
     'fb'  # sti
     'ba0206 b80001 ef'  # PM1 enable (0x602): the power button's bit
@@ -13,7 +14,6 @@ POWER_BUTTON = bytes.fromhex(
     'ba0406 b80020 ef'  # PM1a control: SLP_EN, S5
     'fa f4 ebfd'  # cli; hlt; jmp
 )
-"""It turns the machine off when its power button is pressed, by the ACPI registers of QEMU's `pc`."""
 
 
 def boot_disk(sector: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""A web server of images that does everything wrong."""
+"""A web server of images that misbehaves in every way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Each path is one way to answer; the server remembers what it was asked, and which image bodies it sent."""
+    """Answers each path in one way; the server records requests and sent images."""
 
     server: Web
 
@@ -20,11 +20,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = self.path.partition('?')[0].strip('/')
         self.server.asked.append(path)
         answer: Callable[[], None] = getattr(self, f'answer_{path.replace("/", "_")}', self.answer_missing)
-        with suppress(BrokenPipeError, ConnectionResetError):  # the client had enough
+        with suppress(BrokenPipeError, ConnectionResetError):  # the client disconnected
             answer()
 
     def do_HEAD(self) -> None:
-        """Answer as to a GET, without the body; or as `refuses_head` does."""
+        """Answer as to a GET, without the body, unless `refuses_head` refuses."""
         if self.server.refuses_head is not None:
             self.server.refuses_head(self)
             return
@@ -34,7 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         answer()
 
     def say(self, body: bytes, length: int | None = None, status: int = 200, **headers: str) -> None:
-        """An answer with a content-length, true or not."""
+        """Send a response with a content-length, which may be wrong."""
         self.begin(status, content_length=str(len(body) if length is None else length), **headers)
         if self.command != 'HEAD':
             self.wfile.write(body)
@@ -49,7 +49,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.say(b'', status=status, location=where)
 
     def answer_good(self) -> None:
-        """The image, or that it is not modified, for whoever says which he has."""
+        """Send the image, or 304 to a client that has it."""
         self._send(self.path.strip('/'), self.server.says)
 
     def answer_SHA256SUMS(self) -> None:
@@ -59,11 +59,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.say(self.server.sums)
 
     def answer_changing(self) -> None:
-        """Another image from the middle on, of the same length; from then on that is what the server has."""
+        """Send an image that is replaced halfway by another one of the same length.
+
+        Afterwards the server has the other one.
+        """
         old, half = self.server.image, len(self.server.image) // 2
         if self.server.asked.count('changing') == 1:
             self.server.image = old[:512] + bytes([old[512] ^ 1]) * (len(old) - 512)
-            # First, for whoever has the last byte asks at once what the server has now.
+            # Change them before the response: a client with the last byte immediately requests the new headers.
             says, self.server.says = self.server.says, {name: f'{value}+' for name, value in self.server.says.items()}
             self.say(old[:half] + self.server.image[half:], **says)
         else:
@@ -105,24 +108,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(self.server.image[half:])
 
     def answer_mirrored(self) -> None:
-        """To another mirror each time."""
+        """Redirect to another mirror each time."""
         self.server.mirrors += 1
         self.redirect(f'/mirror{self.server.mirrors % 2}?signed={self.server.mirrors}')
 
     def answer_farm(self) -> None:
-        """One of three servers behind one name, each with an ETag of its own; `says` is what they have in common."""
+        """Answer as one of three servers with their own ETags; `headers` are common to them."""
         if self.command != 'HEAD':
             self.server.mirrors += 1
             self.server.sent.append('farm')
         self.say(self.server.image, **{'etag': f'"{self.server.mirrors % 3}"', **self.server.says})
 
     def answer_now(self) -> None:
-        """The image, with another date each time."""
+        """Send the image with another date each time."""
         self.server.mirrors += 1
         self.say(self.server.image, last_modified=str(self.server.mirrors))
 
     def answer_signed(self) -> None:
-        """To a place that is named for one request."""
+        """Redirect to a URL that is valid for one request."""
         self.server.mirrors += 1
         self.redirect(f'/once?signed={self.server.mirrors}')
 
@@ -134,7 +137,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.say(self.server.image, **self.server.says)
 
     def _mirror(self, number: int) -> None:
-        """The image, under an ETag of this mirror's own."""
+        """Send the image with this mirror's own ETag."""
         says = {name: f'"{value} of {number}"' if name == 'etag' else value for name, value in self.server.says.items()}
         self._send(self.path.partition('?')[0].strip('/'), says)
 
@@ -147,7 +150,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.say(self.server.image, **says)
 
     def answer_more_in_chunks(self) -> None:
-        """More, in chunks, than the length that is said besides."""
+        """Send more, in chunks, than the content-length that is sent as well."""
         self.protocol_version = 'HTTP/1.1'
         self.close_connection = True
         self.begin(content_length='10', transfer_encoding='chunked')
@@ -157,7 +160,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b'0\r\n\r\n')
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 class Web(http.server.ThreadingHTTPServer):
@@ -168,27 +171,28 @@ class Web(http.server.ThreadingHTTPServer):
         self.image = image
         self.asked: list[str] = []
         self.sent: list[str] = []
+        # The headers of a good image: its etag and last-modified.
         self.says: dict[str, str] = {}
-        """Headers beside a good image: its etag, its last-modified."""
         self.compares = True
         self.refuses_head: Callable[[Handler], None] | None = lambda handler: handler.send_error(501)
+        # The paths requested by HEAD, if HEAD is not refused.
         self.heads: list[str] = []
-        """What it was asked by HEAD, where it refuses none."""
         self.sums: bytes | None = None
+        # Number of redirects to a mirror.
         self.mirrors = 0
-        """How often it was asked which mirror to go to."""
         self.may_go_on = threading.Event()
         self.url = f'http://127.0.0.1:{self.server_address[1]}/'
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Quiet: clients that hang up are what is tested."""
+        """Ignore errors: the tests let clients disconnect."""
 
     def server_bind(self) -> None:
-        """Without http.server's look for the machine's own name."""
+        """Bind without http.server's lookup of the host name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = 'localhost', self.server_address[1]
 
 
+# The one-line answers by path.
 ANSWERS: dict[str, Callable[[Handler], object]] = {
     'missing': lambda handler: handler.say(b'<html>no such page</html>', status=404),
     'broken_SHA256SUMS': lambda handler: handler.answer_error(),
@@ -212,7 +216,6 @@ ANSWERS: dict[str, Callable[[Handler], object]] = {
     'to_another_scheme': lambda handler: handler.redirect('ftp://127.0.0.1/x'),
     'to_nowhere': lambda handler: handler.redirect('http://[::1/'),
 }
-"""The answers of one line, by their paths."""
 for _name, _answer in ANSWERS.items():
     setattr(Handler, f'answer_{_name}', _answer)
 

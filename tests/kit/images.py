@@ -1,4 +1,4 @@
-"""The image cache, and a web server for it that does everything wrong."""
+"""The image cache, and assertions about it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from ecomp.model.image import image_sources
 from ecomp.virt import image
 
 MIB = 2**20
-# Where the servers of tests are. What nobody lists is not fetched from: see tests/security/test_images.py.
+# The addresses of the tests' servers. Addresses that are not listed are refused: see tests/security/test_images.py.
 LOOPBACK = Reach(image_sources(['127.0.0.0/8']))
 LIMITS = CacheLimits(cache=2**30, disk=100 * 2**30)
 
 
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
-    """What the product does in a child, here: a third of a second. security/test_images.py has the child."""
+    """Inspect an image in this process, which the product does in a child process.
+
+    The child takes a third of a second; security/test_images.py tests it.
+    """
     checkpoint()
     return image.inspect(path)
 
@@ -39,7 +42,7 @@ def get(
     tell: Callable[[int, int | None], None] = lambda *_: None,
     since: float = math.inf,
 ) -> BaseImage:
-    """The base volume of an image, let go at once."""
+    """Return the base volume of an image, and release it immediately."""
     with cache.held(url, checkpoint, tell, since) as bases:
         base = list(bases)[-1]
         assert base is not None
@@ -53,7 +56,7 @@ def kept(directory: Path) -> list[str]:
 
 
 def refused(directory: Path, url: str, reason: str, local: Path | None = None) -> None:
-    """The image cannot be had, for this reason, and nothing of it stays."""
+    """Assert that the image is refused for this reason and leaves nothing in the cache."""
     before = kept(directory)
     with pytest.raises(BuildFailed, match=reason) as caught:
         get(cache(directory, local), url)

@@ -1,4 +1,4 @@
-"""What tests make the first time, from other people's packages, and keep below ~/.cache/ecomp-tests."""
+"""Files made once from third-party packages, and cached below ~/.cache/ecomp-tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 
 
 def kept(name: str, recipe: object, make: Callable[[Path], Path]) -> Path:
-    """The file that make(an empty directory) made, named after what it is made from; made once by whoever is first."""
+    """Return a cached file, made by make(an empty directory) on first use.
+
+    Its name contains a hash of `recipe`; the first process makes it while others wait.
+    """
     cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'ecomp-tests'
     cache.mkdir(parents=True, exist_ok=True)
     stem, dot, suffix = name.partition('.')

@@ -1,6 +1,7 @@
-"""A web server whose files come by half: `python -m tests.kit.slow_images ADDRESS PORT DIRECTORY GO`.
+"""A web server that sends only half of each file at first.
 
-The second half is sent once the file GO is there. Each file that was sent whole is a line `sent CLIENT NAME`.
+Usage: `python -m tests.kit.slow_images ADDRESS PORT DIRECTORY GO`. It sends the second half once the file GO exists,
+and prints `sent CLIENT NAME` for each file sent completely.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ecomp.lab import machine, state
 from tests.kit.lab import Lab
 from tests.kit.servers import Server, free_port
 
+# Seconds until the rest is sent anyway, in case the test was killed: longer than any test waits.
 LONGEST = 900.0
-"""Seconds until it sends the rest unasked, if the test that should ask was killed: longer than any test waits."""
 CHUNK = 2**20
 
 
@@ -28,22 +29,22 @@ def serve(address: str, port: int, directory: Path, go: Path) -> None:
             if not path.is_file():
                 self.send_error(404)
                 return
-            found = path.stat()
-            etag = f'"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"'
+            status = path.stat()
+            etag = f'"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"'
             if self.headers.get('if-none-match') == etag:
                 self.send_response(304)
                 self.end_headers()
                 return
             self.send_response(200)
-            self.send_header('content-length', str(found.st_size))
+            self.send_header('content-length', str(status.st_size))
             self.send_header('etag', etag)
             self.end_headers()
             with suppress(ConnectionError), path.open('rb') as file:  # its client was killed
-                self.copy(file, found.st_size // 2)
+                self.copy(file, status.st_size // 2)
                 deadline = time.monotonic() + LONGEST
                 while not go.exists() and time.monotonic() < deadline:
                     time.sleep(0.02)
-                self.copy(file, found.st_size)
+                self.copy(file, status.st_size)
                 print(f'sent {self.client_address[0]} {self.path.strip("/")}', flush=True)
 
         def copy(self, file: BinaryIO, size: int) -> None:
@@ -57,7 +58,7 @@ def serve(address: str, port: int, directory: Path, go: Path) -> None:
 
 
 class SlowImages(Server):
-    """The lab's images at another port, of which only the first half comes until go_on()."""
+    """The lab's images on another port; only half of each is sent until release()."""
 
     name = 'slow-images'
 
@@ -70,7 +71,7 @@ class SlowImages(Server):
         self._go = directory / 'go'
 
     def command(self) -> list[str]:
-        """In the lab's control namespace."""
+        """The server's command line, in the lab's control namespace."""
         program = [sys.executable, '-m', 'tests.kit.slow_images', *self._where, str(self._images), str(self._go)]
         return [*self._prefix, *program]
 
@@ -84,7 +85,7 @@ class SlowImages(Server):
         self._go.touch()
 
     def sent(self) -> list[str]:
-        """To whom images were sent whole, once for each."""
+        """List the clients that images were sent to completely, once for each image."""
         return [line.split()[1] for line in self.log.read_text().splitlines() if line.startswith('sent ')]
 
 
