@@ -1,4 +1,4 @@
-"""Requests and claims as a foreign client would make them."""
+"""Requests and allocations written without ecomp, as a foreign client would."""
 
 from __future__ import annotations
 

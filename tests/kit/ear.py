@@ -15,7 +15,7 @@ from tests.kit.servers import PATIENCE
 
 
 class Ear:
-    """A socket that hears what a service says, and who says it; `with` closes it."""
+    """Receives the notifications of a service, and the pids of their senders; `with` closes it."""
 
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix='ecomp-ear-'))
@@ -33,23 +33,30 @@ class Ear:
         self._directory.rmdir()
 
     def environment(self, watchdog: float | None = None) -> dict[str, str]:
-        """What systemd has in the environment of a service; `watchdog` in seconds."""
-        beats = {} if watchdog is None else {'WATCHDOG_USEC': str(round(watchdog * 1e6))}
-        return {'NOTIFY_SOCKET': self.path, **beats}
+        """Return what systemd puts in a service's environment; `watchdog` is in seconds."""
+        watchdog_variable = {} if watchdog is None else {'WATCHDOG_USEC': str(round(watchdog * 1e6))}
+        return {'NOTIFY_SOCKET': self.path, **watchdog_variable}
 
     def heard(self, seconds: float = 30.0) -> tuple[int, list[str]]:
-        """The next word: the process that says it, and its lines. AssertionError if there is none for so long."""
+        """Receive the next notification.
+
+        Returns:
+            The pid of its sender, and its lines.
+
+        Raises:
+            AssertionError: none came in time.
+        """
         ready, _, _ = select.select([self._socket], [], [], PATIENCE * seconds)
         assert ready, f'nothing was said for {seconds:g} s'
-        said, credentials, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
-        return int.from_bytes(credentials[0][2][:4], 'little'), said.decode().splitlines()
+        message, credentials, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
+        return int.from_bytes(credentials[0][2][:4], 'little'), message.decode().splitlines()
 
     def until(self, line: str, seconds: float = 60.0) -> tuple[int, list[str]]:
         deadline = time.monotonic() + PATIENCE * seconds
         while True:
-            said = self.heard(max(0.0, deadline - time.monotonic()) / PATIENCE)
-            if line in said[1]:
-                return said
+            notification = self.heard(max(0.0, deadline - time.monotonic()) / PATIENCE)
+            if line in notification[1]:
+                return notification
 
     def forget(self) -> None:
         self._socket.setblocking(False)

@@ -1,4 +1,4 @@
-"""What the fault rows do to eschedules and ecomputes, and ask of them, in one word each."""
+"""Actions of the fault tests on eschedules and ecomputes, and observations of them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _numbers = itertools.count(1)
 
 
 class Fired:
-    """The file in which armed failpoints write that they were reached."""
+    """The file in which armed failpoints record that they were reached."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / f'fired-{next(_numbers)}'
 
     def environment(self, failpoint: str) -> dict[str, str]:
-        """What arms `failpoint` (see ecomp.failpoints) in a process; nothing for ''."""
+        """Return the variables that arm a failpoint (see ecomp.failpoints); none for ''."""
         return {'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._path)} if failpoint else {}
 
     @property
@@ -46,7 +46,7 @@ class Fired:
 
 
 class Eschedule(Command):
-    """An eschedule under way, armed with `failpoint`; `with` ends it, whatever it is doing."""
+    """A running eschedule, armed with `failpoint`; `with` kills it."""
 
     def __init__(self, control: Control, *words: str, failpoint: str = '', config: Path | None = None) -> None:
         self._fired = Fired(control.directory)
@@ -59,11 +59,11 @@ class Eschedule(Command):
         assert self._fired.names[-1:] == [failpoint], (self._fired.names, result)
 
     def stopped_at(self, failpoint: str) -> None:
-        def stopped() -> bool:
+        def is_frozen() -> bool:
             assert not self.has_ended, (failpoint, self.end())
             return self._fired.names[-1:] == [failpoint] and is_stopped(self.pid)
 
-        until(stopped, 30, f'eschedule is frozen at {failpoint}')
+        until(is_frozen, 30, f'eschedule is frozen at {failpoint}')
 
 
 class Armed(Ecompute):
@@ -73,16 +73,16 @@ class Armed(Ecompute):
     _fired: Fired
 
     def environment(self) -> dict[str, str]:
-        """With the failpoint armed, in a file of each start's own."""
+        """Arm the failpoint, with a separate record file for each start."""
         self._fired = Fired(self.directory)
         return {**super().environment(), **self._fired.environment(self.failpoint)}
 
     def stopped_at(self, failpoint: str) -> None:
-        def stopped() -> bool:
+        def is_frozen() -> bool:
             assert self.is_running, f'{failpoint} was not reached:\n{self.last_words()}'
             return self._fired.names[-1:] == [failpoint] and is_stopped(self.pid)
 
-        until(stopped, 30, f'ecompute is frozen at {failpoint}; fired: {self._fired.names}')
+        until(is_frozen, 30, f'ecompute is frozen at {failpoint}; fired: {self._fired.names}')
 
 
 def killed_at(compute: Armed, step: str, seconds: float = 30.0) -> None:
@@ -98,7 +98,7 @@ def start_again(compute: Armed) -> None:
 
 
 def accept(compute: Ecompute) -> None:
-    """Stop it if it runs, and start it with --accept-new-etcd; the next start is an ordinary one again."""
+    """Restart the compute once with --accept-new-etcd; the next start is an ordinary one."""
     if compute.is_running:
         assert compute.stop() == 0
     compute.options = ['--accept-new-etcd']
@@ -107,7 +107,7 @@ def accept(compute: Ecompute) -> None:
 
 
 def some(steps: Sequence[str], *quick: str) -> list[Any]:
-    """The steps as parameters of a test: all but the quick ones are slow."""
+    """Make test parameters of the steps; all but the quick ones are marked slow."""
     return [pytest.param(step, marks=[] if step in quick else [pytest.mark.slow]) for step in steps]
 
 
@@ -117,24 +117,24 @@ def settled(control: Control, *computes: Ecompute) -> None:
 
 
 def lapse(control: Control, key: str) -> None:
-    """End the lease a key is on, as the time it had would."""
+    """Revoke the lease of a key, as if it had expired."""
     lease = everything(control)[key].lease
     assert lease, f'{key} is on no lease'
     control.etcd.call('lease/revoke', {'ID': lease})
-    # Who waits for the key's end may have written it anew by now, on a lease of its own.
-    assert lease not in {each.lease for each in everything(control).values()}
+    # A process that waited for the key's end may have recreated it on its own lease.
+    assert lease not in {stored.lease for stored in everything(control).values()}
 
 
 def lapse_requests(control: Control) -> None:
-    """End the lease of every attempt's key: those at it have ended, or are taken to have."""
+    """Revoke the lease of every attempt, whose owners have finished or are assumed to have."""
     for key in control.etcd.keys('/requests/'):
         lapse(control, key)
 
 
 def look_twice(control: Control, compute: Ecompute, guests: Collection[str] = ()) -> None:
-    """What a compute's claim keeper does in two looks 60 s apart (rule 4), here on a clock of the test's own.
+    """Run two consecutive checks of a compute's claim keeper, 60 s apart on a fake clock.
 
-    Its own looks are a minute apart on its own clock: a slow test waits for them.
+    Rule 4 requires both. The compute's own checks are a minute apart on the real clock: a slow test waits for them.
     """
     store, placement = Store(EtcdConfig((control.etcd.endpoint,))), Placement(control.placement.url)
     try:
@@ -147,41 +147,47 @@ def look_twice(control: Control, compute: Ecompute, guests: Collection[str] = ()
 
 
 def losses(compute: Ecompute, what: str) -> tuple[int, int]:
-    """How often its log says that `what` is lost, and that it is back."""
+    """Count the log lines that report `backend` lost, and those that report it back."""
     lines = [line for line in log_of(compute) if what in line]
-    lost = sum('trying again until' in line for line in lines)
-    back = sum('trying again' not in line and ('is back' in line or 'works again' in line) for line in lines)
-    return lost, back
+    lost_count = sum('trying again until' in line for line in lines)
+    back_count = sum('trying again' not in line and ('is back' in line or 'works again' in line) for line in lines)
+    return lost_count, back_count
 
 
 def cpu_seconds(pid: int) -> float:
-    """The processor time a process has had, all threads. proc(5)"""
+    """Return a process's processor time, of all threads. See proc(5)."""
     fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf('SC_CLK_TCK')
 
 
 @contextlib.contextmanager
 def idle(pid: int, share: float = 0.05) -> Iterator[None]:
-    """AssertionError if the process takes more than this share of a core meanwhile, and in two seconds at least."""
-    began, before = time.monotonic(), cpu_seconds(pid)
+    """Assert that a process takes at most this share of a core inside the context.
+
+    It is measured for at least two seconds.
+    """
+    started, before = time.monotonic(), cpu_seconds(pid)
     yield
-    time.sleep(max(began + 2.0 - time.monotonic(), 0.0))
-    spent, took = cpu_seconds(pid) - before, time.monotonic() - began
-    assert spent <= share * took + 0.02, f'{spent:.2f} s of processor time in {took:.1f} s'
+    time.sleep(max(started + 2.0 - time.monotonic(), 0.0))
+    cpu_used, elapsed = cpu_seconds(pid) - before, time.monotonic() - started
+    assert cpu_used <= share * elapsed + 0.02, f'{cpu_used:.2f} s of processor time in {elapsed:.1f} s'
 
 
 def guests(compute: Ecompute) -> dict[str, dict[str, Any]]:
     path = compute.directory / 'state' / 'fake.json'
-    found = json.loads(path.read_text()) if path.exists() else []
-    return {each['instance']: each for each in found}
+    all_guests = json.loads(path.read_text()) if path.exists() else []
+    return {guest['instance']: guest for guest in all_guests}
 
 
 def running(compute: Ecompute) -> set[str]:
-    """The guests of a fake that run."""
-    return {name for name, each in guests(compute).items() if each['running']}
+    """The running guests of a fake compute."""
+    return {name for name, guest in guests(compute).items() if guest['running']}
 
 
 def revision(control: Control, key: str = '') -> int:
-    """The revision that wrote a key last; without one etcd's own: as long as it is the same, nobody has written."""
-    found = control.etcd.call('kv/range', {'key': b64(key or 'x')})
-    return int(found['kvs'][0]['mod_revision'] if key else found['header']['revision'])
+    """Return the revision that last wrote a key, or without a key etcd's current revision.
+
+    While etcd's revision is unchanged, nothing has been written.
+    """
+    answer = control.etcd.call('kv/range', {'key': b64(key or 'x')})
+    return int(answer['kvs'][0]['mod_revision'] if key else answer['header']['revision'])

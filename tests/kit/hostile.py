@@ -1,4 +1,4 @@
-"""Requests that cannot be understood, and texts that mean something elsewhere."""
+"""Malformed requests, and texts that are special elsewhere (paths, XML, shells, terminals)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def without(*names: str) -> dict[str, Any]:
     return {name: value for name, value in request().items() if name not in names}
 
 
-# What each value is refused for.
+# (value, reason of its refusal)
 HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     (b'', 'not JSON'),
     (b'\xff\xfe{}', 'not text in UTF-8'),
@@ -159,9 +159,9 @@ XML = [
 ]
 
 
+# Any JSON value. json.dumps writes NaN and infinities, which are refused as such.
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-"""Any value of JSON; what json.dumps makes of a float that is no number is refused as such."""

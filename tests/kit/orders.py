@@ -1,4 +1,4 @@
-"""A small guest that takes orders: what a guest does that was taken over."""
+"""A small guest that runs scripts sent to it: the actions of a compromised guest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kit.servers import until
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:192'
 SECRET = 'secret-of-'
-# Its web server runs what it is sent, as a whole, and answers with what that says.
+# Its web server runs the body of a request as a script, and answers with the output.
 ORDERS = """\
 #!/bin/sh
 # {secret}
@@ -39,10 +39,10 @@ class Guest:
         return mac_address(self.instance, 0)
 
     def run(self, script: str) -> str:
-        asked = urllib.request.Request(f'http://{self.address}/cgi-bin/run', script.encode())
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            said: bytes = answer.read()
-        return said.decode()
+        request = urllib.request.Request(f'http://{self.address}/cgi-bin/run', script.encode())
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            output: bytes = answer.read()
+        return output.decode()
 
 
 def place(lab: Lab, name: str) -> Guest:
@@ -55,5 +55,5 @@ def place(lab: Lab, name: str) -> Guest:
 
 
 def boots(lab: Lab, instance: str) -> int:
-    """How often it has begun to take orders."""
+    """Count how often the guest has started to accept scripts."""
     return len(re.findall('^ecomp-guest: takes orders', lab.console('hv1', instance), re.MULTILINE))

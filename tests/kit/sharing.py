@@ -1,4 +1,4 @@
-"""Sets, groups, quotas and hosts: what their stories and their faults both ask."""
+"""Helpers of the scenario and fault tests about sets, groups, quotas and hosts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from tests.kit.hands import lapse
 from tests.kit.story import NOTIFIED
 
 ROOMY = 'VCPU:20,DISK_GB:100,MEMORY_MB:4096'
-APART, TOGETHER = ('--policy', 'anti-affinity'), ('--policy', 'affinity')
+APART = ('--policy', 'anti-affinity')
+TOGETHER = ('--policy', 'affinity')
 
 
 def started(cluster: Control, *inventories: str) -> list[Ecompute]:
-    """Computes, started side by side. From this thread, with whose end they would end."""
-    computes = [Ecompute(cluster.etcd.endpoint, cluster.placement.url, each) for each in inventories]
+    """Start computes concurrently.
+
+    They are started from this thread, because they die with the thread that starts them.
+    """
+    computes = [Ecompute(cluster.etcd.endpoint, cluster.placement.url, inventory) for inventory in inventories]
     for compute in computes:
         cluster.at_exit.callback(compute.close)
         compute.launch()
@@ -25,10 +29,10 @@ def started(cluster: Control, *inventories: str) -> list[Ecompute]:
 
 
 def all_notified(stdout: str) -> list[tuple[str, str]]:
-    """(compute, instance) of each line; there is no other."""
-    found = NOTIFIED.findall(stdout)
-    assert len(found) == len(stdout.splitlines()), stdout
-    return found
+    """Parse (compute, instance) from each line; no other line is allowed."""
+    notices = NOTIFIED.findall(stdout)
+    assert len(notices) == len(stdout.splitlines()), stdout
+    return notices
 
 
 def members(cluster: Control, name: str) -> dict[str, str]:
@@ -45,14 +49,14 @@ def used(cluster: Control, project: str) -> dict[str, int]:
 def hosts(control: Control) -> dict[str, dict[str, Any]]:
     result = control.eschedule('hosts', '-f', 'json')
     assert (result.code, result.stderr) == (0, ''), result
-    return {each['compute']: each for each in json.loads(result.stdout)}
+    return {host['compute']: host for host in json.loads(result.stdout)}
 
 
 def states(control: Control) -> dict[str, str]:
-    return {compute: each['state'] for compute, each in hosts(control).items()}
+    return {compute: host['state'] for compute, host in hosts(control).items()}
 
 
 def silence(control: Control, compute: Ecompute) -> None:
-    """kill -9, and as long after as its lease lasts."""
+    """Kill a compute with SIGKILL, and let its presence expire."""
     compute.kill()
     lapse(control, f'/computes/{compute.uuid}')

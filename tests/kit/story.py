@@ -1,4 +1,4 @@
-"""What the stories with pretended guests say in one word each."""
+"""Helpers of the scenario tests with fake guests."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from tests.kit import commands
 from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.servers import until
 
+# Four of them fill an ecompute --fake 'VCPU:4,DISK_GB:10,MEMORY_MB:512'.
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128'
-"""Four of them fill an ecompute --fake 'VCPU:4,DISK_GB:10,MEMORY_MB:512'."""
 IMAGE = 'http://images.invalid/small.qcow2'
+# A uuid that exists nowhere.
 NOBODY = '5ca1ab1e-0000-4000-8000-000000000000'
-"""A uuid that exists nowhere."""
 SOON = 20.0
 
 NOTIFIED = re.compile(r'NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})\n')
 
 
 def place(control: Control, *words: str) -> tuple[str, str]:
-    """Place an instance (SMALL unless `words` say otherwise): its compute and its uuid."""
+    """Place an instance, SMALL_QUERY by default, and return its compute and its uuid."""
     return notified(control.eschedule(*(words or (SMALL,))))
 
 
 def boot(control: Control, *words: str) -> str:
-    """Place an instance (see place()) and wait until its address is known; its uuid."""
+    """Place an instance as place() does, wait for its address, and return its uuid."""
     _, instance = place(control, *words)
     addressed(control, instance)
     return instance
 
 
 def boot_all(control: Control, count: int) -> list[str]:
-    """Place `count` instances, and then wait until the address of each is known; their uuids."""
+    """Place `count` instances, then wait for the address of each, and return their uuids."""
     instances = [place(control)[1] for _ in range(count)]
-    for each in instances:
-        addressed(control, each)
+    for instance in instances:
+        addressed(control, instance)
     return instances
 
 
@@ -47,15 +47,15 @@ def called(control: Control, *words: str) -> Result:
 
 
 def notified(result: Result) -> tuple[str, str]:
-    """The compute and the instance a successful eschedule printed, and that it printed just this."""
+    """Return the compute and the instance that a successful eschedule printed, and only that."""
     assert result.code == 0, result
-    found = NOTIFIED.fullmatch(result.stdout)
-    assert found, result
-    return found[1], found[2]
+    notice = NOTIFIED.fullmatch(result.stdout)
+    assert notice, result
+    return notice[1], notice[2]
 
 
 def at_once(control: Control, commands: Sequence[Sequence[str]], width: int = 6) -> list[Result]:
-    """All the eschedules, `width` at a time."""
+    """Run several eschedules concurrently, `width` at a time."""
     with ThreadPoolExecutor(width) as threads:
         return list(threads.map(lambda words: control.eschedule(*words), commands))
 
@@ -66,18 +66,18 @@ def record(control: Control, instance: str) -> dict[str, Any] | None:
 
 
 def known(control: Control, instance: str) -> dict[str, Any]:
-    """The instance's record, which there is."""
-    found = record(control, instance)
-    assert found is not None, instance
-    return found
+    """Return the instance's record, which must exist."""
+    stored = record(control, instance)
+    assert stored is not None, instance
+    return stored
 
 
 def reached(control: Control, instance: str, state: str) -> dict[str, Any]:
-    def there() -> dict[str, Any]:
-        found = record(control, instance) or {}
-        return found if found.get('state') == state else {}
+    def find_record() -> dict[str, Any]:
+        stored = record(control, instance) or {}
+        return stored if stored.get('state') == state else {}
 
-    return until(there, SOON, f'{instance} is {state}; it is {record(control, instance)}')
+    return until(find_record, SOON, f'{instance} is {state}; it is {record(control, instance)}')
 
 
 def addressed(control: Control, instance: str) -> str:
@@ -85,7 +85,10 @@ def addressed(control: Control, instance: str) -> str:
 
 
 def one_line(result: Result, code: int, *words: str, command: str = 'eschedule') -> str:
-    """The one line on stderr of a command that ended with `code`; each of `words` is in it."""
+    """Assert that a command failed with `code` and one line on stderr.
+
+    The line must contain `words`, and is returned.
+    """
     assert result.code == code, result
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result
@@ -97,7 +100,7 @@ def one_line(result: Result, code: int, *words: str, command: str = 'eschedule')
 
 
 def log_of(compute: Ecompute) -> list[str]:
-    """An ecompute's log so far, line by line; there is never a traceback in it, nor the words for a defect."""
+    """Return an ecompute's log lines, among them no traceback and no internal error."""
     lines = compute.log.read_text().splitlines()
     for line in lines:
         assert not re.search('Traceback|unexpected error', line), line
@@ -109,14 +112,16 @@ def logged(compute: Ecompute, *words: str) -> list[str]:
 
 
 def logs(compute: Ecompute, *words: str, number: int = 1) -> list[str]:
-    """The lines of an ecompute's log that have all of these words, once there are so many: it may log what it did
-    after others can see it."""
+    """Wait for `number` lines in an ecompute's log that contain all words, and return them.
 
-    def there() -> list[str]:
-        found = logged(compute, *words)
-        return found if len(found) >= number else []
+    It may log an action after others can see the effect.
+    """
 
-    return until(there, SOON, f'compute {compute.uuid} logs {words}')
+    def find_lines() -> list[str]:
+        lines = logged(compute, *words)
+        return lines if len(lines) >= number else []
+
+    return until(find_lines, SOON, f'compute {compute.uuid} logs {words}')
 
 
 def reserved(control: Control, compute: str) -> int:

@@ -1,4 +1,4 @@
-"""What a process has open and in memory."""
+"""The open resources and the memory of a process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 class Use(NamedTuple):
-    """What a process has open, and what it has in memory (MiB)."""
+    """The numbers of open resources of a process, and its memory in MiB."""
 
     descriptors: int
     threads: int
@@ -18,13 +18,13 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> Use:
-        """Of this process now; the memory of its children counts, too."""
+        """Measure a process; the memory of its children is included."""
         process = psutil.Process(pid)
         children = process.children(recursive=True)
         return cls(
             process.num_fds(),
             process.num_threads(),
             len(children),
-            len([each for each in process.net_connections('tcp') if each.status == psutil.CONN_ESTABLISHED]),
-            sum(each.memory_info().rss for each in (process, *children)) / 2**20,
+            len([entry for entry in process.net_connections('tcp') if entry.status == psutil.CONN_ESTABLISHED]),
+            sum(entry.memory_info().rss for entry in (process, *children)) / 2**20,
         )
