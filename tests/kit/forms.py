@@ -1,4 +1,4 @@
-"""What users read, in every form that they may ask for."""
+"""User output in every format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def text(what: Listing | Details, form: str = TABLE, width: int | None = None) -
 
 
 def texts(what: Listing | Details) -> Iterator[str]:
-    """What is printed of it, in each form and on terminals of several widths; without the tabs of bare values."""
+    """Render in each format and at several terminal widths, without the tabs of bare values."""
     for look in LOOKS:
         yield text(what, look.form, look.width).replace('\t', ' ' if look.form == VALUE else '\t')
 

@@ -1,7 +1,7 @@
-"""Placement in this process: the same client, the same application, and neither a server nor a socket between them.
+"""Placement in this process: the same client and application, without a server or a socket.
 
-For tests of thousands of questions. Its database is in memory, and placement's own state is the process's: there is
-one, the fixture `in_process`.
+For tests of thousands of requests. The database is in memory, and placement's own state is global to the process, so
+there is one instance: the fixture `in_process`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ecomp.placement.client import Placement
 
 
 class InProcess(Placement):
-    """A client whose requests are answered by placement's application, called directly."""
+    """A client that calls placement's application directly."""
 
     def __init__(self, application: Any) -> None:
         super().__init__('http://in-process')
         self._application = application
         self.calls: list[str] = []
+        # Number of SQL statements executed.
         self.statements = 0
-        """How many SQL statements its answers have taken."""
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, *_: object) -> Answer:
         import webob
@@ -49,24 +49,24 @@ def start() -> InProcess:
     settings = cfg.ConfigOpts()
     conf.register_opts(settings)
     settings.set_default('connection', 'sqlite://', group='placement_database')
-    # A connection is the whole database: one that is opened anew, after an hour by default, has no tables.
+    # With sqlite:// each connection is a database of its own. One reopened after the default hour would have no tables.
     settings.set_default('connection_recycle_time', -1, group='placement_database')
     settings.set_default('sync_on_startup', True, group='placement_database')
     settings.set_default('auth_strategy', 'noauth2', group='api')
     settings([], project='placement', default_config_files=[])
     db_api.configure(settings)
-    made = InProcess(deploy.loadapp(settings))
+    client = InProcess(deploy.loadapp(settings))
 
-    # Of all engines of this process: there is one. https://docs.sqlalchemy.org/en/20/core/events.html
+    # Listens on all engines of this process; there is one. https://docs.sqlalchemy.org/en/20/core/events.html
     @event.listens_for(Engine, 'before_cursor_execute')
     def count(*_: object) -> None:
-        made.statements += 1
+        client.statements += 1
 
-    return made
+    return client
 
 
 def empty(client: Placement) -> None:
-    """Remove all providers with all that is held of them, children first."""
+    """Remove all providers with their allocations, children first."""
     providers = client.get('/resource_providers')['resource_providers']
     for provider in providers:
         for consumer in client.get(f'/resource_providers/{provider["uuid"]}/allocations')['allocations']:

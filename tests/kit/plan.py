@@ -1,7 +1,7 @@
-"""A plugin of pytest: which process runs what, what a skip means, and when a test was last run.
+"""A pytest plugin for the distribution of tests, skips, and last runs of slow tests.
 
-Tests that share something that is dear to make (a lab, a libvirt host, what a module makes for itself) are run by one
-process, one after the other; all else by whichever is free. What takes longest begins first.
+Tests that share something expensive to make (a lab, a libvirt host, a module's fixture) run in one process, one after
+the other; all others run in any free process. The longest tests start first.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
+# Each lab is made by one process, for the fixtures `shared_lab` and `hypervisors`.
 LABS = 'lab of the stories', 'first lab of the faults', 'second lab of the faults'
-"""Each is made by one process, for the fixtures `whole` and `hypervisors`."""
+# Slow tests of modules up to this name share the first fault lab, later ones the second; quick ones share one lab.
 HALF = 'test_j'
-"""Modules up to here share the first lab of the faults, where slow tests are run; what is not slow shares one lab."""
 LONG = 'long'
+# A longer parameter is shortened in the name of a test.
 LONGEST_ID = 100
-"""Characters of a parameter that are part of a test's name as they stand."""
+# At most this many tests that never passed are named; the rest is counted.
 NAMED = 5
-"""Tests that never passed, and are named; of more it is said how many there are."""
 SLOW = pytest.StashKey[list[str]]()
+# When each test that only --all runs last passed: lines `2026-01-31 NODEID`, written by `tests/run --all`.
 LAST_RUN = Path(__file__).parents[1] / 'last_run'
-"""When each test that only --all runs passed last: a line each, `2026-01-31 NODEID`. `tests/run --all` writes it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """A short name for a long parameter: as it stands it would be in every report, and sent to every process."""
+    """Shorten the id of a long parameter, which each report and process would contain."""
     if not isinstance(val, str | bytes) or len(val) <= LONGEST_ID:
         return None
     data = val.encode(errors='surrogatepass') if isinstance(val, str) else val
@@ -43,7 +43,10 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Group what shares something: here, for xdist reads the groups before anybody else may change the items."""
+    """Group tests that share something.
+
+    xdist reads the groups before other hooks may change the items.
+    """
     group = _group(item)
     if group:
         item.add_marker(pytest.mark.xdist_group(group))
@@ -53,21 +56,25 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes longest; remember which are slow, before any of them are left out."""
+    """Sort the longest tests first, and remember the slow ones before any are deselected."""
     items.sort(key=_rank)
-    slow = [_own_name(each.nodeid) for each in items if each.get_closest_marker('slow')]
+    slow = [_own_name(item.nodeid) for item in items if item.get_closest_marker('slow')]
     getattr(config, 'workeroutput', {})['slow'] = slow
     config.stash[SLOW] = slow
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """One of xdist's processes has ended, and says what there was; in the one that starts them nothing is read."""
+    """Take over a worker's list of slow tests; the controller of xdist collects nothing itself."""
     node.config.stash[SLOW] = getattr(node, 'workeroutput', {}).get('slow', [])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """AssertionError where xdist has passed over the groups: each process would make a lab of its own."""
+    """Check that xdist respects the groups.
+
+    Raises:
+        AssertionError: it does not, and each process would make its own lab.
+    """
     if getattr(session.config.option, 'loadgroup', False):
         for item in session.items:
             mark = item.get_closest_marker('xdist_group')
@@ -77,12 +84,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _group(item: pytest.Item) -> str | None:
     assert isinstance(item, pytest.Function)
     if 'hypervisors' in item.fixturenames:
-        # The slow ones wait for so much that one lab of theirs would be the last to be done.
+        # The slow ones wait so long that a single lab for all of them would finish last.
         return LABS[1 + (item.path.stem > HALF and 'not slow' not in item.config.option.markexpr)]
     if 'whole' in item.fixturenames:
         return LABS[0]
-    found = item._fixtureinfo.name2fixturedefs.values()
-    return item.path.stem if any(each[-1].scope in ('module', 'class') for each in found) else None
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    return item.path.stem if any(fixtures[-1].scope in ('module', 'class') for fixtures in definitions) else None
 
 
 def _rank(item: pytest.Item) -> int:
@@ -96,7 +103,7 @@ def _rank(item: pytest.Item) -> int:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> object:
-    """The same of a module that skips itself."""
+    """With --nothing-skipped a module that skips itself fails."""
     outcome = yield
     report = outcome.get_result()
     if report.skipped and collector.config.getoption('nothing_skipped'):
@@ -106,16 +113,16 @@ def pytest_make_collect_report(collector: pytest.Collector) -> object:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> object:
-    """With --nothing-skipped: what is skipped is what somebody relies on having been tried."""
+    """With --nothing-skipped a skipped test fails."""
     outcome = yield
     report = outcome.get_result()
     if report.skipped and not hasattr(report, 'wasxfail') and item.config.getoption('nothing_skipped'):
         report.outcome = 'failed'
         report.longrepr = f'skipped, where nothing may be: {report.longrepr}'
-    # What a test printed of a hostile text cannot be sent to xdist's first process as it is.
+    # Output with surrogates from a hostile text cannot be sent to xdist's controller.
     report.sections = [(name, _encodable(text)) for name, text in report.sections]
-    if report.failed and (said := str(report.longrepr)) != _encodable(said):
-        report.longrepr = _encodable(said)
+    if report.failed and (failure := str(report.longrepr)) != _encodable(failure):
+        report.longrepr = _encodable(failure)
     if report.passed and report.when == 'call':
         report.user_properties.append(('slow', item.get_closest_marker('slow') is not None))
 
@@ -127,7 +134,7 @@ class LastRuns:
         self.dates = {name: date for date, _, name in (line.partition(' ') for line in lines)}
 
     def oldest(self) -> str:
-        """`DATE NODEID` of the one that has not passed for longest; '' if none ever did."""
+        """Return `DATE NODEID` of the test that passed longest ago; '' if none ever did."""
         return min((f'{date} {name}' for name, date in self.dates.items()), default='')
 
     def never(self, names: Iterable[str]) -> list[str]:
@@ -139,23 +146,23 @@ class LastRuns:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say which slow test has not been run for longest; with --note-last-run, write down those that passed."""
+    """Print which slow test passed longest ago; with --note-last-run record those that passed."""
     passed = terminalreporter.stats.get('passed', [])
-    slow = [_own_name(each.nodeid) for each in passed if ('slow', True) in each.user_properties]
+    slow = [_own_name(report.nodeid) for report in passed if ('slow', True) in report.user_properties]
     runs = LastRuns(LAST_RUN)
     if config.getoption('note_last_run') and slow:
         runs.write(slow, datetime.datetime.now(datetime.UTC).date().isoformat())
     oldest = runs.oldest() or 'none, no run of it is noted'
     terminalreporter.write_line(f'of --all alone, passed longest ago: {oldest} ({len(runs.dates)} in {LAST_RUN.name})')
-    never = runs.never(config.stash.get(SLOW, [])) if runs.dates else []
-    for name in never[:NAMED]:
+    never_passed = runs.never(config.stash.get(SLOW, [])) if runs.dates else []
+    for name in never_passed[:NAMED]:
         terminalreporter.write_line(f'of --all alone, never passed: {name}')
-    if never[NAMED:]:
-        terminalreporter.write_line(f'of --all alone, never passed: {len(never[NAMED:])} more')
+    if never_passed[NAMED:]:
+        terminalreporter.write_line(f'of --all alone, never passed: {len(never_passed[NAMED:])} more')
 
 
 def _own_name(nodeid: str) -> str:
-    # xdist adds @GROUP behind the parameters.
+    # xdist appends @GROUP after the parameters.
     return nodeid[: nodeid.rfind('@')] if nodeid.rfind('@') > nodeid.rfind(']') else nodeid
 
 

@@ -1,4 +1,4 @@
-"""The repository as it stands, as a fresh clone would have it."""
+"""A copy of the working tree, as a fresh clone would have it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.kit.servers import TOP
 
 
 def copy_tree(directory: Path) -> None:
-    """Copy it there, without what git ignores: no .venv above all. What is not committed yet comes along."""
+    """Copy the working tree with uncommitted changes, without ignored files such as .venv."""
     command = ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard']
     listed = subprocess.run(command, cwd=TOP, check=True, capture_output=True)
     for name in filter(None, listed.stdout.decode().split('\0')):
