@@ -115,8 +115,8 @@ def guest_image() -> Path:
     def make(work: Path) -> Path:
         image = work / 'guest.qcow2'
         command = [sys.executable, '-m', 'ecomp.lab.elab', 'guest', str(image)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        completed = subprocess.run(command, capture_output=True, text=True)
+        assert completed.returncode == 0, completed.stderr
         return image
 
     return kept('guest.qcow2', sources, make)

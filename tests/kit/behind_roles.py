@@ -67,8 +67,8 @@ class BehindRoles:
         command = ['etcdctl', '--endpoints', f'localhost:{self.etcd.port}', f'--cacert={user_certs}/ca.crt']
         command += [f'--cert={user_certs}/client.crt', f'--key={user_certs}/client.key', *words]
         environment = {**os.environ, 'ETCDCTL_API': '3'}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-        return done.returncode, done.stdout + done.stderr
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        return result.returncode, result.stdout + result.stderr
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class Booted:
 
     @property
     def first(self) -> int:
-        """The pid of the machine's process 1 as seen from this process; 0 if there is none.
+        """The pid of the machine's process 1 as seen from this process, or 0.
 
         It changes with a reboot.
         """
@@ -126,7 +126,7 @@ class Booted:
         return ['nsenter', '-t', str(self.first), '-m', '-u', '-i', '-n', '-p', '-C', '--', *CLEAN, *command]
 
     def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command on the machine as root, and return its result whatever the exit code."""
+        """Run a command on the machine as root, and return its result, which may be a failure."""
         inside = self.inside(command)
         return subprocess.run(inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
@@ -312,8 +312,8 @@ def debian(release: str, packages: Sequence[str]) -> Path:
             ['mmdebstrap', '--quiet', *recipe, str(tree)],
             ['env', '-i', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin', 'chroot', str(tree), 'sh', '-c', SETUP, 'sh', *names],
         ):
-            done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-            assert done.returncode == 0, f'{command[0]} cannot make {release}: {done.stderr[-3000:]}'
+            completed = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            assert completed.returncode == 0, f'{command[0]} cannot make {release}: {completed.stderr[-3000:]}'
         tree.chmod(0o755)
         return tree
 

@@ -144,12 +144,12 @@ def called(config: Path, *words: str) -> Result:
     Its directory is that of its configuration. The output is that of a separate process, and thousands of runs are much
     cheaper.
     """
-    out, err, began, code = StringIO(), StringIO(), time.monotonic(), None
+    out, err, started, code = StringIO(), StringIO(), time.monotonic(), None
     with redirect_stdout(out), redirect_stderr(err), chdir(config.parent):
         try:
             code = schedule.main(['--config', str(config), *words])
         finally:
-            JOURNAL.ended(words, code, (out.getvalue(), err.getvalue()), began, os.getpid())
+            JOURNAL.ended(words, code, (out.getvalue(), err.getvalue()), started, os.getpid())
     return Result(code, out.getvalue(), err.getvalue())
 
 
@@ -171,8 +171,8 @@ def run(module: str, *words: str, directory: Path, closed: bool = False, stdout:
         return result
     if closed:
         command = ['sh', '-c', 'exec "$@" >&-', 'sh', *command]
-    began, arguments = time.monotonic(), own(command)
-    done = subprocess.run(
+    started, arguments = time.monotonic(), own(command)
+    completed = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
@@ -184,9 +184,9 @@ def run(module: str, *words: str, directory: Path, closed: bool = False, stdout:
         env=environment(),
     )
     if arguments is not None:
-        JOURNAL.ended(arguments, None, ('', done.stderr), began, 0)  # its answer was not read
-    assert not re.search('Traceback|Exception ignored', done.stderr), done
-    return Result(done.returncode, done.stdout or '', done.stderr)
+        JOURNAL.ended(arguments, None, ('', completed.stderr), started, 0)  # its answer was not read
+    assert not re.search('Traceback|Exception ignored', completed.stderr), completed
+    return Result(completed.returncode, completed.stdout or '', completed.stderr)
 
 
 def write_config(path: Path, etcd: str, placement: str, certs: Path | None = None, **settings: Any) -> Path:

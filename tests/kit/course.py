@@ -81,7 +81,7 @@ class Course:
         for name in {*self._hosts, *self._queues, *self._records}:
             life = self._life(name)
             life.earlier, life.state = True, self._records.get(name, {}).get('state')
-            life.tombstone = int(any(not each.get('allocations') for each in self._hosts.get(name, {}).values()))
+            life.tombstone = int(any(not request.get('allocations') for request in self._hosts.get(name, {}).values()))
         for revision, changes in groupby(self._history.changes, lambda each: each.revision):
             self._step(revision, list(changes))
         return self._etcd
@@ -125,12 +125,12 @@ class Course:
 
     def _step(self, revision: int, changes: Sequence[Change]) -> None:
         """Check one revision: each change against the state before, then the combined result."""
-        removed = {each.key for each in changes if each.kept is None}
+        removed = {change.key for change in changes if change.kept is None}
         by_eschedule = any(key.startswith('/requests/') for key in removed)
-        before = {each.key: self._etcd.get(each.key) for each in changes}
-        for each in changes:
-            self._take(each.key, each.kept)
-        for key, stored in ((each.key, each.kept) for each in changes):
+        before = {change.key: self._etcd.get(change.key) for change in changes}
+        for change in changes:
+            self._take(change.key, change.kept)
+        for key, stored in ((change.key, change.kept) for change in changes):
             previous = before[key]
             match key.split('/')[1:]:
                 case ['hosts', compute, instance]:
@@ -146,7 +146,7 @@ class Course:
                     if place and stored is not None and place[0] != (object_of(stored).get('compute') or 'none'):
                         self._say(revision, f'is recorded below {place[0]} by another compute', instance)
                     previous = previous or before.get(f'/instances/{instance}')
-                    tombstone = any(each.endswith(f'/{instance}') for each in removed if each.startswith('/hosts/'))
+                    tombstone = any(path.endswith(f'/{instance}') for path in removed if path.startswith('/hosts/'))
                     self._record(revision, instance, previous, stored, tombstone)
                 case ['names', name]:
                     holder = str(object_of(previous).get('instance'))

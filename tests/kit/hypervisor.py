@@ -293,12 +293,12 @@ class Hypervisor:
         return record
 
     def ask_destroy(self, *instances: str) -> None:
-        done = self.lab.eschedule('destroy', *instances)
-        assert done.code == 0, done
+        result = self.lab.eschedule('destroy', *instances)
+        assert result.code == 0, result
 
     def ask(self, action: str, instance: str) -> None:
-        done = self.lab.eschedule(action, instance)
-        assert done.code == 0, done
+        result = self.lab.eschedule(action, instance)
+        assert result.code == 0, result
 
     def held(self, instance: str) -> dict[str, int]:
         allocations = self.lab.placement(f'/allocations/{instance}')['allocations']

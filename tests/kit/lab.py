@@ -250,19 +250,19 @@ class Lab:
             expected = {name for name, record in living.items() if record['compute'] == compute}
             stopped = {name for name in expected if living[name]['state'] == 'stopped'}
             domains, disks = self.domains(host), self.disks(host)
-            held = self.placement(f'/resource_providers/{compute}/allocations')['allocations']
+            allocations = self.placement(f'/resource_providers/{compute}/allocations')['allocations']
             data = {json.loads(path.read_text())['instance'] for path in (self.state(host) / 'metadata').glob('*.json')}
             planes = {
                 'domains': {n for n, state in domains.items() if state == ('shut off' if n in stopped else 'running')},
                 'disks': disks,
-                'allocations': set(held),
+                'allocations': set(allocations),
                 'requests': {name for owner, name in requested if owner == compute},
                 'guest data': data,
                 'consoles': {path.stem for path in (self.state(host) / 'console').glob('*.log')},
             }
             mismatches = {plane: actual for plane, actual in planes.items() if actual != expected}
             problems += [f'{host}: {plane} are {actual}, instances {expected}' for plane, actual in mismatches.items()]
-            problems += self._sizes(host, held)
+            problems += self._sizes(host, allocations)
             partial_files = [path.name for path in self.state(host).glob('*/*.part')]
             problems += [f'{host}: left over {name}' for name in partial_files]
             problems += [f'{host}: left over seed of {name}' for name in self.seeds(host) - expected]

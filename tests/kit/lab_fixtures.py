@@ -106,6 +106,6 @@ def small_host(hypervisors: tuple[Hypervisor, Hypervisor]) -> Iterator[Hyperviso
 
 @pytest.fixture
 def slow_images(hypervisors: tuple[Hypervisor, Hypervisor], tmp_path: Path) -> Iterator[SlowImages]:
-    """The lab's images, of which only half is sent before release()."""
+    """The lab's images; only half of each is sent before release()."""
     with SlowImages(hypervisors[0].lab, tmp_path) as server:
         yield server

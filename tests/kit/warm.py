@@ -71,7 +71,7 @@ class Warm:
     ) -> None:
         """Start the command.
 
-        `inside` is a process whose network, host name and mounts it enters; 0: those of this process.
+        `inside` is a process whose network, host name and mounts it enters; with 0 it stays in its own.
         """
         child = _Child(list(command), str(cwd), dict(env), stdout, stderr, inside)
         with _LOCK:
