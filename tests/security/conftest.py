@@ -1,4 +1,4 @@
-"""What more than one module of these tests asks for."""
+"""Fixtures that several modules of these tests use."""
 
 from tests.security.image_servers import names, web
 from tests.security.rights import running

@@ -1,4 +1,4 @@
-"""A server of hostile images, names that change their address, and an image cache that may fetch from there."""
+"""A server of hostile images, changing DNS answers, and an image cache for both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOOT = b'\0' * 510 + b'\x55\xaa'
 
 @pytest.fixture
 def web() -> Iterator[Web]:
-    """A raw disk, and every wrong way to answer."""
+    """A server with a raw disk that can misbehave in every way."""
     with serving(BOOT) as server:
         yield server
 
@@ -31,29 +31,29 @@ def everywhere(directory: Path, reach: Reach) -> ImageCache:
 
 
 def refusal(cache: ImageCache, url: str) -> str:
-    with pytest.raises(BuildFailed) as refused:
+    with pytest.raises(BuildFailed) as caught:
         get(cache, url)
-    assert refused.value.stage == 'image'
-    return refused.value.reason
+    assert caught.value.stage == 'image'
+    return caught.value.reason
 
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
-    """What a name server says: for each name the answers it gives, one after another, the last one for ever."""
+    """The DNS answers: for each name its answers in order; the last one is repeated."""
     answers: dict[str, list[list[str]]] = {}
     real = socket.getaddrinfo
 
     def getaddrinfo(host: Any, port: Any, *given: Any, **named: Any) -> Any:
         if host not in answers or named.get('flags', 0) & socket.AI_NUMERICHOST:
             return real(host, port, *given, **named)
-        said = answers[host].pop(0) if len(answers[host]) > 1 else answers[host][0]
-        return [each for address in said for each in real(address, port, *given, **named)]
+        addresses = answers[host].pop(0) if len(answers[host]) > 1 else answers[host][0]
+        return [info for address in addresses for info in real(address, port, *given, **named)]
 
     monkeypatch.setattr(socket, 'getaddrinfo', getaddrinfo)
     return answers
 
 
 def port_of(url: str) -> int:
-    found = urlsplit(url).port
-    assert found is not None
-    return found
+    port = urlsplit(url).port
+    assert port is not None
+    return port

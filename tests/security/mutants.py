@@ -1,4 +1,4 @@
-"""Values that were good ones: with something else in a place, or nothing, or more; cut off, or with other bytes."""
+"""Mutations of valid values: replaced, removed or added parts, cut-off or damaged bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-# What json.dumps does not write, by what stands for it until then.
+# JSON that json.dumps cannot write, by its placeholder.
 RAW = {
     'RAW-HUGE': '1e999',
     'RAW-HUGER': '-1e999',
@@ -23,10 +23,10 @@ RAW = {
 
 
 def nested(depth: int) -> list[Any]:
-    found: list[Any] = []
+    value: list[Any] = []
     for _ in range(depth - 1):
-        found = [found]
-    return found
+        value = [value]
+    return value
 
 
 NASTY: list[Any] = [
@@ -49,12 +49,12 @@ def mutant(good: Any, rng: random.Random) -> bytes:
     text = json.dumps(value, ensure_ascii=rng.random() < 0.7)
     for name, raw in RAW.items():
         text = text.replace(f'"{name}"', raw)
-    found = text.encode(errors='surrogatepass')
-    return _damaged(found, rng) if rng.random() < 0.12 else found
+    encoded = text.encode(errors='surrogatepass')
+    return _damaged(encoded, rng) if rng.random() < 0.12 else encoded
 
 
 def _nasty(rng: random.Random) -> Any:
-    return copy.deepcopy(rng.choice(NASTY))  # else the next change would be one of NASTY itself
+    return copy.deepcopy(rng.choice(NASTY))  # a copy, because the next change must not alter HOSTILE_VALUES
 
 
 def _changed(value: Any, rng: random.Random) -> Any:
@@ -65,17 +65,17 @@ def _changed(value: Any, rng: random.Random) -> Any:
     if isinstance(value[place], dict | list) and value[place] and rng.random() < 0.75:
         value[place] = _changed(value[place], rng)
         return value
-    deed = rng.randrange(10)
-    if deed == 0:
+    action = rng.randrange(10)
+    if action == 0:
         del value[place]
-    elif deed == 1 and isinstance(value, dict):
-        name = rng.choice([each for each in NASTY if isinstance(each, str) and each not in RAW])
+    elif action == 1 and isinstance(value, dict):
+        name = rng.choice([candidate for candidate in NASTY if isinstance(candidate, str) and candidate not in RAW])
         value[name] = value.pop(place)
-    elif deed == 2 and isinstance(value, dict):
+    elif action == 2 and isinstance(value, dict):
         value[rng.choice(['x', 'version', 'instance', 'error', 'pages', ''])] = _nasty(rng)
-    elif deed == 2:
+    elif action == 2:
         value.append(_nasty(rng))
-    elif deed == 3:
+    elif action == 3:
         value[place] = rng.choice([[value[place]], {'x': value[place]}, str(value[place]), dict(enumerate('ab'))])
     else:
         value[place] = _nasty(rng)
@@ -83,12 +83,12 @@ def _changed(value: Any, rng: random.Random) -> Any:
 
 
 def _damaged(value: bytes, rng: random.Random) -> bytes:
-    at = rng.randrange(len(value) + 1)
-    deed = rng.randrange(4)
-    if deed == 0:
-        return value[:at]
-    if deed == 1:
-        return value[:at] + bytes(rng.randrange(256) for _ in range(rng.randrange(1, 4))) + value[at + 1 :]
-    if deed == 2:
-        return value[:at] + value[at : at + 40] * 3 + value[at:]
+    position = rng.randrange(len(value) + 1)
+    action = rng.randrange(4)
+    if action == 0:
+        return value[:position]
+    if action == 1:
+        return value[:position] + bytes(rng.randrange(256) for _ in range(rng.randrange(1, 4))) + value[position + 1 :]
+    if action == 2:
+        return value[:position] + value[position : position + 40] * 3 + value[position:]
     return bytes(rng.randrange(256) for _ in range(rng.randrange(60)))

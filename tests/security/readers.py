@@ -1,4 +1,4 @@
-"""What reads each kind of value that others write, a good one of each, and what a case of a changed one comes to."""
+"""Readers of all kinds of values that others write, valid values, checks of mutated ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHARED = SharedUserData.of(b'#cloud-config\n')
 
 
 def shown(*told: str) -> None:
-    """It can be shown: what is JSON is JSON, and the terminal's own escape would change nothing of it."""
+    """Assert that texts are printable, so escaping changes nothing, and that JSON is valid."""
     for text in told:
         lines = text.split('\n')
         assert all(line.isprintable() for line in lines), text
@@ -48,10 +48,10 @@ def shown(*told: str) -> None:
 
 
 def shown_record(found: Record) -> None:
-    told = Explanation(found, NOBODY, found.why, Group('g', 'affinity', True, {found.instance: found.compute}))
-    for each in (as_list([found]), as_detail(found)):
-        shown(*texts(each))
-    shown(in_sentences(told), *documents(explanation_to_dict(told)))
+    explanation = Explanation(found, NOBODY, found.why, Group('g', 'affinity', True, {found.instance: found.compute}))
+    for table in (as_list([found]), as_detail(found)):
+        shown(*texts(table))
+    shown(in_sentences(explanation), *documents(explanation_to_dict(explanation)))
     for look in LOOKS:
         shown(drawn([found, found], look))
     shown(*documents(timeline_to_dict([found, found])))
@@ -59,74 +59,78 @@ def shown_record(found: Record) -> None:
 
 
 class Refused(Exception):
-    """It was refused in these words."""
+    """A reader refused the value with this message."""
 
 
 def taken(read: Callable[..., Any], *given: Any) -> Any:
-    """What it reads; Refused for the error that it says it raises: a ValueError with words in it."""
+    """Return what the reader returns.
+
+    Raises:
+        RefusedError: it raised its documented error, a ValueError with a message.
+    """
     try:
         return read(*given)
     except UnicodeEncodeError:
-        raise  # a text that was taken, and cannot be written
+        raise  # an accepted text that cannot be written
     except ValueError as error:
         raise Refused(str(error)) from error
 
 
 def read_request(value: bytes) -> None:
-    found = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
-    if isinstance(found, Invalid):
-        assert len(found.reason) <= requesting.REASON_LIMIT
-        read_record(records.to_json(records.refused_record(COMPUTE, found._replace(instance=INSTANCE), NOW)).encode())
+    parsed = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
+    if isinstance(parsed, Invalid):
+        assert len(parsed.reason) <= requesting.REASON_LIMIT
+        read_record(records.to_json(records.refused_record(COMPUTE, parsed._replace(instance=INSTANCE), NOW)).encode())
         return
-    again = requesting.to_json(found).encode()
-    if len(again) <= SIZE_LIMIT:
-        assert requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), again) == found
-    record = records.new_record(COMPUTE, found, NOW)
+    encoded = requesting.to_json(parsed).encode()
+    if len(encoded) <= SIZE_LIMIT:
+        assert requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), encoded) == parsed
+    record = records.new_record(COMPUTE, parsed, NOW)
     assert records.from_json(records.to_json(record).encode(), INSTANCE) == record
     shown_record(record)
-    difference(found.allocations, {OTHER: {'VCPU': 1}})
+    difference(parsed.allocations, {OTHER: {'VCPU': 1}})
 
 
 def read_record(value: bytes) -> None:
-    found = taken(records.from_json, value, INSTANCE)
-    assert records.from_json(records.to_json(found).encode(), INSTANCE) == found
-    shown_record(found)
+    parsed = taken(records.from_json, value, INSTANCE)
+    assert records.from_json(records.to_json(parsed).encode(), INSTANCE) == parsed
+    shown_record(parsed)
 
 
 def read_waiting(value: bytes) -> None:
     key = keys.queue('f', INSTANCE)
     shown_record(queues.record_of(key, value))
-    found = queues.parse_waiting(key, value)
-    if isinstance(found, Invalid):
+    parsed = queues.parse_waiting(key, value)
+    if isinstance(parsed, Invalid):
         return
-    assert queues.parse_waiting(key, queues.to_json(found).encode()) == found
-    asked = requesting.to_json(found.request(COMPUTE, NOW)).encode()
-    taken = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), asked)
-    assert isinstance(taken, Request) or len(asked) > SIZE_LIMIT
+    assert queues.parse_waiting(key, queues.to_json(parsed).encode()) == parsed
+    encoded = requesting.to_json(parsed.request(COMPUTE, NOW)).encode()
+    accepted = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), encoded)
+    assert isinstance(accepted, Request) or len(encoded) > SIZE_LIMIT
 
 
 def read_group(value: bytes) -> None:
-    found = taken(group.from_json, 'g', value)
-    assert group.from_json('g', group.to_json(found).encode()) == found
-    found.excludes(COMPUTE)
-    found.broken()
-    shown(*texts(as_groups([found], NOBODY, {})))
-    shown(*texts(as_members([found], Computes({}, {COMPUTE: 'hv1'}), {}, several=False)))
+    parsed = taken(group.from_json, 'g', value)
+    assert group.from_json('g', group.to_json(parsed).encode()) == parsed
+    parsed.excludes(COMPUTE)
+    parsed.broken()
+    shown(*texts(as_groups([parsed], NOBODY, {})))
+    shown(*texts(as_members([parsed], Computes({}, {COMPUTE: 'hv1'}), {}, several=False)))
 
 
 def read_quota(value: bytes) -> None:
-    found = taken(quota.from_json, 'p', value)
-    more = found.with_used(quota.charge({'VCPU': 7})).without_used({'VCPU': 1})
-    assert quota.from_json('p', quota.to_json(more).encode()) == more
-    quota.refusal('p', found.excess(quota.charge({'VCPU': MOST})))
-    shown(*texts(as_quotas([found])), *texts(as_quota([found], several=True)))
+    parsed = taken(quota.from_json, 'p', value)
+    charged = parsed.with_used(quota.charge({'VCPU': 7})).without_used({'VCPU': 1})
+    assert quota.from_json('p', quota.to_json(charged).encode()) == charged
+    quota.refusal('p', parsed.excess(quota.charge({'VCPU': MOST})))
+    shown(*texts(as_quotas([parsed])), *texts(as_quota([parsed], several=True)))
 
 
 def read_flavor(value: bytes) -> None:
-    found = taken(flavor.from_json, 'f', value)
-    assert flavor.from_json('f', flavor.to_json(found).encode()) == found
-    parse(flavor.on_top(found, 'resources=VCPU:2&required=T'))
-    shown(*texts(as_flavors({'f': (found, 'etcd')})))
+    parsed = taken(flavor.from_json, 'f', value)
+    assert flavor.from_json('f', flavor.to_json(parsed).encode()) == parsed
+    parse(flavor.on_top(parsed, 'resources=VCPU:2&required=T'))
+    shown(*texts(as_flavors({'f': (parsed, 'etcd')})))
 
 
 def compared(etcd: dict[str, Entry], digests: dict[str, planes.Digest]) -> None:
@@ -135,23 +139,23 @@ def compared(etcd: dict[str, Entry], digests: dict[str, planes.Digest]) -> None:
 
 
 def read_digest(value: bytes) -> None:
-    found = taken(planes.from_pages, [value])
-    assert planes.from_pages([each.encode() for each in planes.to_pages(found)]) == found
-    compared({}, {COMPUTE: found})
+    digest = taken(planes.from_pages, [value])
+    assert planes.from_pages([page.encode() for page in planes.to_pages(digest)]) == digest
+    compared({}, {COMPUTE: digest})
 
 
 def read_clearance(value: bytes) -> None:
-    found = taken(planes.clearance_from_json, value)
-    assert planes.clearance_from_json(planes.clearance_to_json(found).encode()) == found
+    clearance = taken(planes.clearance_from_json, value)
+    assert planes.clearance_from_json(planes.clearance_to_json(clearance).encode()) == clearance
 
 
 def read_compute(value: bytes) -> None:
     entry = Entry(keys.compute(COMPUTE), value, 1, 1)
-    said, holder = living_in(entry.value), _holder(entry)
-    for each in ('hostname', 'since'):
-        assert _word(holder or {}, each).isprintable()
-    found = hosts(InEtcd(Computes({COMPUTE: said})), {})
-    shown(*texts(as_hosts(found)))
+    presence, holder = living_in(entry.value), _holder(entry)
+    for field in ('hostname', 'since'):
+        assert _word(holder or {}, field).isprintable()
+    rows = hosts(InEtcd(Computes({COMPUTE: presence})), {})
+    shown(*texts(as_hosts(rows)))
 
 
 def read_announced(value: bytes) -> None:
@@ -160,9 +164,9 @@ def read_announced(value: bytes) -> None:
 
 
 def read_known(value: bytes) -> None:
-    found = taken(cluster.from_json, value)
-    assert cluster.from_json(cluster.to_json(found).encode()) == found
-    cluster.unlike(found, value)
+    identity = taken(cluster.from_json, value)
+    assert cluster.from_json(cluster.to_json(identity).encode()) == identity
+    cluster.unlike(identity, value)
 
 
 RECORD = Record(
@@ -234,26 +238,30 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
 
 
 def cases(few: int) -> Any:
-    """So many always, and 20,000 with --all."""
-    many = pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
-    return pytest.mark.parametrize('number', [few, many])
+    """Parametrize `number`: a few cases always, 20,000 with --all."""
+    all_cases = pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
+    return pytest.mark.parametrize('number', [few, all_cases])
 
 
 @contextmanager
 def case(name: str, number: int, value: object) -> Iterator[None]:
-    """One case; AssertionError that names it for anything but the product's own errors."""
+    """Check one case: every error but the product's own fails it.
+
+    Raises:
+        AssertionError: another error, with the name and number of the case.
+    """
     try:
         yield
     except Refused as error:
-        said = str(error)
+        message = str(error)
     except EcompError as error:
-        said = str(error)
+        message = str(error)
     except Exception as error:
         raise AssertionError(f'case {number} of {name}: {type(error).__name__}: {error}; {value!r:.2000}') from error
     else:
-        said = 'understood'
-    assert said, (name, number, value)
-    assert '\n' not in said, (name, number, value)
+        message = 'understood'
+    assert message, (name, number, value)
+    assert '\n' not in message, (name, number, value)
 
 
 PLACES = {

@@ -1,4 +1,4 @@
-"""A metadata server that root starts on this machine, and what it tells whom."""
+"""A metadata server that root starts on this machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ import pytest
 from ecomp.agent.host.metadata import USER
 from tests.kit.servers import TOP, until
 
-UUID, OTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
-MAC, MAC_2 = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
+UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+OTHER = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
+MAC = '52:54:00:aa:00:01'
+MAC_2 = '52:54:00:bb:00:02'
 HERE = '127.0.0.1'
 COMMAND = [sys.executable, '-P', '-m', 'mdserver.server']
 ENVIRONMENT = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(TOP), str(TOP / 'md_server')])}
 
 
 def describe(directory: Path, guests: dict[str, tuple[str, str]]) -> Path:
-    """Leases, guests' files and user-data, root's alone, as (MAC, instance) of addresses; the mdserver.conf."""
+    """Write leases, guest files and user-data for root only, and return the mdserver.conf.
+
+    `guests` maps addresses to (MAC, instance).
+    """
     directory.chmod(0o700)
     leases = [{'ip-address': ip, 'mac-address': mac, 'expiry-time': 0} for ip, (mac, _) in guests.items()]
     (directory / 'metadata').mkdir(0o700)
@@ -51,15 +56,15 @@ class Server:
             )
         self.pid = self.process.pid
         until(lambda: 'LISTENING ON' in self.log.read_text() or self.process.poll() is not None, 30, 'it listens')
-        said = re.search(r'LISTENING ON http://[\d.]+:(\d+)/', self.log.read_text())
-        assert said, self.log.read_text()
-        self.port = int(said[1])
+        listening = re.search(r'LISTENING ON http://[\d.]+:(\d+)/', self.log.read_text())
+        assert listening, self.log.read_text()
+        self.port = int(listening[1])
 
     def ask(self, path: str, method: str = 'GET', source: str = HERE) -> tuple[int, bytes]:
-        asked = http.client.HTTPConnection(HERE, self.port, timeout=20, source_address=(source, 0))
-        with contextlib.closing(asked):
-            asked.request(method, path)
-            answer = asked.getresponse()
+        connection = http.client.HTTPConnection(HERE, self.port, timeout=20, source_address=(source, 0))
+        with contextlib.closing(connection):
+            connection.request(method, path)
+            answer = connection.getresponse()
             return answer.status, answer.read()
 
     def monitor(self) -> psutil.Process:
@@ -74,5 +79,5 @@ class Server:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Server]:
     describe(tmp_path, {HERE: (MAC, UUID)})
-    with contextlib.closing(Server(tmp_path, '--user', USER)) as started:
-        yield started
+    with contextlib.closing(Server(tmp_path, '--user', USER)) as server:
+        yield server

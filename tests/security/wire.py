@@ -1,4 +1,4 @@
-"""Servers that answer HTTP with whatever bytes they are told, each on a port of its own."""
+"""Servers that answer HTTP with arbitrary bytes, each on its own port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def said(value: object) -> bytes:
 
 
 class Wire(Listening):
-    """Answers each request with what `answer` makes then, piece by piece; an empty piece is a moment of silence."""
+    """Answers each request with the pieces of `answer`; an empty piece is a short pause."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -48,13 +48,13 @@ class Wire(Listening):
                     time.sleep(0.05)
 
     def _read(self, connection: socket.socket) -> bool:
-        got = b''
-        while b'\r\n\r\n' not in got:
-            more = connection.recv(65536)
-            if not more:
+        data = b''
+        while b'\r\n\r\n' not in data:
+            chunk = connection.recv(65536)
+            if not chunk:
                 return False
-            got += more
-        head, _, body = got.partition(b'\r\n\r\n')
+            data += chunk
+        head, _, body = data.partition(b'\r\n\r\n')
         lengths = [line.split(b':')[1] for line in head.lower().split(b'\r\n') if line.startswith(b'content-length')]
         length = int(lengths[0]) if lengths else 0
         while len(body) < length:
