@@ -1,4 +1,4 @@
-"""What others write about instances: foreign, unreadable, too large."""
+"""Records and requests of instances written by others: foreign, malformed or too large."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.kit.story import SMALL as SMALL_QUERY
 from tests.kit.story import addressed, called, logged, logs, notified, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
-# What a process keeps of what it follows has a limit, for each value and in all; and so has each message of etcd's.
+# A follower limits the size of each value and of all values together; each message from etcd is limited, too.
 
 
 BIG = 1_400_000
@@ -46,7 +46,7 @@ States = list[Mapping[str, Entry]]
 
 @pytest.fixture
 def prefix(etcd: Etcd) -> Iterator[str]:
-    """Of the test's own; what it put there is removed."""
+    """A prefix of the test; its keys are removed afterwards."""
     prefix = f'/followed/{uuid.uuid4()}/'
     yield prefix
     for key in etcd.keys(prefix):
@@ -56,7 +56,7 @@ def prefix(etcd: Etcd) -> Iterator[str]:
 
 @pytest.fixture
 def follow(etcd: Etcd, prefix: str) -> Iterator[Callable[..., States]]:
-    """Starts a follower; the states that it hands on, as a list that grows."""
+    """Starts a follower, and returns its states, a list that grows."""
     followers = []
 
     def start(**limits: float) -> States:
@@ -67,18 +67,18 @@ def follow(etcd: Etcd, prefix: str) -> Iterator[Callable[..., States]]:
         return states
 
     yield start
-    for each in followers:
-        each.stop()
+    for follower in followers:
+        follower.stop()
 
 
 def held(state: Mapping[str, Entry]) -> int:
-    return sum(len(each.value) for each in state.values())
+    return sum(len(stored.value) for stored in state.values())
 
 
 def test_a_value_that_is_too_large_is_not_kept(
     etcd: Etcd, prefix: str, follow: Callable[..., States], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """150 values of 1.4 MB took every compute from 81 to 909 MiB (ENEMY 13)."""
+    """150 values of 1.4 MB raised every compute from 81 to 909 MiB (ENEMY 13)."""
     caplog.set_level(logging.INFO)
     before, after = f'{prefix}before', f'{prefix}later'
     etcd.put(before, 'x' * BIG)
@@ -88,10 +88,10 @@ def test_a_value_that_is_too_large_is_not_kept(
         revision = etcd.put(after, 'y' * 1001)
     until(lambda: after in states[-1] and states[-1][after].revision == revision, 20, 'each event is heard')
     assert (states[-1][after].value, states[-1][after].dropped) == (b'', 1001)
-    said = [line for line in caplog.messages if 'not kept' in line]
-    assert len(said) == 2, 'one line for a key, not one for each event'
-    assert f'{after} has 1001 bytes, and 1000 is the limit' in said[1]
-    # A later smaller value counts again.
+    lines = [line for line in caplog.messages if 'not kept' in line]
+    assert len(lines) == 2, 'one line for a key, not one for each event'
+    assert f'{after} has 1001 bytes, and 1000 is the limit' in lines[1]
+    # A later, smaller value is kept again.
     etcd.put(after, 'z' * 1000)
     until(lambda: states[-1][after].value == b'z' * 1000, 20, 'it is kept')
     assert states[-1][after].dropped == 0
@@ -99,23 +99,23 @@ def test_a_value_that_is_too_large_is_not_kept(
 
 def test_all_together_has_a_limit(etcd: Etcd, prefix: str, follow: Callable[..., States]) -> None:
     names = [f'{prefix}{number:03d}' for number in range(60)]
-    for each in names[:30]:
-        etcd.put(each, 'x' * 50_000)
+    for name in names[:30]:
+        etcd.put(name, 'x' * 50_000)
     states = follow(most=1_000_000, resync=0.5)
-    first = {key for key, each in states[-1].items() if each.value}
+    large_kept = {key for key, stored in states[-1].items() if stored.value}
     assert held(states[-1]) <= 1_000_000
-    assert len(first) == 19
-    for each in names[30:]:
-        etcd.put(each, 'y' * 50_000)
-    # What is asked in few words is heard all the same; whoever was kept stays, list after list.
+    assert len(large_kept) == 19
+    for name in names[30:]:
+        etcd.put(name, 'y' * 50_000)
+    # Small requests are kept even so. Values that were kept stay after each new listing.
     etcd.put(f'{prefix}-first', 't' * SMALL)
     until(lambda: len(states[-1]) == 61 and states[-1][f'{prefix}-first'].value, 20, 'all keys are there')
     count = len(states)
     until(lambda: len(states) > count + 2, 20, 'it was listed again')
-    assert {key for key, each in states[-1].items() if len(each.value) == 50_000} == first
-    for each in sorted(first)[:10]:
-        etcd.delete(each)
-    until(lambda: sum(len(each.value) == 50_000 for each in states[-1].values()) >= 18, 20, 'there is room again')
+    assert {key for key, stored in states[-1].items() if len(stored.value) == 50_000} == large_kept
+    for name in sorted(large_kept)[:10]:
+        etcd.delete(name)
+    until(lambda: sum(len(stored.value) == 50_000 for stored in states[-1].values()) >= 18, 20, 'there is room again')
     assert held(states[-1]) <= 1_000_000 + SMALL
 
 
@@ -124,66 +124,66 @@ def entry(key: str, size: int, revision: int = 1) -> Entry:
 
 
 def test_what_is_kept_is_counted() -> None:
-    kept = Cache(100_000, 200_000)
+    cache = Cache(100_000, 200_000)
     for number in range(1000):
-        kept.keep(entry(f'{number:04d}', 7000))
-    assert sum(len(each.value) for each in kept.entries.values()) == 28 * 7000
-    assert len(kept.entries) == 1000
+        cache.keep(entry(f'{number:04d}', 7000))
+    assert sum(len(stored.value) for stored in cache.entries.values()) == 28 * 7000
+    assert len(cache.entries) == 1000
     for number in range(1000):
-        kept.keep(entry(f's{number:04d}', SMALL))
-    assert kept._size <= 400_000
+        cache.keep(entry(f's{number:04d}', SMALL))
+    assert cache._size <= 400_000
     for number in range(1000):
-        kept.keep(entry(f'{number:04d}', 1, 2))
-    kept.end([f'{number:04d}' for number in range(500)])
-    assert kept._size == sum(len(each.key) + len(each.value) for each in kept.entries.values()) == 2500
+        cache.keep(entry(f'{number:04d}', 1, 2))
+    cache.end([f'{number:04d}' for number in range(500)])
+    assert cache._size == sum(len(stored.key) + len(stored.value) for stored in cache.entries.values()) == 2500
     for number in range(500):
-        kept.forget(f'{number:04d}')
-        kept.forget(f'{number:04d}')
-    assert (kept._size, kept.entries) == (0, {})
+        cache.forget(f'{number:04d}')
+        cache.forget(f'{number:04d}')
+    assert (cache._size, cache.entries) == (0, {})
 
 
 @pytest.mark.parametrize('part', [b'"1f"', b'"1f":""', b'CUSTOM_1F:1'], ids=['keys', 'stages', 'classes'])
 def test_many_short_parts_count_for_what_is_made_of_them(part: bytes) -> None:
-    """211 requests with 46,000 keys of three letters each took every compute from 100 to 760 MiB."""
+    """211 requests with 46,000 three-letter keys raised every compute from 100 to 760 MiB."""
     value = b','.join([part] * 46_000)[:SIZE_LIMIT]
-    kept = Cache(SIZE_LIMIT, keeping.MOST)
+    cache = Cache(SIZE_LIMIT, keeping.MOST)
     for number in range(200):
-        kept.keep(Entry(f'{number:04d}', value, 1))
-    parts = sum(each.value.count(b',') for each in kept.entries.values())
+        cache.keep(Entry(f'{number:04d}', value, 1))
+    parts = sum(stored.value.count(b',') for stored in cache.entries.values())
     assert 800_000 < parts < 1_100_000
     for number in range(200):
-        kept.keep(Entry(f'{number:04d}', b'1,2', 2))
-        kept.forget(f'{number:04d}')
-    assert kept._size == 0
+        cache.keep(Entry(f'{number:04d}', b'1,2', 2))
+        cache.forget(f'{number:04d}')
+    assert cache._size == 0
 
 
 def test_keys_and_lines_have_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(keeping, 'KEYS', 300)
-    kept = Cache(10, 100_000)
-    found = [kept.keep(entry(f'{number:04d}', 100)) for number in range(400)]
-    assert sum(each is not None for each in found) == 300
-    assert kept.keep(entry('k' * 20_000, 1)) is None
-    assert kept.keep(entry('0001', 5, 2)) == entry('0001', 5, 2)
+    cache = Cache(10, 100_000)
+    results = [cache.keep(entry(f'{number:04d}', 100)) for number in range(400)]
+    assert sum(stored is not None for stored in results) == 300
+    assert cache.keep(entry('k' * 20_000, 1)) is None
+    assert cache.keep(entry('0001', 5, 2)) == entry('0001', 5, 2)
     assert len(caplog.messages) == 101
     assert 'more values' in caplog.messages[-1]
 
 
 def test_another_etcd_s_value_is_not_taken_for_ours() -> None:
-    """Of the same key at the same revision: it was wiped, or restored."""
-    kept = Cache(1000, 1000)
-    kept.keep(Entry('a', b'1', 7))
-    assert kept.keep(Entry('a', b'2', 7)) == Entry('a', b'2', 7)
+    """A wiped or restored etcd may have another value of the same key at the same revision."""
+    cache = Cache(1000, 1000)
+    cache.keep(Entry('a', b'1', 7))
+    assert cache.keep(Entry('a', b'2', 7)) == Entry('a', b'2', 7)
 
 
 def test_a_list_of_large_values_comes_in_small_pages(
     etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small ones first, so that a page of many is asked for: then the large ones are in it."""
+    """The small values come first, so that a large page is requested for the large ones."""
     for number in range(120):
         etcd.put(f'{prefix}a{number:03d}', 'x')
     for number in range(50):
         etcd.put(f'{prefix}b{number:03d}', 'y' * BIG)
-    with connected(etcd.endpoint, 60) as store:  # a call's time is not what is looked at
+    with connected(etcd.endpoint, 60) as store:  # the time of a call is not under test
         sizes: list[int] = []
         real = store._read
 
@@ -193,26 +193,26 @@ def test_a_list_of_large_values_comes_in_small_pages(
             except paging.TooLong:
                 sizes.append(-1)
                 raise
-            sizes.append(sum(len(each.value) for each in reply.kvs))  # type: ignore[attr-defined]
+            sizes.append(sum(len(kv.value) for kv in reply.kvs))  # type: ignore[attr-defined]
             return reply
 
         monkeypatch.setattr(store, '_read', read)
-        there = store.snapshot(prefix).entries
-        assert [len(each.value) for each in there.values()] == [1] * 120 + [BIG] * 50
+        entries = store.snapshot(prefix).entries
+        assert [len(stored.value) for stored in entries.values()] == [1] * 120 + [BIG] * 50
         assert max(sizes) < 64 * 1024**2
         assert -1 in sizes, 'a page of many was too long, and was asked for again in parts'
         assert len(store.snapshot(prefix, keys_only=True).entries) == 170
 
 
 def limit_answers(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
-    """Have no answer of etcd's that is longer than so many bytes taken."""
+    """Reject answers of etcd that are longer than this many bytes."""
     monkeypatch.setattr(by_h2, 'LONGEST', longest)
 
 
 def test_large_values_are_read_a_few_at_once_as_they_were_at_one_moment(
     etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups or records of a megabyte each that somebody puts: who reads many of them was told that it is too long."""
+    """Reading many groups or records of a megabyte each failed: the answer was too long."""
     limit_answers(monkeypatch, 200_000)
     names = [f'{prefix}{number:02d}' for number in range(20)]
     for name in names:
@@ -227,7 +227,7 @@ def test_large_values_are_read_a_few_at_once_as_they_were_at_one_moment(
             return answered[-1]
 
         monkeypatch.setattr(store, '_read', read)
-        assert {name: len(each.value) for name, each in store.read(names).items()} == dict.fromkeys(names, 50_000)
+        assert {name: len(stored.value) for name, stored in store.read(names).items()} == dict.fromkeys(names, 50_000)
         assert len(answered) > 1
 
 
@@ -248,29 +248,29 @@ def test_a_message_that_is_too_long_is_an_error_in_words(
 
 def test_a_request_that_was_dropped_says_why() -> None:
     key = keys.request(COMPUTE, INSTANCE)
-    found = parse_request(COMPUTE, key, b'', SIZE_LIMIT + 7)
-    assert isinstance(found, Invalid)
-    assert found.reason == f'the request has {SIZE_LIMIT + 7} bytes; the limit is {SIZE_LIMIT}'
-    found = parse_request(COMPUTE, key, b'', 1000)
-    assert isinstance(found, Invalid)
-    assert 'with what else is asked of this compute that is too much' in found.reason
-    found = parse_request(COMPUTE, keys.request(COMPUTE, 'x'), b'', 10**6)
-    assert isinstance(found, Invalid)
-    assert 'is not a uuid' in found.reason
+    parsed = parse_request(COMPUTE, key, b'', SIZE_LIMIT + 7)
+    assert isinstance(parsed, Invalid)
+    assert parsed.reason == f'the request has {SIZE_LIMIT + 7} bytes; the limit is {SIZE_LIMIT}'
+    parsed = parse_request(COMPUTE, key, b'', 1000)
+    assert isinstance(parsed, Invalid)
+    assert 'with what else is asked of this compute that is too much' in parsed.reason
+    parsed = parse_request(COMPUTE, keys.request(COMPUTE, 'x'), b'', 10**6)
+    assert isinstance(parsed, Invalid)
+    assert 'is not a uuid' in parsed.reason
 
 
 def test_what_waits_is_read_once_there_is_room_for_it() -> None:
     flavor = parse_flavor('f', 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1')
     waiting = QueueEntry(INSTANCE, flavor, image=IMAGE, user_id='u', project_id='p')
-    whole = Entry(waiting.key, to_json(waiting).encode(), 5)
-    first = backlog_of({waiting.key: Entry(waiting.key, b'', 5, dropped=len(whole.value))}, Backlog())
+    complete = Entry(waiting.key, to_json(waiting).encode(), 5)
+    first = backlog_of({waiting.key: Entry(waiting.key, b'', 5, dropped=len(complete.value))}, Backlog())
     assert first.parsed == {waiting.key: InvalidEntry(5)}
-    second = backlog_of({waiting.key: whole}, first)
+    second = backlog_of({waiting.key: complete}, first)
     assert second.parsed == second.places == {waiting.key: Place(5, waiting)}
 
 
 def test_a_compute_under_a_flood(cluster: Control) -> None:
-    """Its own requests are carried out; each large one is refused for its size, each junk key named once."""
+    """Valid requests are built, large ones refused for their size, junk keys logged once."""
     compute = cluster.ecompute('VCPU:8,DISK_GB:10,MEMORY_MB:1024')
     _, instance = notified(cluster.eschedule(QUERY))
     addressed(cluster, instance)
@@ -278,8 +278,8 @@ def test_a_compute_under_a_flood(cluster: Control) -> None:
     for name in (*large, *junk):
         cluster.etcd.put(f'/hosts/{compute.uuid}/{name}', 'x' * BIG)
     for name in large:
-        found = reached(cluster, name, 'error')
-        assert found['error']['reason'] == f'the request has {BIG} bytes; the limit is {SIZE_LIMIT}'
+        failed = reached(cluster, name, 'error')
+        assert failed['error']['reason'] == f'the request has {BIG} bytes; the limit is {SIZE_LIMIT}'
     for _ in range(3):
         cluster.etcd.put(f'/hosts/{compute.uuid}/junk0', 'y' * BIG)
     _, other = notified(cluster.eschedule(QUERY))
@@ -294,7 +294,7 @@ def test_a_compute_under_a_flood(cluster: Control) -> None:
     cluster.etcd.compact()
 
 
-# A record is believed only of the compute that its key names: who is taken over ends no guest of others.
+# A record is trusted only if it comes from the compute in its key: a compromised compute cannot end guests of others.
 
 
 STATES = ('active', 'stopped', 'building', 'destroying', 'error', 'gone')
@@ -303,7 +303,7 @@ ASKED = 'VCPU:8,DISK_GB:10,MEMORY_MB:1024'
 
 
 def forge(cluster: Control, instance: str, state: str, key: str) -> None:
-    """As whoever may write to etcd does: the instance is another compute's, and its address another one's."""
+    """Write a record of another compute, and another address, as any writer to etcd could."""
     value = {**(record(cluster, instance) or {}), 'compute': OTHER, 'state': state}
     cluster.etcd.put(key, json.dumps(value))
     cluster.etcd.put(f'/booted/{instance}', '10.66.66.66')
@@ -312,29 +312,30 @@ def forge(cluster: Control, instance: str, state: str, key: str) -> None:
 @pytest.mark.parametrize('down', [False, True])
 @pytest.mark.parametrize('place_of', ['/instances/{}', f'/instances/{OTHER}/{{}}'], ids=['older', 'below another'])
 def test_what_others_say_of_a_guest_is_not_believed(cluster: Control, down: bool, place_of: str) -> None:
-    """Within a minute the victim's own compute dropped its request and gave its claim away (ENEMY 2)."""
+    """The victim's own compute dropped its request and allocation within a minute (ENEMY 2)."""
     compute = tuned(cluster, ASKED, numbers={'EVERY': 1})
     instances = [place(cluster, SMALL_QUERY, '--name', f'n{number}')[1] for number, _ in enumerate(STATES)]
-    before = {each: (addressed(cluster, each), cluster.placement.allocations(each)) for each in instances}
-    running, records = guests(compute), {each: cluster.etcd.record(each) for each in instances}
+    before = {uid: (addressed(cluster, uid), cluster.placement.allocations(uid)) for uid in instances}
+    running, records = guests(compute), {uid: cluster.etcd.record(uid) for uid in instances}
     if down:
         compute.stop()
     for instance, state in zip(instances, STATES, strict=True):
         forge(cluster, instance, state, place_of.format(instance))
     if down:
         compute.start()
-    also = addressed(cluster, place(cluster, SMALL_QUERY)[1])  # by then it has looked
-    for instance, (address, held) in before.items():
-        assert cluster.eschedule(instance).stdout == f'{address}\n' != f'{also}\n'
+    # Once this instance has an address, a periodic check has run.
+    later_address = addressed(cluster, place(cluster, SMALL_QUERY)[1])
+    for instance, (address, allocation) in before.items():
+        assert cluster.eschedule(instance).stdout == f'{address}\n' != f'{later_address}\n'
         assert f'compute      {compute.uuid}' in cluster.eschedule('show', instance).stdout
-        assert cluster.placement.allocations(instance) == held
+        assert cluster.placement.allocations(instance) == allocation
         assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') is not None
         assert cluster.etcd.get(f'/instances/{compute.uuid}/{instance}') == records[instance]
     assert guests(compute).items() >= running.items()
-    found = cluster.eschedule('audit')
-    assert found.code == 8
-    assert found.stdout.count('record-doubled') == 4
-    assert found.stdout.count('booted-differs') == 6
+    report = cluster.eschedule('audit')
+    assert report.code == 8
+    assert report.stdout.count('record-doubled') == 4
+    assert report.stdout.count('booted-differs') == 6
     for number, instance in enumerate(instances):
         assert cluster.eschedule('destroy', '--wait', f'n{number}').code == 0
         until(lambda instance=instance: instance not in guests(compute), 20, 'it is gone')  # type: ignore[misc]
@@ -344,36 +345,36 @@ def test_what_others_say_of_a_guest_is_not_believed(cluster: Control, down: bool
 
 
 def test_what_is_deeper_below_a_compute_is_of_no_instance(etcd: Etcd) -> None:
-    """Seventy keys of a megabyte that end in an instance kept everybody from showing and from destroying it."""
+    """Seventy 1 MB keys that end in an instance made it impossible to show or destroy it."""
     instance, compute = str(uuid4()), str(uuid4())
     good = [keys.request(compute, instance), keys.record(compute, instance), keys.old_record(instance)]
     forged = [f'/{family}/{OTHER}/{part}/{instance}' for family in ('hosts', 'instances') for part in ('', '1', '1/2')]
     for key in (*good, *forged, f'/hosts/{instance}'):
         etcd.put(key, 'x')
     with connected(etcd.endpoint) as store:
-        among = index(store)
-        assert {*among.requests[instance], *among.records[instance]} == set(good)
+        instance_index = index(store)
+        assert {*instance_index.requests[instance], *instance_index.records[instance]} == set(good)
         assert listed(store, instance).requests.keys() == {compute}
     for key in (*good, *forged, f'/hosts/{instance}'):
         etcd.delete(key)
 
 
 def test_one_in_its_own_place_is_not_read(cluster: Control) -> None:
-    """Who has the right to write there may break it, and nothing is done by what it says."""
+    """A writer of the compute's own key may break the record, but nothing acts on it."""
     compute = tuned(cluster, ASKED, numbers={'EVERY': 1})
     instance = place(cluster, SMALL_QUERY)[1]
-    address, held = addressed(cluster, instance), cluster.placement.allocations(instance)
+    address, allocation = addressed(cluster, instance), cluster.placement.allocations(instance)
     key = cluster.etcd.record_key(instance)
     forge(cluster, instance, 'gone', key)
     logs(compute, key, f'a record of compute {OTHER}')
     one_line(cluster.eschedule('show', instance), 1, f'etcdctl del {key}')
-    assert cluster.placement.allocations(instance) == held
+    assert cluster.placement.allocations(instance) == allocation
     assert guests(compute)[instance]['running']
-    # The cure does.
+    # Deleting the key, as the error suggests, repairs it.
     cluster.etcd.delete(key)
     compute.restart()
     reached(cluster, instance, 'active')
-    # A guest that is there already is adopted first, and asked for its addresses then.
+    # An existing guest is adopted first; its addresses are queried afterwards.
     until(lambda: addressed(cluster, instance) == address, 20, 'its own address is back')
     forge(cluster, instance, 'gone', key)
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
@@ -381,15 +382,15 @@ def test_one_in_its_own_place_is_not_read(cluster: Control) -> None:
 
 
 def test_rubbish_in_the_older_place_holds_nothing_up(cluster: Control) -> None:
-    """Whoever may write there could keep an instance from being made, and from being destroyed."""
+    """Such keys could prevent an instance from being built or destroyed."""
     compute = tuned(cluster, ASKED, numbers={'EVERY': 1})
     compute.pause()
-    made = []
+    instances = []
     for value in ('', 'null', '{"version": 2}', '[' * 50_000):
-        made.append(place(cluster, SMALL_QUERY)[1])
-        cluster.etcd.put(f'/instances/{made[-1]}', value)
+        instances.append(place(cluster, SMALL_QUERY)[1])
+        cluster.etcd.put(f'/instances/{instances[-1]}', value)
     compute.resume()
-    for instance in made:
+    for instance in instances:
         key = f'/instances/{compute.uuid}/{instance}'
         until(lambda key=key: b'"active"' in (cluster.etcd.get(key) or b''), 20, 'it is active')  # type: ignore[misc]
         assert cluster.eschedule('destroy', '--wait', instance).code == 0
@@ -398,20 +399,20 @@ def test_rubbish_in_the_older_place_holds_nothing_up(cluster: Control) -> None:
 
 
 def test_what_ecomp_1_0_has_written_is_read_and_moves(cluster: Control) -> None:
-    """For one version: its records lie below no compute, and their own compute takes them there as it starts."""
+    """For one version each compute moves its old records below its own key at the start."""
     compute = tuned(cluster, ASKED, numbers={'EVERY': 1})
     instances = [place(cluster, SMALL_QUERY, '--name', name)[1] for name in ('stays', 'stops', 'ends')]
-    before = {each: addressed(cluster, each) for each in instances}
+    before = {instance: addressed(cluster, instance) for instance in instances}
     compute.stop()
-    for each in instances:
-        cluster.etcd.put(f'/instances/{each}', cluster.etcd.record(each) or b'')
-        cluster.etcd.delete(f'/instances/{compute.uuid}/{each}')
+    for instance in instances:
+        cluster.etcd.put(f'/instances/{instance}', cluster.etcd.record(instance) or b'')
+        cluster.etcd.delete(f'/instances/{compute.uuid}/{instance}')
     assert [cluster.eschedule(name).stdout.strip() for name in ('stays', 'stops', 'ends')] == list(before.values())
     compute.start()
     stays, stops, ends = instances
     assert cluster.eschedule('stop', '--wait', 'stops').code == 0
     assert cluster.eschedule('destroy', '--wait', 'ends').code == 0
-    moved = {f'/instances/{compute.uuid}/{each}' for each in instances}
+    moved = {f'/instances/{compute.uuid}/{instance}' for instance in instances}
     until(lambda: set(cluster.etcd.keys('/instances/')) == moved, 20, 'all are below their compute')
     assert guests(compute).keys() == {stays, stops}
     assert cluster.eschedule('list').stdout.count('active') == 1
@@ -422,7 +423,7 @@ def test_what_ecomp_1_0_has_written_is_read_and_moves(cluster: Control) -> None:
     check(cluster, compute)
 
 
-# A record that nobody can read: its instance is shown as such, hinders no other, and can be destroyed all the same.
+# An instance with a malformed record is shown as such, does not affect others, and can be destroyed.
 
 
 DEEP = '[' * 100_000
@@ -441,14 +442,14 @@ def put(cluster: Control, compute: Ecompute, instance: str, value: str) -> None:
 
 
 def test_a_weight_that_is_no_number_ends_in_error(cluster: Control, compute: Ecompute) -> None:
-    """As it was done (ENEMY 6): built, it could be neither shown nor destroyed, and ran for ever."""
+    """Such an instance once ran forever: it could not be shown or destroyed (ENEMY 6)."""
     instance = str(uuid.uuid4())
     claim(cluster, instance, compute.uuid)
     why = {'weigh': 'spread', 'weight': 'HERE', 'of': 3}
     value = json.dumps({**request(compute.uuid, instance), 'why': why}).replace('"HERE"', '1e999')
     cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', value)
-    found = reached(cluster, instance, 'error')
-    assert '1e999 is too large a number' in found['error']['reason']
+    failed = reached(cluster, instance, 'error')
+    assert '1e999 is too large a number' in failed['error']['reason']
     for words in (['show'], ['why'], ['show', '-f', 'json'], ['timeline']):
         assert called(cluster, *words, instance).code == 0
     assert called(cluster, 'list').code == 0
@@ -458,7 +459,7 @@ def test_a_weight_that_is_no_number_ends_in_error(cluster: Control, compute: Eco
 
 
 def test_a_destroy_goes_by_the_request(cluster: Control, compute: Ecompute) -> None:
-    """Whatever the record says: the request's key names the compute and the instance."""
+    """The request's key names the compute and the instance; the record does not matter."""
     damaged = {}
     for number, value in enumerate(DAMAGED):
         _, instance = place(cluster, SMALL_QUERY, '--name', f'n{number}', *GROUP)
@@ -473,7 +474,7 @@ def test_a_destroy_goes_by_the_request(cluster: Control, compute: Ecompute) -> N
     for instance in damaged:
         logs(compute, f'/instances/{compute.uuid}/{instance}', 'trying again')
         one_line(called(cluster, 'show', instance), 1, f'/instances/{compute.uuid}/{instance}')
-    # What is wrong with each in one line, and the others.
+    # One line of error for each malformed record, and the valid one.
     both = called(cluster, 'show', *damaged, good)
     assert (both.code, len(both.stderr.splitlines())) == (1, len(damaged))
     assert good in both.stdout
@@ -481,11 +482,11 @@ def test_a_destroy_goes_by_the_request(cluster: Control, compute: Ecompute) -> N
     assert (listed.code, len(listed.stderr.splitlines()), len(listed.stdout.splitlines())) == (1, len(damaged), 2)
     assert set(guests(compute)) == {*damaged, good}
     for number, instance in enumerate(damaged):
-        # By its uuid or, for that stands in etcd on its own, by its name.
-        done = called(cluster, 'destroy', '--wait', *(('--timeout', '60', instance) if number else (f'n{number}',)))
-        assert done.code == 0, done
+        # By its uuid, or by its name, which etcd stores separately.
+        result = called(cluster, 'destroy', '--wait', *(('--timeout', '60', instance) if number else (f'n{number}',)))
+        assert result.code == 0, result
         word = instance if number else f'n{number}'
-        assert done.stderr.splitlines() == [
+        assert result.stderr.splitlines() == [
             f'eschedule: {word}: destroy accepted, {socket.gethostname()} carries it out', f'eschedule: {word}: gone'
         ]
         assert (record(cluster, instance) or {})['state'] == 'gone'
@@ -538,7 +539,7 @@ def test_what_a_newer_ecomp_wrote_is_not_overwritten(cluster: Control, compute: 
 
 
 def test_a_destroy_of_what_is_written_three_times_as_long_is_understood(cluster: Control, compute: Ecompute) -> None:
-    """Its query is that of a foreign client, in UTF-8: with it the tombstone would be refused for its size."""
+    """With its UTF-8 query escaped the tombstone would be too large, and refused."""
     instance = str(uuid.uuid4())
     claim(cluster, instance, compute.uuid)
     value: dict[str, Any] = {**request(compute.uuid, instance), 'image': IMAGE_URL, 'query': 'é' * 150_000}

@@ -1,4 +1,4 @@
-"""Nothing that somebody wrote drives a terminal: what eschedule puts and says is printable, whichever form it has."""
+"""Foreign text cannot control the terminal: all output of eschedule is printable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.kit.forms import LOOKS
 
 pytestmark = pytest.mark.fast
 
-COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 EVIL = '\x1b]0;owned\x07\x1b[2J\x9b1m\u202e\ud800\x7f\r\nNOTIFIED TARGET, x'
 RECORD = Record(
     *(INSTANCE, COMPUTE, ACTIVE),
@@ -50,18 +51,18 @@ BROKEN = replace(RECORD, state=ERROR, error=Failure(EVIL, EVIL, EVIL))
 
 
 def forms(look: Look) -> list[str]:
-    """All that is told of it, as it is drawn; formats alone make what drives a terminal: colours and tabs."""
-    told = [rendered_details([each], look, several=False) for each in (as_detail(RECORD), as_detail(BROKEN))]
-    told += [rendered(as_list([RECORD, BROKEN]), look)]
+    """Render everything about the record; only the renderer itself adds colours and tabs."""
+    outputs = [rendered_details([value], look, several=False) for value in (as_detail(RECORD), as_detail(BROKEN))]
+    outputs += [rendered(as_list([RECORD, BROKEN]), look)]
     if look.form == TABLE:
-        return [*told, in_sentences(TOLD), drawn([RECORD], look)]
+        return [*outputs, in_sentences(TOLD), drawn([RECORD], look)]
     values = (explanation_to_dict(TOLD), timeline_to_dict([RECORD])) if look.form in ('json', 'yaml') else ()
-    return [*told, *(document(each, look.form) for each in values)]
+    return [*outputs, *(document(value, look.form) for value in values)]
 
 
 @pytest.mark.parametrize('look', [*LOOKS, Look(width=80, colour=True)], ids=str)
 def test_what_is_drawn_is_printable(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
-    """`eschedule why` drove the terminal: it alone of all forms did (ENEMY 16)."""
+    """`eschedule why` was the only output that passed control characters on (ENEMY 16)."""
     for text in forms(look):
         terminal().draw(text)
         lines = [COLOURS.sub('', line).replace('\t', ' ') for line in capsys.readouterr().out.split('\n')]
@@ -75,12 +76,12 @@ def test_what_is_drawn_is_printable(look: Look, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize('text', [EVIL, EVIL * 100, 'a\n' + EVIL])
 def test_whatever_is_put_or_said_is_printable(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once for all, for the form that is yet to come."""
+    """This protects output formats that are added later, too."""
     terminal().put(text)
     terminal().say(text)
-    for said in capsys.readouterr():
-        assert said.replace('\n', '').isprintable()
-        assert 'NOTIFIED TARGET, x' in said
+    for output in capsys.readouterr():
+        assert output.replace('\n', '').isprintable()
+        assert 'NOTIFIED TARGET, x' in output
 
 
 def test_nothing_is_cut_off_what_is_put(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,8 +91,8 @@ def test_nothing_is_cut_off_what_is_put(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_is_waited_for_is_printable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
-    with Live() as tell:
-        tell(EVIL)
-    (said, end) = capsys.readouterr().err.removeprefix('\r\x1b[K').split('\r\x1b[K')
-    assert said.isprintable()
+    with Live() as show_progress:
+        show_progress(EVIL)
+    (shown, end) = capsys.readouterr().err.removeprefix('\r\x1b[K').split('\r\x1b[K')
+    assert shown.isprintable()
     assert end == ''

@@ -1,4 +1,4 @@
-"""Numbers, depth and text of what stands in etcd, chosen and by chance."""
+"""Numbers, depth and text of values in etcd, chosen and random."""
 
 from __future__ import annotations
 
@@ -31,19 +31,23 @@ from tests.kit.store_client import connected
 from tests.security.mutants import NASTY, mutant, nested
 from tests.security.readers import PLACES, READERS, case, cases, compared
 
-# Numbers, depth and text of what stands in etcd: what a reader takes can be written again, else it says why not.
+# Numbers, depth and text of values in etcd: a reader either refuses them with a reason, or what it accepts can be
+# written again.
 
 
 KEY = keys.request(COMPUTE, INSTANCE)
-HUGE, HUGER, VAST = '1e999', '-1e999', '9' * 4300
+HUGE = '1e999'
+HUGER = '-1e999'
+VAST = '9' * 4300
 HALF = '\ud800'
 
 
-DEEP, SHALLOW = nested(DEPTH + 1), nested(DEPTH - 5)
+DEEP = nested(DEPTH + 1)
+SHALLOW = nested(DEPTH - 5)
 
 
 def with_number(value: dict[str, Any], text: str) -> bytes:
-    """The value with a number where it says "HERE"."""
+    """Encode the value with `text` as the number at "HERE"."""
     return json.dumps(value).replace('"HERE"', text).encode()
 
 
@@ -60,8 +64,8 @@ def test_a_number_that_is_none_stands_in_no_value(number: str) -> None:
     """`"weight": 1e999` made an instance that could be neither shown nor destroyed (ENEMY 6)."""
     with pytest.raises(ValueError, match='too large a number|a number of 430. digits'):
         load_object(with_number({'why': WHY}, number))
-    found = parse_request(COMPUTE, KEY, with_number(request(why=WHY), number))
-    assert isinstance(found, Invalid)
+    parsed = parse_request(COMPUTE, KEY, with_number(request(why=WHY), number))
+    assert isinstance(parsed, Invalid)
     with pytest.raises(ValueError, match='number'):
         record_from_json(with_number(stored(why=WHY), number))
 
@@ -69,20 +73,20 @@ def test_a_number_that_is_none_stands_in_no_value(number: str) -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize('number', ['1e300', '-1e300', '9' * 400, str(LARGEST + 1), 'true', '"x"', '[1]'])
 def test_a_weight_that_nobody_weighed_is_none(number: str) -> None:
-    found = parse_request(COMPUTE, KEY, with_number(request(why=WHY), number))
-    assert isinstance(found, Request)
-    assert found.why is None
-    again = parse_request(COMPUTE, KEY, order.to_json(found).encode())
-    assert again == found
-    record = new_record(COMPUTE, found, 'now')
+    parsed = parse_request(COMPUTE, KEY, with_number(request(why=WHY), number))
+    assert isinstance(parsed, Request)
+    assert parsed.why is None
+    parsed_again = parse_request(COMPUTE, KEY, order.to_json(parsed).encode())
+    assert parsed_again == parsed
+    record = new_record(COMPUTE, parsed, 'now')
     assert record_from_json(record_to_json(record).encode()) == record
 
 
 @pytest.mark.fast
 def test_a_weight_is_kept() -> None:
-    found = parse_request(COMPUTE, KEY, with_number(request(why=WHY), '0.75'))
-    assert isinstance(found, Request)
-    assert found.why == Why('spread', 0.75, 3)
+    parsed = parse_request(COMPUTE, KEY, with_number(request(why=WHY), '0.75'))
+    assert isinstance(parsed, Request)
+    assert parsed.why == Why('spread', 0.75, 3)
 
 
 @pytest.mark.fast
@@ -97,22 +101,22 @@ def test_nothing_is_written_that_nobody_reads() -> None:
 
 
 def dumped_elsewhere(source: str) -> list[int]:
-    """The lines that write JSON by themselves."""
+    """List the lines that call json.dump or json.dumps."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return [node.lineno for node in calls if ast.unparse(node.func) in ('json.dumps', 'json.dump')]
 
 
 @pytest.mark.fast
 def test_one_function_writes_json() -> None:
-    """What goes to etcd, to the memory of it and to a terminal."""
-    rooms = ['model', 'scheduler', 'store', 'agent/host/digest.py', 'agent/host/state.py', 'schedule.py', 'compute.py']
-    found = {}
-    for room in rooms:
-        there = TOP / 'ecomp' / room
-        assert there.exists()
-        for path in [there] if there.is_file() else sorted(there.rglob('*.py')):
-            found[str(path.relative_to(TOP))] = dumped_elsewhere(Path(path).read_text())
-    assert [each for each in found if found[each]] == ['ecomp/model/json_object.py']
+    """JSON for etcd, state files and terminals is written in one place."""
+    paths = ['model', 'scheduler', 'store', 'agent/host/digest.py', 'agent/host/state.py', 'schedule.py', 'compute.py']
+    lines_by_file = {}
+    for name in paths:
+        top = TOP / 'ecomp' / name
+        assert top.exists()
+        for path in [top] if top.is_file() else sorted(top.rglob('*.py')):
+            lines_by_file[str(path.relative_to(TOP))] = dumped_elsewhere(Path(path).read_text())
+    assert [file for file in lines_by_file if lines_by_file[file]] == ['ecomp/model/json_object.py']
 
 
 AMOUNTS: list[tuple[Callable[[bytes], Any], dict[str, Any]]] = [
@@ -127,7 +131,7 @@ AMOUNTS: list[tuple[Callable[[bytes], Any], dict[str, Any]]] = [
 @pytest.mark.parametrize('number', [str(MOST + 1), '9' * 400, '-1', '1.5', 'true', VAST])
 @pytest.mark.parametrize(('read', 'value'), AMOUNTS)
 def test_an_amount_has_bounds(read: Callable[[bytes], Any], value: dict[str, Any], number: str) -> None:
-    """A quota's `used` of 4,300 digits: no instance of the project could be made any more (ENEMY 17)."""
+    """A quota's `used` of 4,300 digits blocked every new instance of the project (ENEMY 17)."""
     with pytest.raises(ValueError, match='record|quota|number'):
         read(with_number(value, number))
 
@@ -153,7 +157,7 @@ VERSIONS: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize('version', [[1], {'a': 1}, True, 1.0, '1', None, 10**400, 'x' * 100_000, SHALLOW])
 @pytest.mark.parametrize('read', VERSIONS)
 def test_a_version_is_a_whole_number(read: Callable[[Any], Any], version: Any) -> None:
-    """An unhashable one of one compute's digest ended `eschedule audit` for all (ENEMY 17)."""
+    """An unhashable version in one compute's digest broke `eschedule audit` for all (ENEMY 17)."""
     with pytest.raises(ValueError, match='version') as caught:
         read(version)
     assert len(str(caught.value)) < 2000
@@ -212,18 +216,18 @@ def test_what_a_compute_says_that_it_removed_is_lines(value: bytes) -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize('name', ['user_id', 'project_id'])
 def test_half_of_a_character_waits_in_no_queue(name: str) -> None:
-    """Placement fails over a claim for it, and whoever takes from the queue would try just that for ever."""
+    """Placement fails to claim for it, and every taker of the queue would retry it forever."""
     fields = {'flavor': 'f', 'instance': INSTANCE, 'query': 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1', 'image': IMAGE}
     value = {'version': 1, **fields, 'user_id': 'u', 'project_id': 'p'}
     assert isinstance(queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps(value).encode()), queue.QueueEntry)
-    found = queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps({**value, name: HALF}).encode())
-    assert isinstance(found, Invalid)
-    assert found.reason.startswith(f'{name}: ')
+    parsed = queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps({**value, name: HALF}).encode())
+    assert isinstance(parsed, Invalid)
+    assert parsed.reason.startswith(f'{name}: ')
 
 
 @pytest.mark.fast
 def test_half_of_a_character_is_a_key_like_any_other(etcd: Etcd) -> None:
-    """A guest of such a project, or in such a group, could be made, and its end never written down."""
+    """A guest of such a project or group could be built, but its end never recorded."""
     key = keys.quota(f'{INSTANCE}{HALF}')
     with connected(etcd.endpoint) as store:
         assert store.get(key) is None
@@ -239,14 +243,14 @@ def test_half_of_a_character_is_a_key_like_any_other(etcd: Etcd) -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize('character', ['é', 'x', '中', '\U0001f600', '"', '\x7f'])
 def test_the_record_of_the_largest_request_is_read_again(character: str) -> None:
-    """Text is escaped in what we write, and may be three times as long there."""
+    """Escaping text, as ecomp does when it writes, may triple its length."""
     room = SIZE_LIMIT - len(json.dumps(request(query='')).encode())
-    each = 6 if character == '\x7f' else len(json.dumps(character, ensure_ascii=False).encode()) - 2
-    value = json.dumps(request(query=character * (room // each)), ensure_ascii=False).encode()
-    found = parse_request(COMPUTE, KEY, value)
-    assert isinstance(found, Request), found
+    escaped_size = 6 if character == '\x7f' else len(json.dumps(character, ensure_ascii=False).encode()) - 2
+    value = json.dumps(request(query=character * (room // escaped_size)), ensure_ascii=False).encode()
+    parsed = parse_request(COMPUTE, KEY, value)
+    assert isinstance(parsed, Request), parsed
     assert isinstance(parse_request(COMPUTE, KEY, value.replace(b'"}', character.encode() * 7 + b'"}')), Invalid)
-    record = new_record(COMPUTE, found, 'now')
+    record = new_record(COMPUTE, parsed, 'now')
     written = record_to_json(record).encode()
     assert len(written) <= VALUE_LIMIT
     assert record_from_json(written) == record
@@ -266,8 +270,8 @@ def test_digits_without_end() -> None:
     with pytest.raises(ValueError, match='a limit is a whole number'):
         quota.parse_limits([f'VCPU={VAST}9'])
     waiting = {'version': 1, 'flavor': 'f', 'instance': INSTANCE, 'query': f'resources=VCPU:{VAST}9', 'image': IMAGE}
-    found = queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps(waiting).encode())
-    assert isinstance(found, Invalid)
+    parsed = queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps(waiting).encode())
+    assert isinstance(parsed, Invalid)
 
 
 @pytest.mark.fast
@@ -283,25 +287,24 @@ def test_user_data_in_etcd_is_read_with_care() -> None:
 @pytest.mark.fast
 def test_a_count_has_a_bound() -> None:
     for count in (LARGEST + 1, 10**400):
-        found = parse_request(COMPUTE, KEY, json.dumps(request(count=count)).encode())
-        assert isinstance(found, Invalid)
-        assert 'is no number of instances' in found.reason
+        parsed = parse_request(COMPUTE, KEY, json.dumps(request(count=count)).encode())
+        assert isinstance(parsed, Invalid)
+        assert 'is no number of instances' in parsed.reason
 
 
 @pytest.mark.fast
 def test_a_place_in_allocations_names_a_provider() -> None:
-    """What is claimed on another provider is no part of a key unless it is text."""
+    """The name of another provider can be part of a key only if it is valid text."""
     resources = {'resources': {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}
-    found = parse_request(COMPUTE, KEY, json.dumps(request(allocations={COMPUTE: resources, HALF: resources})).encode())
-    assert isinstance(found, Invalid)
+    read = parse_request(COMPUTE, KEY, json.dumps(request(allocations={COMPUTE: resources, HALF: resources})).encode())
+    assert isinstance(read, Invalid)
     fine = parse_request(COMPUTE, KEY, json.dumps(request(allocations={COMPUTE: resources, OTHER: resources})).encode())
     assert isinstance(fine, Request)
 
 
-# Readers of all that others write, on values that were good ones: what is understood is written, read again and shown.
-#
-# A case is known by its number: the same number makes the same value. Anything that is raised but the product's own
-# errors is a defect, and so is what does not end. Answers of placement are in test_fuzz_placement.py.
+# Readers of all values that others write, on mutated valid values: what is accepted is written, read again and shown. A
+# case is identified by its number, which always makes the same value. Any error but the product's own is a defect, and
+# so is a case that does not end. Answers of placement are in test_placement.py.
 
 
 @cases(60)
@@ -309,9 +312,9 @@ def test_a_place_in_allocations_names_a_provider() -> None:
 def test_a_value_is_understood_or_refused_in_words(name: str, number: int) -> None:
     read, good = READERS[name]
     read(json.dumps(good).encode())
-    for each in range(number):
-        value = mutant(good, random.Random(f'{name}/{each}'))
-        with case(name, each, value):
+    for index in range(number):
+        value = mutant(good, random.Random(f'{name}/{index}'))
+        with case(name, index, value):
             read(value)
 
 
@@ -331,8 +334,8 @@ def test_any_json_at_all(name: str, value: Any) -> None:
 
 @cases(150)
 def test_an_audit_of_it_all_comes_to_its_end(number: int) -> None:
-    for each in range(number):
-        rng = random.Random(f'audit/{each}')
+    for index in range(number):
+        rng = random.Random(f'audit/{index}')
         etcd = {}
         for name, key in PLACES.items():
             good = READERS[name][1]
@@ -344,17 +347,17 @@ def test_an_audit_of_it_all_comes_to_its_end(number: int) -> None:
         digests = {}
         with suppress(ValueError):
             digests[COMPUTE] = planes.from_pages([mutant(READERS['digest'][1], rng)])
-        with case('audit', each, etcd):
+        with case('audit', index, etcd):
             compared(etcd, digests)
 
 
 @cases(60)
 def test_what_is_put_on_a_terminal_is_printable(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    for each in range(number):
-        rng = random.Random(f'terminal/{each}')
+    for index in range(number):
+        rng = random.Random(f'terminal/{index}')
         codes = (rng.randrange(rng.choice((32, 256, 0x110000))) for _ in range(80))
         text = ''.join(map(chr, codes))
         terminal().put(text)
         terminal().say(text)
-    for said in capsys.readouterr():
-        assert said.replace('\n', '').isprintable()
+    for output in capsys.readouterr():
+        assert output.replace('\n', '').isprintable()
