@@ -1,4 +1,4 @@
-"""A configuration that nobody named is taken from whom it may be: where it is found, and whose it is."""
+"""A default configuration is accepted only from trusted places and owners."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a fil
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Somebody's home; the current directory is work/ in it."""
+    """A user's home directory; the current directory is its work/."""
     monkeypatch.setenv('HOME', str(tmp_path))
     monkeypatch.delenv('ECOMP_CONFIG', raising=False)
     monkeypatch.delenv('SUDO_UID', raising=False)
@@ -64,7 +64,7 @@ def test_paths_in_it_are_meant_from_where_it_is(home: Path) -> None:
 @as_root
 @pytest.mark.parametrize('load', [load_schedule, load_compute])
 def test_a_stranger_s_is_not_taken(home: Path, load: Callable[..., object]) -> None:
-    """It names the file that goes to guests, and the etcd to put it into (ENEMY 12)."""
+    """The configuration names the user-data of guests, and the etcd (ENEMY 12)."""
     name = 'schedule.yaml' if load is load_schedule else 'compute.yaml'
     path = home / 'work' / name
     path.write_text('')
@@ -72,7 +72,7 @@ def test_a_stranger_s_is_not_taken(home: Path, load: Callable[..., object]) -> N
     with pytest.raises(UsageError, match=f'^{name}: belongs to user {STRANGER}, .*: chown it, or name it'):
         load()
     load(path)
-    # One of ours behind a stranger's link is ours all the same.
+    # A file of ours is accepted even through a stranger's link.
     path.rename(home / 'theirs')
     (home / 'ours').write_text('')
     path.symlink_to(home / 'ours')
@@ -83,28 +83,28 @@ def test_a_stranger_s_is_not_taken(home: Path, load: Callable[..., object]) -> N
 @as_root
 @pytest.mark.parametrize(('module', 'name'), [('schedule', 'schedule.yaml'), ('compute', 'compute.yaml')])
 def test_a_pipe_where_commands_are_typed_holds_nobody_up(home: Path, module: str, name: str) -> None:
-    """Anybody can put one into /tmp: the command waited for it to be written, for ever."""
+    """Any user can put a pipe into /tmp; the command waited for a writer forever."""
     path = home / 'work' / name
     os.mkfifo(path)
     os.chown(path, STRANGER, STRANGER)
 
-    def said() -> tuple[int, str]:
+    def run_command() -> tuple[int, str]:
         command = [sys.executable, '-m', f'ecomp.{module}']
-        done = subprocess.run(
+        result = subprocess.run(
             [*command, 'list'] if module == 'schedule' else command,
             cwd=path.parent, env=environment(), capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
-        return done.returncode, done.stderr
+        return result.returncode, result.stderr
 
-    code, words = said()
-    assert (code, words.startswith(f'e{module}: {name}: belongs to user {STRANGER}, ')) == (2, True), words
+    code, message = run_command()
+    assert (code, message.startswith(f'e{module}: {name}: belongs to user {STRANGER}, ')) == (2, True), message
     os.chown(path, 0, 0)
-    told = f'e{module}: {name}: is no regular file: remove it, or name a configuration (--config)\n'
-    assert said() == (2, told)
+    expected = f'e{module}: {name}: is no regular file: remove it, or name a configuration (--config)\n'
+    assert run_command() == (2, expected)
 
 
 def test_a_pipe_that_is_named_is_read(tmp_path: Path) -> None:
-    """As with --config <(…)."""
+    """`--config <(…)` passes such a pipe."""
     path = tmp_path / 'pipe'
     os.mkfifo(path)
     writer = threading.Thread(target=path.write_text, args=('user_id: of-a-pipe\n',), daemon=True)
@@ -132,10 +132,10 @@ def test_with_sudo_it_may_be_the_caller_s_own(home: Path, monkeypatch: pytest.Mo
 def test_nobody_else_can_write_to_it(home: Path) -> None:
     path = write(home / 'work/schedule.yaml')
     cases = (0o666, 0, False), (0o664, 0, True), (0o664, 4, False), (0o646, 0, False), (0o600, 4, True)
-    for mode, group, taken in cases:
+    for mode, group, is_accepted in cases:
         os.chown(path, 0, group)
         path.chmod(mode)
-        if taken:
+        if is_accepted:
             assert load_schedule().user_id == 'nobody-else'
         else:
             with pytest.raises(UsageError, match='^schedule.yaml: others can write to it: chmod go-w schedule.yaml$'):
@@ -143,14 +143,14 @@ def test_nobody_else_can_write_to_it(home: Path) -> None:
 
 
 def refused_seed(home: Path, words: str) -> None:
-    """The metadata server's configuration in work/ is refused."""
+    """Assert that the metadata server's configuration in work/ is refused."""
     with pytest.raises(BuildFailed, match=words):
         metadata.seed(home, home / 'work', '52:54:00:00:00:01', phones_home=False)
 
 
 @as_root
 def test_the_metadata_server_s_too(home: Path) -> None:
-    """It lies beside compute.yaml, and nobody names it."""
+    """The file lies beside compute.yaml, and is not named explicitly."""
     path = home / 'work/mdserver.conf'
     path.write_text('[public-keys]\n')
     os.chown(path, STRANGER, STRANGER)
@@ -158,7 +158,7 @@ def test_the_metadata_server_s_too(home: Path) -> None:
 
 
 def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a directory of somebody else's it was another file by then: one that names /etc/shadow as user-data."""
+    """Another user could exchange the file after the check, for one that names /etc/shadow."""
     path = home / 'work/mdserver.conf'
     path.write_text('[mdserver]\nuser-data = beside\n')
     (home / 'work/beside').write_text('#!/bin/sh\n')
@@ -174,22 +174,22 @@ def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkey
     refused_seed(home, 'no instance with the MAC address 52:54:00:00:00:01')
     assert len(os.listdir('/proc/self/fd')) == before
     monkeypatch.setattr(metadata, 'check_owner', check)
-    # What is wrong in it is said of the file by its name, and its paths are meant from where it is.
+    # Errors name the file, and its paths are relative to its directory.
     wrong = {'[else]\n': 'line 1: unknown section', '[mdserver]\nuser-data = gone\n': 'work/gone: No such'}
-    for text, said in wrong.items():
+    for text, reason in wrong.items():
         path.write_text(text)
-        refused_seed(home, f' {path}: .*{said}')
+        refused_seed(home, f' {path}: .*{reason}')
     path.unlink()
     refused_seed(home, 'no instance with the MAC')
 
 
 @as_root
 def test_what_is_no_file_is_not_opened_as_the_metadata_server_s(home: Path) -> None:
-    """A pipe would be waited for, and a device do whatever it does when somebody opens it."""
+    """Opening a pipe would block, and opening a device may have any effect."""
     path = home / 'work/mdserver.conf'
     os.mkfifo(path)
     refused_seed(home, f'^scheduled: {path}: is no regular file: remove it')
     path.unlink()
-    # A device that nothing drives: whoever opens it is told so.
+    # A device without a driver: opening it would fail with another error.
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(240, 255))
     refused_seed(home, f'^scheduled: {path}: is no regular file: remove it')

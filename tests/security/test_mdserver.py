@@ -1,4 +1,4 @@
-"""The metadata server that root starts is nobody's once it listens; its monitor opens five things."""
+"""The metadata server that root starts drops its rights; its monitor opens files for it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from ecomp.model.order import Request
 from tests.kit.servers import TOP, until
 from tests.security.rights import COMMAND, ENVIRONMENT, HERE, MAC, MAC_2, OTHER, UUID, Server, describe
 
-# The metadata server that root starts: once it listens it is nobody, and gets at nothing that was root's.
-#
-# What it cannot open its monitor opens: test_mdserver_monitor.py.
+# The metadata server that root starts: once it listens, it has an unprivileged user, and cannot access files of root.
+# Its monitor opens those for it: see below.
 
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason='who is not root has nothing to give up')
@@ -44,29 +43,29 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def rights(pid: int | str) -> dict[str, list[str]]:
-    """What /proc says of who a process, or a thread, is."""
+    """Read the user, groups and capabilities of a process or thread from /proc."""
     lines = (line.partition(':') for line in Path(f'/proc/{pid}/status').read_text().splitlines())
-    wanted = ('Uid', 'Gid', 'Groups', 'CapPrm', 'CapEff', 'CapAmb', 'NoNewPrivs')
-    return {name: value.split() for name, _, value in lines if name in wanted}
+    fields = ('Uid', 'Gid', 'Groups', 'CapPrm', 'CapEff', 'CapAmb', 'NoNewPrivs')
+    return {name: value.split() for name, _, value in lines if name in fields}
 
 
 def nothing(uid: str, gid: str) -> dict[str, list[str]]:
-    none = ['0' * 16]
-    return {'Uid': 4 * [uid], 'Gid': 4 * [gid], 'Groups': [], 'CapPrm': none, 'CapEff': none, 'CapAmb': none,
+    zero = ['0' * 16]
+    return {'Uid': 4 * [uid], 'Gid': 4 * [gid], 'Groups': [], 'CapPrm': zero, 'CapEff': zero, 'CapAmb': zero,
             'NoNewPrivs': ['1']}
 
 
 def test_it_has_no_rights_and_does_all_that_root_did(running: Server, tmp_path: Path) -> None:
     threads = os.listdir(f'/proc/{running.pid}/task')
     assert len(threads) > 4
-    assert [rights(f'{running.pid}/task/{each}') for each in threads] == len(threads) * [nothing(USER, USER)]
+    assert [rights(f'{running.pid}/task/{thread}') for thread in threads] == len(threads) * [nothing(USER, USER)]
     assert f' AS UID {USER}\n' in running.log.read_text()
-    # Nor does another one of that user, of another host in a lab, see into it.
-    look = f'cat /proc/{running.pid}/environ /proc/{running.pid}/mem; ls /proc/{running.pid}/fd/'
-    assert run('setpriv', '--reuid', USER, '--regid', USER, '--clear-groups', 'sh', '-c', look).stdout == ''
+    # Another process of that user, such as the server of another host in a lab, cannot inspect it.
+    script = f'cat /proc/{running.pid}/environ /proc/{running.pid}/mem; ls /proc/{running.pid}/fd/'
+    assert run('setpriv', '--reuid', USER, '--regid', USER, '--clear-groups', 'sh', '-c', script).stdout == ''
 
     assert running.ask('/latest/meta-data/instance-id') == (200, UUID.encode())
-    # root's alone, below a directory that is root's alone; and edits count, however the editor makes them.
+    # The file and its directory are readable by root only. Edits take effect, however the editor saves.
     assert running.ask('/latest/user-data') == (200, b'#!one\n')
     (tmp_path / 'user-data').write_text('#!two\n')
     assert running.ask('/latest/user-data') == (200, b'#!two\n')
@@ -87,8 +86,8 @@ def test_it_has_no_rights_and_does_all_that_root_did(running: Server, tmp_path: 
     assert data.ready() == set()
     assert running.ask(f'/phone-home/{UUID}/', 'POST') == (200, b'ok')
     assert data.ready() == {UUID}
-    word = (tmp_path / f'metadata/{UUID}.ready').stat()
-    assert (word.st_uid, word.st_mode & 0o777) == (0, 0o600)
+    report = (tmp_path / f'metadata/{UUID}.ready').stat()
+    assert (report.st_uid, report.st_mode & 0o777) == (0, 0o600)
     data.write(Request(UUID, {}, name='web1', user_data=b'#!mine'), [MAC])
     assert running.ask('/latest/user-data') == (200, b'#!mine')
     assert data.ready() == set()
@@ -99,67 +98,67 @@ def test_it_has_no_rights_and_does_all_that_root_did(running: Server, tmp_path: 
 
 
 def test_it_holds_nothing_that_root_opened(running: Server) -> None:
-    held = Counter(os.readlink(each).partition(':')[0] for each in Path(f'/proc/{running.pid}/fd').iterdir())
-    del held['pipe']  # waitress's own, and whether its monitor lives
-    # The sockets: where it listens, and its monitor's.
-    assert held == {'/dev/null': 2, str(running.log): 1, 'socket': 2}
+    open_files = Counter(os.readlink(path).partition(':')[0] for path in Path(f'/proc/{running.pid}/fd').iterdir())
+    del open_files['pipe']  # waitress's own, and the one that tells if its monitor lives
+    # The sockets are the listener and the connection to its monitor.
+    assert open_files == {'/dev/null': 2, str(running.log): 1, 'socket': 2}
 
 
 def test_a_user_by_name(tmp_path: Path) -> None:
     describe(tmp_path, {HERE: (MAC, UUID)})
     nobody = pwd.getpwnam('nobody')
-    with contextlib.closing(Server(tmp_path, '--user', 'nobody')) as started:
-        assert rights(started.pid) == nothing(str(nobody.pw_uid), str(nobody.pw_gid))
-        assert started.ask('/latest/user-data') == (200, b'#!one\n')
+    with contextlib.closing(Server(tmp_path, '--user', 'nobody')) as mdserver:
+        assert rights(mdserver.pid) == nothing(str(nobody.pw_uid), str(nobody.pw_gid))
+        assert mdserver.ask('/latest/user-data') == (200, b'#!one\n')
 
 
 def test_without_a_user_it_is_who_started_it(tmp_path: Path) -> None:
     describe(tmp_path, {HERE: (MAC, UUID)})
     script = [sys.executable, str(TOP / 'md_server/mdserver/server.py')]
-    with contextlib.closing(Server(tmp_path, command=script)) as started:
-        assert rights(started.pid) == rights('self')
-        assert psutil.Process(started.pid).children() == []
-        assert started.ask('/latest/user-data') == (200, b'#!one\n')
-    with contextlib.closing(Server(tmp_path, '--verbose', '--user', USER, command=script)) as started:
-        assert rights(started.pid) == nothing(USER, USER)
-        assert started.ask('/latest/user-data') == (200, b'#!one\n')
+    with contextlib.closing(Server(tmp_path, command=script)) as mdserver:
+        assert rights(mdserver.pid) == rights('self')
+        assert psutil.Process(mdserver.pid).children() == []
+        assert mdserver.ask('/latest/user-data') == (200, b'#!one\n')
+    with contextlib.closing(Server(tmp_path, '--verbose', '--user', USER, command=script)) as mdserver:
+        assert rights(mdserver.pid) == nothing(USER, USER)
+        assert mdserver.ask('/latest/user-data') == (200, b'#!one\n')
 
 
 def test_all_that_it_runs_it_has_before(tmp_path: Path) -> None:
-    """Its Python may be where it cannot read any more, below /root say: it imports nothing afterwards."""
+    """Later imports would fail if its Python is below /root, for example."""
     describe(tmp_path, {HERE: (MAC, UUID)})
     command = [COMMAND[0], '-v', *COMMAND[1:]]
-    with contextlib.closing(Server(tmp_path, '--verbose', '--user', USER, command=command)) as started:
-        before = len(started.log.read_text())
+    with contextlib.closing(Server(tmp_path, '--verbose', '--user', USER, command=command)) as mdserver:
+        before = len(mdserver.log.read_text())
         for path in ('/', '/latest/user-data', '/latest/no-such', f'/seed/{UUID}/vendor-data', '/%ff%00'):
-            started.ask(path)
+            mdserver.ask(path)
         (tmp_path / 'user-data').unlink()
         for method in ('GET', 'HEAD', 'PUT', 'POST', 'X'):
-            started.ask('/latest/user-data', method)
-        started.ask(f'/phone-home/{UUID}/', 'POST')
+            mdserver.ask('/latest/user-data', method)
+        mdserver.ask(f'/phone-home/{UUID}/', 'POST')
         (tmp_path / f'metadata/{MAC}.json').unlink()
-        assert started.ask(f'/phone-home/{UUID}/', 'POST')[0] == 404
-        with socket.create_connection((HERE, started.port)) as odd:
+        assert mdserver.ask(f'/phone-home/{UUID}/', 'POST')[0] == 404
+        with socket.create_connection((HERE, mdserver.port)) as odd:
             odd.sendall(b'GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n')
             assert odd.recv(100)
-        with socket.create_connection((HERE, started.port)) as long:
+        with socket.create_connection((HERE, mdserver.port)) as long:
             long.sendall(b'GET / HTTP/1.1\r\nX: ' + 10_000 * b'x' + b'\r\n\r\n')
             assert b'431' in long.recv(100)
-        said = started.log.read_text()[before:]
-    assert ' 500 client=' in said
-    assert re.findall(r"^import '.*|^# trying .*|^# code object from .*", said, re.MULTILINE) == []
+        log = mdserver.log.read_text()[before:]
+    assert ' 500 client=' in log
+    assert re.findall(r"^import '.*|^# trying .*|^# code object from .*", log, re.MULTILINE) == []
 
 
 def test_each_of_many_at_once_is_told_its_own(tmp_path: Path) -> None:
-    """One monitor for all threads."""
+    """One monitor serves all threads."""
     guests = {f'127.0.0.{n}': (f'52:54:00:aa:00:{n:02x}', str(uuid.uuid4())) for n in range(10, 22)}
     describe(tmp_path, guests)
     wrong: list[object] = []
-    with contextlib.closing(Server(tmp_path, '--user', USER)) as started:
+    with contextlib.closing(Server(tmp_path, '--user', USER)) as mdserver:
 
         def crawl(source: str, instance: str) -> None:
             for _ in range(20):
-                answer = started.ask('/latest/meta-data/instance-id', source=source)
+                answer = mdserver.ask('/latest/meta-data/instance-id', source=source)
                 if answer != (200, instance.encode()):
                     wrong.append((source, answer))
 
@@ -171,7 +170,7 @@ def test_each_of_many_at_once_is_told_its_own(tmp_path: Path) -> None:
     assert wrong == []
 
 
-# What it could do besides
+# What else it could access.
 
 ATTEMPTS = '''
 import os, sys
@@ -199,7 +198,7 @@ print(*done, sep='\\n')
 
 
 def test_whoever_it_is_then_gets_at_nothing_of_ecomputes() -> None:
-    """In a place that everybody gets through to, as /var/lib is."""
+    """In a directory that every user can enter, like /var/lib."""
     with tempfile.TemporaryDirectory(prefix='ecomp-rights-') as name:
         top = Path(name)
         top.chmod(0o755)
@@ -215,15 +214,15 @@ def test_whoever_it_is_then_gets_at_nothing_of_ecomputes() -> None:
         paths = sorted(directory.rglob('*'))
         names = {path.name for path in paths}
         assert {'uuid', 'token', 'lock', 'metadata', f'{MAC}.json', f'{UUID}.ready', 'instances'} <= names
-        (top / 'canary').write_text('readable')  # a test that sees nothing would see this
+        (top / 'canary').write_text('readable')  # shows that the attempts work
         (top / 'canary').chmod(0o644)
-        done = subprocess.run(
+        result = subprocess.run(
             [shutil.which('python3', path='/usr/bin:/usr/local/bin') or sys.executable, '-c', ATTEMPTS,
              str(directory), *map(str, paths), str(top / 'canary')],
             user=int(USER), group=int(USER), extra_groups=[], cwd='/', capture_output=True, text=True, timeout=60,
         )
-        assert (done.returncode, done.stderr) == (0, '')
-        assert done.stdout.split('\n') == [f'read {top}/canary', '']
+        assert (result.returncode, result.stderr) == (0, '')
+        assert result.stdout.split('\n') == [f'read {top}/canary', '']
 
 
 KEPT = '''
@@ -238,15 +237,15 @@ except OSError as error:
 
 
 def test_rights_that_do_not_go_are_not_taken_for_gone() -> None:
-    done = run(sys.executable, '-c', KEPT, USER)
-    assert done.stdout == 'capabilities are kept\n', done
+    result = run(sys.executable, '-c', KEPT, USER)
+    assert result.stdout == 'capabilities are kept\n', result
 
 
 def test_rights_that_it_has_not_to_give_up(tmp_path: Path) -> None:
     describe(tmp_path, {HERE: (MAC, UUID)})
     conf = str(tmp_path / 'mdserver.conf')
-    done = run('setpriv', '--bounding-set', '-setuid', *COMMAND, conf, '--listen', f'{HERE}:0', '--user', USER)
-    assert (done.returncode, done.stderr) == (
+    result = run('setpriv', '--bounding-set', '-setuid', *COMMAND, conf, '--listen', f'{HERE}:0', '--user', USER)
+    assert (result.returncode, result.stderr) == (
         1, f'mdserver: --user {USER}: cannot become that user: Operation not permitted: '
            'it needs CAP_SETUID and CAP_SETGID, and must not keep any capability\n')
 
@@ -260,8 +259,8 @@ def test_rights_that_it_has_not_to_give_up(tmp_path: Path) -> None:
     ('0', "'0' is root, who gives up nothing: name another user"),
 ])
 def test_wrong_names(name: str, said: str) -> None:
-    done = run(*COMMAND, '--listen', f'{HERE}:0', '--user', name)
-    assert (done.returncode, done.stdout, done.stderr) == (2, '', f'mdserver: --user: {said}\n')
+    result = run(*COMMAND, '--listen', f'{HERE}:0', '--user', name)
+    assert (result.returncode, result.stdout, result.stderr) == (2, '', f'mdserver: --user: {said}\n')
 
 
 def test_a_number_that_somebody_has_is_that_user() -> None:
@@ -298,12 +297,12 @@ assert answer() is None
 
 def test_ecompute_s_binds_port_80_and_gives_up_its_rights(tmp_path: Path) -> None:
     GuestData(tmp_path / 'metadata')
-    done = run('unshare', '--net', sys.executable, '-c', BY_ECOMPUTE, str(tmp_path / 'metadata'), str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    result = run('unshare', '--net', sys.executable, '-c', BY_ECOMPUTE, str(tmp_path / 'metadata'), str(tmp_path))
+    assert result.returncode == 0, result.stderr
     for line in (f'Uid:\t{USER}\t{USER}\t{USER}\t{USER}', 'Groups:\t ', 'CapEff:\t0000000000000000', 'NoNewPrivs:\t1'):
-        assert line in done.stdout.splitlines(), (line, done.stdout)
-    assert f'LISTENING ON http://169.254.169.254:80/ GUESTS IN {tmp_path}/metadata AS UID {USER}' in done.stderr
-    assert 'the metadata server ended with 1; starting another' in done.stderr
+        assert line in result.stdout.splitlines(), (line, result.stdout)
+    assert f'LISTENING ON http://169.254.169.254:80/ GUESTS IN {tmp_path}/metadata AS UID {USER}' in result.stderr
+    assert 'the metadata server ended with 1; starting another' in result.stderr
 
 
 def test_it_stays_up_while_nobody_asks(running: Server) -> None:
@@ -313,14 +312,14 @@ def test_it_stays_up_while_nobody_asks(running: Server) -> None:
     assert running.ask('/')[0] == 200
 
 
-# The monitor of a metadata server that is nobody: it opens what its five requests ask for, and nothing else.
+# The monitor of an unprivileged metadata server opens files for its five kinds of requests, and no others.
 
 
 def test_what_a_monitor_does_when_the_other_is_gone(running: Server) -> None:
     monitor = running.monitor()
     assert (monitor.uids().effective, monitor.name()) == (0, psutil.Process(running.pid).name())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        monitor.send_signal(number)  # a Ctrl-C goes to both: mdserver is the one that ends
+        monitor.send_signal(number)  # Ctrl-C reaches both processes: only mdserver ends
     assert running.ask('/latest/meta-data/instance-id') == (200, UUID.encode())
     running.process.kill()
     running.process.wait()
@@ -335,26 +334,26 @@ def test_it_ends_as_it_did_and_leaves_nobody(running: Server) -> None:
 
 
 def test_without_its_monitor_it_ends(running: Server) -> None:
-    """ecompute sees that, and starts another."""
+    """The ecompute notices that, and starts another."""
     running.monitor().kill()
     assert running.process.wait(20) == 1
     assert 'ENDED: its monitor, which opened its files for it, is gone' in running.log.read_text()
 
 
 def asked(monitor: Monitor, request: str) -> list[str]:
-    """The answers, as the reasons why there is no file; a file's is its text."""
-    found = []
+    """Send a request to the monitor, and return the text of each file, or its error."""
+    answers = []
     for _, opened in monitor.ask(request):
         if isinstance(opened, OSError):
-            found.append(str(opened.strerror))
+            answers.append(str(opened.strerror))
         else:
             with open(opened) as file:
-                found.append(file.read())
-    return found
+                answers.append(file.read())
+    return answers
 
 
 def test_its_monitor_opens_nothing_else(tmp_path: Path) -> None:
-    """Whatever mdserver would say once a guest had taken it over."""
+    """Requests that a compromised mdserver could send."""
     describe(tmp_path, {HERE: (MAC, UUID)})
     (tmp_path / 'token').write_text('canary')
     guests = tmp_path / 'metadata'
@@ -370,12 +369,12 @@ def test_its_monitor_opens_nothing_else(tmp_path: Path) -> None:
             'guest ' + 300 * 'x', '\xff',
         ):
             assert asked(monitor, request) == ['Invalid argument'], request
-        # A word is of a guest that is there, or nobody's: otherwise they would fill the directory.
+        # A report is accepted only of an existing guest: otherwise reports could fill the directory.
         assert asked(monitor, f'ready {MAC} {OTHER} {{}}') == asked(monitor, f'ready {MAC_2} {UUID} {{}}') == [
             'No such file or directory'
         ]
         assert sorted(path.name for path in guests.iterdir()) == [f'{MAC}.json']
-        # Links are followed nowhere, though only root could have put them there.
+        # Links are never followed, though only root could have made them.
         (guests / f'{MAC_2}.json').symlink_to(tmp_path / 'token')
         (tmp_path / 'z.status').symlink_to(tmp_path / 'token')
         (guests / f'{UUID}.said').symlink_to(tmp_path / 'made')
@@ -388,13 +387,13 @@ def test_its_monitor_opens_nothing_else(tmp_path: Path) -> None:
         assert (guests / f'{MAC_2}.refused').read_text() == 'no lease'
         assert asked(monitor, f'refused {MAC_2} ') == []
         assert not (guests / f'{MAC_2}.refused').exists()
-        # One in the place of a word that is being left goes, as whatever is left there.
+        # A link in the place of a report is replaced.
         assert asked(monitor, f'ready {MAC} {UUID} {{}}') == []
-        told = guests / f'{UUID}.ready'
-        assert told.read_text() == '{}'
-        assert not told.is_symlink()
-        told.unlink()
-        told.symlink_to(tmp_path / 'made')
+        report = guests / f'{UUID}.ready'
+        assert report.read_text() == '{}'
+        assert not report.is_symlink()
+        report.unlink()
+        report.symlink_to(tmp_path / 'made')
         assert asked(monitor, f'ready {MAC} {UUID} {{}}') == []
         assert not (tmp_path / 'made').exists()
     finally:

@@ -1,4 +1,4 @@
-"""One guest, or a machine of the LAN, against the metadata server: it answers the others all the same."""
+"""A hostile guest or LAN machine does not keep the metadata server from serving others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import pytest
 from tests.kit.servers import until
 from tests.security.rights import ENVIRONMENT, HERE, MAC, UUID, Server, describe
 
-ENEMY, VICTIM = '127.0.0.66', '127.0.0.9'
+ENEMY = '127.0.0.66'
+VICTIM = '127.0.0.9'
 
 
 def connect(server: Server, source: str) -> socket.socket:
@@ -32,7 +33,7 @@ def get(server: Server, source: str, path: str = '/latest/meta-data/instance-id'
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """On loopback, where each address is a client of its own; VICTIM has a lease."""
+    """A server on loopback, where each address is a client of its own; VICTIM has a lease."""
     describe(tmp_path, {VICTIM: (MAC, UUID)})
     with contextlib.closing(Server(tmp_path)) as running:
         yield running
@@ -49,31 +50,31 @@ def is_open(connection: socket.socket) -> bool:
 
 
 def test_one_client_s_connections_keep_nobody_else_out(server: Server) -> None:
-    """ENEMY: 520 connections of one guest, and no other one hears anything"""
+    """ENEMY: 520 connections of one guest blocked all others."""
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(connect(server, ENEMY)) for _ in range(520)]
-        for each in held:
+        connections = [stack.enter_context(connect(server, ENEMY)) for _ in range(520)]
+        for connection in connections:
             with contextlib.suppress(OSError):
-                each.sendall(b'GET / HT')
+                connection.sendall(b'GET / HT')
         for _ in range(10):
             assert get(server, VICTIM) == (200, UUID.encode())
-        until(lambda: sum(map(is_open, held)) == 16, 20, 'the oldest are ended')
-        assert all(map(is_open, held[-16:]))
+        until(lambda: sum(map(is_open, connections)) == 16, 20, 'the oldest are ended')
+        assert all(map(is_open, connections[-16:]))
     lines = [line for line in server.log.read_text().splitlines() if 'more than 16' in line]
     assert 1 <= len(lines) <= 20, lines
 
 
 def test_a_request_that_drips_is_not_waited_for(server: Server) -> None:
     with connect(server, ENEMY) as drip:
-        began = time.monotonic()
+        started = time.monotonic()
         drip.sendall(b'GET / HTTP/1.1\r\n')
         while is_open(drip):
             with contextlib.suppress(OSError):
                 drip.setblocking(True)
                 drip.sendall(b'X')
             time.sleep(0.5)
-            assert time.monotonic() - began < 60
-        assert time.monotonic() - began > 9
+            assert time.monotonic() - started < 60
+        assert time.monotonic() - started > 9
     assert get(server, VICTIM) == (200, UUID.encode())
 
 
@@ -85,34 +86,34 @@ def test_who_is_asked_nothing_does_nothing(server: Server) -> None:
 
 
 def test_a_crawl_waits_a_little_and_a_flood_costs_little(server: Server) -> None:
-    """cloud-init asks some thirty things at once; who asks without an end has ten answers a second."""
-    began = time.monotonic()
+    """A burst of thirty requests, as of cloud-init, is served; an endless client is throttled."""
+    started = time.monotonic()
     assert [get(server, VICTIM)[0] for _ in range(30)] == 30 * [200]
-    assert time.monotonic() - began < 15
-    before, began, answered = len(server.log.read_text()), time.monotonic(), 0
-    while time.monotonic() - began < 5:
+    assert time.monotonic() - started < 15
+    before, started, answered = len(server.log.read_text()), time.monotonic(), 0
+    while time.monotonic() - started < 5:
         with contextlib.suppress(OSError, http.client.HTTPException):
             answered += get(server, ENEMY, '/')[0] == 200
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - started
     assert 20 <= answered <= 20 + 10 * (seconds + 1)
     lines = server.log.read_text()[before:].splitlines()
     assert len(lines) <= 20 + 2 * seconds, lines
 
 
 def test_what_is_asked_in_advance_is_not_answered(server: Server) -> None:
-    """419 pipelined requests a second cost half a core; of one connection one is heard now."""
+    """419 pipelined requests a second used half a core; now each connection serves one."""
     with connect(server, VICTIM) as connection:
         connection.sendall(200 * b'GET /latest/meta-data/instance-id HTTP/1.1\r\nHost: x\r\n\r\n')
-        said = b''
+        answer = b''
         with contextlib.suppress(ConnectionResetError):
             while piece := connection.recv(65536):
-                said += piece
-    assert said.count(b'HTTP/1.1 ') == 1
-    assert b'Connection: close' in said
+                answer += piece
+    assert answer.count(b'HTTP/1.1 ') == 1
+    assert b'Connection: close' in answer
 
 
 def test_a_machine_that_is_no_guest_is_not_answered(tmp_path: Path) -> None:
-    """The host answers for 169.254.169.254 on all its interfaces, to whoever has a route over it."""
+    """The host has 169.254.169.254 on all interfaces, so machines with a route reach it."""
     script = '''
 set -e
 ip link set lo up
@@ -130,17 +131,17 @@ ip netns del "$1"; exec 3>&-; wait $server
 '''
     os.mkfifo(tmp_path / 'stdin')
     name = f'emdlan{os.getpid()}'
-    done = subprocess.run(
+    result = subprocess.run(
         ['unshare', '--net', '--mount', 'bash', '-c', script, 'bash', name, sys.executable, str(tmp_path)],
         env=ENVIRONMENT, capture_output=True, text=True, timeout=120,
     )
     subprocess.run(['ip', 'netns', 'del', name], capture_output=True)
-    assert done.stdout == '200 000', (done, (tmp_path / 'log').read_text())
+    assert result.stdout == '200 000', (result, (tmp_path / 'log').read_text())
     assert 'client=10.9.0.2 is no guest here: not answered' in (tmp_path / 'log').read_text()
 
 
 def test_nothing_of_the_directory_it_is_started_in_is_run(tmp_path: Path) -> None:
-    """root's ecompute ran a bottle.py that lay there."""
+    """The ecompute of root ran a bottle.py of its working directory."""
     from ecomp.agent.host.metadata import seed
 
     (tmp_path / 'bottle.py').write_text('open("ran", "w")\n')
