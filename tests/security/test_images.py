@@ -1,4 +1,4 @@
-"""Whoever may name an image gets at nothing that is not allowed, and holds nobody up."""
+"""Users who choose image URLs cannot reach forbidden addresses, and cannot block a compute."""
 
 from __future__ import annotations
 
@@ -42,36 +42,36 @@ from tests.kit.images import LIMITS, LOOPBACK, MIB, get, kept
 from tests.kit.servers import PATIENCE, free_port, until
 from tests.security.image_servers import BOOT, everywhere, port_of, refusal
 
-# Whoever may name an image's URL gets at no place that is not allowed: by address, name, redirect or proxy.
+# A user who chooses an image URL can reach no forbidden address: by address, name, redirect or proxy.
 
 
 SECRET = 'http://alice:hunter2@images.example.org/x.qcow2'
 
 
 def test_a_password_in_an_image_url_is_refused_before_anybody_reads_it(tmp_path: Path) -> None:
-    """It would be in the request, the record, `show` and `list`, for everybody."""
-    done = run('ecomp.schedule', 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1', SECRET, directory=tmp_path)
-    assert done.code == 2
-    assert done.stdout == ''
-    assert done.stderr.startswith('eschedule: the image has a user or a password in its URL')
-    assert 'hunter2' not in done.stderr
+    """The password would be visible to all in the request, the record, `show` and `list`."""
+    result = run('ecomp.schedule', 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1', SECRET, directory=tmp_path)
+    assert result.code == 2
+    assert result.stdout == ''
+    assert result.stderr.startswith('eschedule: the image has a user or a password in its URL')
+    assert 'hunter2' not in result.stderr
 
 
 def test_nor_does_a_compute_take_one_from_somebody_else(tmp_path: Path) -> None:
     compute, instance = str(uuid4()), str(uuid4())
     allocations = {compute: {'resources': {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}}}
     value = json.dumps({'allocations': allocations, 'instance': instance, 'image': SECRET})
-    wish = parse_request(compute, keys.request(compute, instance), value.encode())
-    assert isinstance(wish, Invalid)
-    assert 'the image has a user or a password in its URL' in wish.reason
-    assert 'hunter2' not in repr(wish)
+    parsed = parse_request(compute, keys.request(compute, instance), value.encode())
+    assert isinstance(parsed, Invalid)
+    assert 'the image has a user or a password in its URL' in parsed.reason
+    assert 'hunter2' not in repr(parsed)
     cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK)
-    with pytest.raises(BuildFailed, match='the image has a user or a password') as refused:
+    with pytest.raises(BuildFailed, match='the image has a user or a password') as caught:
         get(cache, SECRET)
-    assert 'hunter2' not in str(refused.value)
+    assert 'hunter2' not in str(caught.value)
 
 
-# Where it may come from
+# Allowed sources.
 
 ADDRESSES = [
     ('127.0.0.1', 'loopback'), ('127.9.9.9', 'loopback'), ('::1', 'loopback'), ('::ffff:127.0.0.1', 'loopback'),
@@ -91,10 +91,10 @@ TAKEN = ['10.200.0.2', '192.168.1.7', '172.16.0.1', '100.64.0.1', 'fd12::1', '19
 @pytest.mark.parametrize(('address', 'what'), ADDRESSES)
 @pytest.mark.parametrize('listed', [(), ('0.0.0.0/0', '::/0', '169.254.0.0/16'), ('a.name',)])
 def test_what_nobody_takes_an_image_from(address: str, what: str, listed: tuple[str, ...]) -> None:
-    """Whatever is listed: that is meant for the addresses of others."""
-    found = why_not('a.name', ip_address(address), image_sources(listed) if listed else None)
-    assert found is not None
-    assert what in found
+    """Even `image_sources:` cannot allow these: it is meant for addresses of other hosts."""
+    reason = why_not('a.name', ip_address(address), image_sources(listed) if listed else None)
+    assert reason is not None
+    assert what in reason
 
 
 @pytest.mark.parametrize('address', TAKEN)
@@ -104,13 +104,13 @@ def test_servers_in_the_building_are_taken(address: str) -> None:
 
 def test_what_is_listed_is_all_that_is_allowed() -> None:
     sources = image_sources(['images.example.org', '10.1.0.0/16', '127.0.0.2', '::1/128'])
-    may = [('images.example.org', '203.0.113.7'), ('Images.Example.ORG.', '10.9.9.9'), ('any', '10.1.2.3')]
-    may += [('any', '127.0.0.2'), ('any', '::1'), ('any', '::ffff:10.1.0.1'), ('any', '::ffff:127.0.0.2')]
-    for host, address in may:
+    allowed = [('images.example.org', '203.0.113.7'), ('Images.Example.ORG.', '10.9.9.9'), ('any', '10.1.2.3')]
+    allowed += [('any', '127.0.0.2'), ('any', '::1'), ('any', '::ffff:10.1.0.1'), ('any', '::ffff:127.0.0.2')]
+    for host, address in allowed:
         assert why_not(host, ip_address(address), sources) is None, (host, address)
     for host, address in [('any', '203.0.113.7'), ('x.images.example.org', '203.0.113.7'), ('any', '10.2.0.1')]:
         assert why_not(host, ip_address(address), sources) == 'not in the `image_sources:` of this compute'
-    # A name that is listed says nothing of what this host's loopback is for.
+    # Listing a name does not allow this host's loopback addresses.
     for host, address in [('images.example.org', '127.0.0.1'), ('any', '127.0.0.1'), ('images.example.org', 'fe80::1')]:
         assert why_not(host, ip_address(address), sources), (host, address)
     assert why_not('any', ip_address('10.1.0.1'), image_sources([])) is not None
@@ -119,22 +119,22 @@ def test_what_is_listed_is_all_that_is_allowed() -> None:
 def test_loopback_is_refused_and_its_answer_is_not_asked_for(web: Web, tmp_path: Path) -> None:
     port = port_of(web.url)
     for host in ('127.0.0.1', 'localhost', '0.0.0.0', '127.1', '2130706433', '[::ffff:127.0.0.1]', '[::1]'):
-        said = refusal(everywhere(tmp_path, Reach()), f'http://{host}:{port}/good')
-        assert said.endswith(': no image is taken from there'), said
-        assert 'a loopback address' in said or 'not the address of a host' in said
+        reason = refusal(everywhere(tmp_path, Reach()), f'http://{host}:{port}/good')
+        assert reason.endswith(': no image is taken from there'), reason
+        assert 'a loopback address' in reason or 'not the address of a host' in reason
     assert web.asked == []
 
 
 def test_a_name_is_resolved_once(web: Web, tmp_path: Path, names: dict[str, list[list[str]]]) -> None:
-    """First the address that is looked at, then another one: what was checked is connected to."""
+    """The address that was checked is the one connected to, even if DNS changes its answer."""
     names['images.example.org'] = [['127.0.0.1'], ['169.254.169.254']]
     url = f'http://images.example.org:{port_of(web.url)}/good'
     assert get(everywhere(tmp_path, LOOPBACK), f'{url}#sha256={sha256(BOOT).hexdigest()}').format == 'raw'
     assert web.asked == ['good']
     web.asked.clear()
     names['images.example.org'] = [['127.0.0.1', '169.254.169.254']]
-    said = refusal(everywhere(tmp_path, LOOPBACK), f'{url}?2')
-    assert said == f'{url}?2: images.example.org is 169.254.169.254, a link-local address: no image is taken from there'
+    why = refusal(everywhere(tmp_path, LOOPBACK), f'{url}?2')
+    assert why == f'{url}?2: images.example.org is 169.254.169.254, a link-local address: no image is taken from there'
     assert web.asked == []
 
 
@@ -145,7 +145,7 @@ def test_every_hop_of_a_redirect_is_checked(
     port = port_of(web.url)
     only = Reach(image_sources(['images.example.org', '127.0.0.1/32']))
     assert get(everywhere(tmp_path, only), f'http://images.example.org:{port}/moved').format == 'raw'
-    for where, what in [
+    for where, expected in [
         (f'http://127.0.0.2:{port}/good', 'a loopback address'),
         ('http://169.254.169.254/hunter2', 'a link-local address'),
         ('http://hunter2:x@127.0.0.1/', 'what is no URL of an image, or has a user or a password'),
@@ -153,15 +153,15 @@ def test_every_hop_of_a_redirect_is_checked(
         ('http://[hunter2/', 'what is no URL of an image'),
     ]:
         monkeypatch.setattr(Handler, 'answer_moved', lambda handler, where=where: handler.redirect(where))
-        said = refusal(everywhere(tmp_path, only), f'http://images.example.org:{port}/moved?{len(what)}')
-        assert f': redirected to {what}' in said
-        assert 'hunter2' not in said
+        reason = refusal(everywhere(tmp_path, only), f'http://images.example.org:{port}/moved?{len(expected)}')
+        assert f': redirected to {expected}' in reason
+        assert 'hunter2' not in reason
     assert 'good' in web.asked
     assert web.asked.count('good') == 1
 
 
 def test_the_body_of_a_redirect_is_not_read(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be endless, and would be read into memory."""
+    """The body may be endless, and would be read into memory."""
     waited: list[bool] = []
 
     def answer(handler: Handler) -> None:
@@ -181,25 +181,31 @@ def test_nothing_is_fetched_from_etcd_or_placement(
     for control in ('127.0.0.1', 'control.example.org'):
         reach = Reach(LOOPBACK.sources, control=((control, port),))
         for host in ('127.0.0.1', 'control.example.org', 'other.example.org'):
-            said = refusal(everywhere(tmp_path, reach), f'http://{host}:{port}/good')
-            assert said.endswith('127.0.0.1, etcd or placement: no image is taken from there')
-    # Where it is on this host, it may listen on every address of it.
-    own = [each.address for found in psutil.net_if_addrs().values() for each in found if each.family == socket.AF_INET]
+            reason = refusal(everywhere(tmp_path, reach), f'http://{host}:{port}/good')
+            assert reason.endswith('127.0.0.1, etcd or placement: no image is taken from there')
+    # If etcd or placement is on this host, it may listen on all addresses of the host.
+    own_addresses = [
+        info.address for infos in psutil.net_if_addrs().values() for info in infos if info.family == socket.AF_INET
+    ]
     anywhere = Reach(image_sources(['127.0.0.0/8', '0.0.0.0/0']), control=(('localhost', port),))
-    for address in ('127.0.0.2', *own):
-        said = refusal(everywhere(tmp_path, anywhere), f'http://{address}:{port}/good')
-        assert said.endswith(f'{address}, etcd or placement: no image is taken from there')
+    for address in ('127.0.0.2', *own_addresses):
+        reason = refusal(everywhere(tmp_path, anywhere), f'http://{address}:{port}/good')
+        assert reason.endswith(f'{address}, etcd or placement: no image is taken from there')
     assert web.asked == []
     assert get(everywhere(tmp_path, Reach(LOOPBACK.sources, control=(('127.0.0.1', port + 1),))), web.url + 'good')
 
 
 def own_address() -> str:
-    """An address of this machine that is neither loopback nor link-local."""
-    found = [ip_address(each.address.partition('%')[0]) for found in psutil.net_if_addrs().values() for each in found
-             if each.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
-    own = [each for each in found if not each.is_loopback and not each.is_link_local]
-    assert own, 'this machine has no address but loopback and link-local ones'
-    return f'[{own[0]}]' if own[0].version == 6 else str(own[0])
+    """Return an address of this machine that is neither loopback nor link-local."""
+    addresses = [
+        ip_address(info.address.partition('%')[0])
+        for infos in psutil.net_if_addrs().values()
+        for info in infos
+        if info.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    own_addresses = [address for address in addresses if not address.is_loopback and not address.is_link_local]
+    assert own_addresses, 'this machine has no address but loopback and link-local ones'
+    return f'[{own_addresses[0]}]' if own_addresses[0].version == 6 else str(own_addresses[0])
 
 
 @pytest.mark.parametrize('listed', [None, ['0.0.0.0/0', '::/0'], ['images.example.org', '0.0.0.0/0', '::/0']])
@@ -210,9 +216,9 @@ def test_nothing_is_fetched_from_this_host_by_an_address_that_is_not_listed_by_i
     names['images.example.org'] = [[own.strip('[]')]]
     reach = Reach(None if listed is None else image_sources(listed))
     for host in (own, 'images.example.org'):
-        said = refusal(everywhere(tmp_path, reach), f'http://{host}:{port_of(web.url)}/good')
+        reason = refusal(everywhere(tmp_path, reach), f'http://{host}:{port_of(web.url)}/good')
         where = 'an address of this host that `image_sources:` does not list by itself: no image is taken from there'
-        assert said.endswith(f'{own.strip("[]")}, {where}')
+        assert reason.endswith(f'{own.strip("[]")}, {where}')
     alone = Reach(image_sources([own.strip('[]')]))
     assert 'nothing listens on that port' in refusal(everywhere(tmp_path, alone), f'http://{own}:{free_port()}/good')
 
@@ -233,7 +239,7 @@ def test_the_control_plane_is_what_the_configuration_names(tmp_path: Path) -> No
 
 @pytest.fixture
 def secured(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
-    """Have the web server speak TLS, with a certificate of images.example.org whose authority is believed."""
+    """Make the web server use TLS, with a trusted certificate of images.example.org."""
     authority = Authority(tmp_path / 'tls')
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue(tmp_path / 'tls', 'server', 'images.example.org'))
@@ -246,8 +252,8 @@ def test_a_certificate_is_checked_against_the_name(
     web: Web, secured: ssl.SSLContext, tmp_path: Path, names: dict[str, list[list[str]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked_for: list[str | None] = []
-    secured.sni_callback = lambda _socket, name, _context: asked_for.append(name)
+    requested_names: list[str | None] = []
+    secured.sni_callback = lambda _socket, name, _context: requested_names.append(name)
     names['images.example.org'] = names['other.example.org'] = [['127.0.0.1']]
     port = port_of(web.url)
     url = f'https://images.example.org:{port}/good'
@@ -256,11 +262,11 @@ def test_a_certificate_is_checked_against_the_name(
         assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), url)
     assert get(everywhere(tmp_path, LOOPBACK), url).format == 'raw'
     assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), f'https://other.example.org:{port}/good')
-    assert set(asked_for) == {'images.example.org', 'other.example.org'}
+    assert set(requested_names) == {'images.example.org', 'other.example.org'}
     assert set(web.asked) == {'good', 'SHA256SUMS'}
 
 
-# By way of what
+# Proxies and credentials.
 
 
 def test_no_proxy_and_no_password_of_the_environment_is_used(
@@ -281,19 +287,19 @@ def test_no_proxy_and_no_password_of_the_environment_is_used(
 def test_behind_a_proxy_too_a_certificate_is_checked_against_the_name(
     web: Web, secured: ssl.SSLContext, tmp_path: Path  # noqa: ARG001
 ) -> None:
-    """The proxy resolves the name, is told a password if its URL has one, and sees nothing of what is asked."""
-    told: list[str] = []
+    """The proxy resolves the name and gets its password, but does not see the request."""
+    connects: list[str] = []
 
     class Proxy(http.server.BaseHTTPRequestHandler):
         def do_CONNECT(self) -> None:
-            told.append(f'{self.path} {self.headers["proxy-authorization"]}')
-            with socket.create_connection(('127.0.0.1', port_of(web.url))) as there:
+            connects.append(f'{self.path} {self.headers["proxy-authorization"]}')
+            with socket.create_connection(('127.0.0.1', port_of(web.url))) as server:
                 self.send_response(200)
                 self.end_headers()
-                back = threading.Thread(target=passed_on, args=(there, self.connection), daemon=True)
-                back.start()
-                passed_on(self.connection, there)
-                back.join(PATIENCE)
+                answers = threading.Thread(target=passed_on, args=(server, self.connection), daemon=True)
+                answers.start()
+                passed_on(self.connection, server)
+                answers.join(PATIENCE)
 
         def log_message(self, format: str, *args: object) -> None:
             """Quiet."""
@@ -301,18 +307,18 @@ def test_behind_a_proxy_too_a_certificate_is_checked_against_the_name(
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Proxy) as proxy:
         threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
         try:
-            behind = Reach(None, f'http://ann:s%40cret@127.0.0.1:{proxy.server_port}')
-            assert get(everywhere(tmp_path, behind), 'https://images.example.org/good').format == 'raw'
-            assert set(told) == {f'images.example.org:443 Basic {b64encode(b"ann:s@cret").decode()}'}
+            reach = Reach(None, f'http://ann:s%40cret@127.0.0.1:{proxy.server_port}')
+            assert get(everywhere(tmp_path, reach), 'https://images.example.org/good').format == 'raw'
+            assert set(connects) == {f'images.example.org:443 Basic {b64encode(b"ann:s@cret").decode()}'}
             assert set(web.asked) == {'good', 'SHA256SUMS'}
-            said = refusal(everywhere(tmp_path, behind), 'https://other.example.org/good')
-            assert 'its certificate is made out to another name' in said
+            reason = refusal(everywhere(tmp_path, reach), 'https://other.example.org/good')
+            assert 'its certificate is made out to another name' in reason
         finally:
             proxy.shutdown()
 
 
 def passed_on(one: socket.socket, other: socket.socket) -> None:
-    """What comes of one is sent to the other, until its end."""
+    """Relay data from one socket to the other until the end."""
     with suppress(OSError):
         while data := one.recv(65536):
             other.sendall(data)
@@ -320,20 +326,20 @@ def passed_on(one: socket.socket, other: socket.socket) -> None:
 
 
 def test_what_a_proxy_resolves_is_checked_by_name(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's server is the proxy: it is asked for whole URLs."""
-    whole: list[str] = []
+    """The test's server is the proxy, which gets whole URLs."""
+    requested_urls: list[str] = []
 
     def proxied(handler: Handler) -> None:
-        whole.append(handler.path)
+        requested_urls.append(handler.path)
         handler.say(b'' if handler.path.endswith('SHA256SUMS') else BOOT)
 
     monkeypatch.setattr(Handler, 'do_GET', proxied)
     only = Reach(image_sources(['images.example.org', '10.0.0.0/8']), web.url.rstrip('/'), (('ds1', 2379),))
     for url in ('http://images.example.org/x', 'http://10.1.2.3/x'):
         assert get(everywhere(tmp_path, only), url).format == 'raw'
-        assert whole == [url, url.replace('/x', '/SHA256SUMS')]
-        whole.clear()
-    for host, what in [
+        assert requested_urls == [url, url.replace('/x', '/SHA256SUMS')]
+        requested_urls.clear()
+    for host, expected in [
         ('other.example.org', 'not in the `image_sources:` of this compute'),
         ('127.0.0.1', 'a loopback address'),
         ('127.1', 'a loopback address'),
@@ -341,24 +347,23 @@ def test_what_a_proxy_resolves_is_checked_by_name(web: Web, tmp_path: Path, monk
         ('192.168.1.1', 'not in the `image_sources:` of this compute'),
         ('169.254.169.254', 'a link-local address'),
     ]:
-        assert what in refusal(everywhere(tmp_path, only), f'http://{host}/x')
+        assert expected in refusal(everywhere(tmp_path, only), f'http://{host}/x')
     any_name = Reach(None, web.url.rstrip('/'), (('ds1', 2379),))
     assert 'a loopback address' in refusal(everywhere(tmp_path, any_name), 'http://localhost/x')
     assert 'etcd or placement' in refusal(everywhere(tmp_path, any_name), 'http://ds1:2379/x')
-    assert whole == []
+    assert requested_urls == []
     assert get(everywhere(tmp_path, any_name), 'http://unknown.example.org/y').format == 'raw'
 
 
-# Whoever may name an image may name a hostile one: looking at it has an end, and what is said of it shows nothing.
-#
-# The many ways to answer badly are in functional/test_images.py, stories of hostile images in faults/test_images.py.
+# Hostile images: inspecting one has limits, and errors show none of its content. Bad answers of servers are in
+# functional/test_images.py, scenarios with hostile images in faults/test_images.py.
 
 
 needs_qemu_img = pytest.mark.skipif(shutil.which('qemu-img') is None, reason='qemu-img (qemu-utils) is not installed')
 
 
 def nothing() -> None:
-    """A checkpoint that nobody stops at."""
+    """A checkpoint that does not cancel."""
 
 
 def assert_refused(image: Path, words: str) -> None:
@@ -367,13 +372,13 @@ def assert_refused(image: Path, words: str) -> None:
 
 
 def lookers() -> list[int]:
-    """The children of this process that look at an image; what else runs in it may have others."""
-    found = []
-    for each in psutil.Process().children():
+    """List the children of this process that inspect an image; others may exist."""
+    pids = []
+    for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if inspection.__name__ in each.cmdline():
-                found.append(each.pid)
-    return found
+            if inspection.__name__ in child.cmdline():
+                pids.append(child.pid)
+    return pids
 
 
 def big_endian(entries: array[int]) -> bytes:
@@ -383,7 +388,10 @@ def big_endian(entries: array[int]) -> bytes:
 
 
 def qcow2(path: Path, bits: int, tables: array[int], length: int) -> Path:
-    """A qcow2 of `length` bytes in clusters of 2^bits, whose L1 table, in the second cluster, names these L2 tables."""
+    """Write a qcow2 of `length` bytes whose L1 table contains these L2 tables.
+
+    Clusters have 2^bits bytes; the L1 table is in the second one.
+    """
     cluster = 1 << bits
     size = len(tables) * (cluster // 8) * cluster
     header = (b'QFI\xfb', 3, 0, 0, bits, min(size, 2**62), 0, len(tables), cluster, 0, 1, 0, 0, 0, 0, 0, 4, 104)
@@ -406,22 +414,22 @@ def test_a_table_that_is_not_where_a_cluster_begins_is_refused_as_qemu_does(whic
     with path.open('r+b') as file:
         file.seek(40)
         l1, _ = struct.unpack('>QQ', file.read(16))
-        at = {'L1': 40, 'L2': l1, 'refcount': 48}[which]
-        file.seek(at)
+        position = {'L1': 40, 'L2': l1, 'refcount': 48}[which]
+        file.seek(position)
         (offset,) = struct.unpack('>Q', file.read(8))
-        file.seek(at)
+        file.seek(position)
         file.write(struct.pack('>Q', offset + 512))
     assert_refused(path, 'a table that is not where a cluster begins')
     assert subprocess.run(['qemu-img', 'check', '-q', str(path)], capture_output=True, check=False).returncode
 
 
 def test_tables_on_top_of_each_other_cost_no_more_than_the_file_is_long(tmp_path: Path) -> None:
-    """16 MiB that name 20,480 tables of 2 MiB each, at every 512 bytes: that took nine minutes."""
+    """Inspecting 20,480 overlapping tables of 2 MiB in 16 MiB once took nine minutes."""
     tables = array('Q', (4 * MIB + 512 * number for number in range(20480)))
     path = qcow2(tmp_path / 'x', 21, tables, 16 * MIB)
-    began = time.process_time()
+    started = time.process_time()
     assert_refused(path, 'a table that is not where a cluster begins')
-    assert time.process_time() - began < PATIENCE
+    assert time.process_time() - started < PATIENCE
 
 
 def made(path: Path, *options: str) -> Path:
@@ -433,7 +441,7 @@ def made(path: Path, *options: str) -> Path:
 def test_image_that_takes_qemu_more_memory_than_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest table that QEMU reads, 32 MiB, is no more than it may take."""
+    """QEMU's largest table, 32 MiB, is within the default limit."""
     image = made(tmp_path / 'x', '-o', 'cluster_size=512')
     assert inspection.inspect(image, nothing).virtual_size == 128 * 2**30
     monkeypatch.setattr(inspection, 'QEMU_MEMORY', 40 * MIB)
@@ -445,7 +453,7 @@ def test_image_that_qemu_itself_refuses_is_refused(tmp_path: Path) -> None:
     image = made(tmp_path / 'x')
     with image.open('r+b') as file:
         file.seek(96)
-        file.write(struct.pack('>I', 7))  # reference counts of 128 bits; QEMU knows 64
+        file.write(struct.pack('>I', 7))  # reference counts of 128 bits; QEMU supports 64
     assert_refused(image, 'QEMU cannot open the image')
 
 
@@ -457,7 +465,7 @@ def test_host_without_qemu_img_takes_no_qcow2(tmp_path: Path, monkeypatch: pytes
 
 
 def slow_image(directory: Path) -> Path:
-    """4 GiB of tables, each where a cluster begins: a minute's work. The file itself is a hole."""
+    """Make a sparse file of 4 GiB of tables, each at a cluster, which take a minute to inspect."""
     tables = array('Q', (2 * MIB * number for number in range(3, 2000)))
     return qcow2(directory / 'slow', 21, tables, 4 * 2**30)
 
@@ -469,7 +477,7 @@ def test_looking_at_an_image_has_an_end(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_looking_at_an_image_has_an_end_in_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is busy may take any time for it; who looks at a file uses the limit up himself."""
+    """On a busy machine it may take any time; the inspecting process uses its own limit up."""
     monkeypatch.setattr(inspection, '_too_long', lambda: BuildFailed('image', 'by its processor time'))
     monkeypatch.setattr(inspection, 'time', SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(inspection, 'SECONDS', 1)
@@ -477,7 +485,7 @@ def test_looking_at_an_image_has_an_end_in_processor_time(tmp_path: Path, monkey
 
 
 def test_looking_at_an_image_has_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four million tables, each elsewhere: what QEMU would read at most."""
+    """Four million separate tables, the most that QEMU would read."""
     path = qcow2(tmp_path / 'x', 16, array('Q', range(0, 2**22 * 65536, 65536)), 64 * MIB)
     monkeypatch.setattr(inspection, 'MEMORY', 160 * MIB)
     assert_refused(path, 'the image takes more than 160 MiB of memory to be looked at')
@@ -492,24 +500,24 @@ def test_a_destroy_or_a_signal_ends_the_looking_at_once(
     shelf = tmp_path / 'shelf'
     shelf.mkdir()
     slow_image(shelf).rename(shelf / 'slow')
-    looking: list[float] = []
+    seen_at: list[float] = []
 
     def checkpoint() -> None:
         if lookers():
-            looking.append(time.monotonic())
-        if len(looking) > 3:
+            seen_at.append(time.monotonic())
+        if len(seen_at) > 3:
             raise stopped
 
     cache = ImageCache(tmp_path / 'images', lambda _, check: inspection.inspect(hostile, check), None, LIMITS, LOOPBACK)
     hostile = shelf / 'slow'
     with pytest.raises(stopped):
         get(cache, web.url + 'good', checkpoint)
-    assert time.monotonic() - looking[-1] < PATIENCE
+    assert time.monotonic() - seen_at[-1] < PATIENCE
     assert lookers() == []
     assert kept(tmp_path / 'images') == []
 
 
-# What is said of it
+# Error messages.
 
 
 @pytest.mark.parametrize(
@@ -518,20 +526,20 @@ def test_a_destroy_or_a_signal_ends_the_looking_at_once(
 def test_a_refusal_shows_no_byte_of_what_was_fetched(web: Web, tmp_path: Path, page: bytes) -> None:
     web.image = page
     cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK)
-    with pytest.raises(BuildFailed) as refused:
+    with pytest.raises(BuildFailed) as caught:
         get(cache, web.url + 'good')
-    said = refused.value.reason
-    assert 'image' in said
-    numbers = {str(int.from_bytes(page[at : at + size], 'big')) for size in (4, 8) for at in range(min(len(page), 64))}
+    reason = caught.value.reason
+    assert 'image' in reason
+    numbers = {str(int.from_bytes(page[i : i + size], 'big')) for size in (4, 8) for i in range(min(len(page), 64))}
     for secret in ('hunter2', 'TOKEN', 'etcdserver', '3.4.23', '68 75 6e', page[:8].hex(' '), *(numbers - {'0', '3'})):
-        assert secret not in said
+        assert secret not in reason
 
 
-# An image that comes by drips holds nobody up, and leaves nothing behind in this process once it is given up.
+# A slow download blocks nothing, and leaves nothing in this process once it is cancelled.
 
 
 def drip_of_a_head(handler: Handler) -> None:
-    """An answer whose head has no end."""
+    """Send an endless head, a byte at a time."""
     handler.wfile.write(b'HTTP/1.1 200 OK\r\nx: ')
     while not handler.server.may_go_on.wait(0.05):
         handler.wfile.write(b'x')
@@ -542,7 +550,7 @@ def drip_of_a_head(handler: Handler) -> None:
 def test_a_download_that_is_given_up_leaves_no_thread_and_no_descriptor(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Whether its head, the list of checksums beside it or the image itself drips."""
+    """The head, the list of checksums or the image itself arrives slowly."""
     monkeypatch.setattr(Handler, 'answer_head', drip_of_a_head, raising=False)
     cache = everywhere(tmp_path, LOOPBACK)
     open_before = len(os.listdir('/proc/self/fd'))
@@ -556,43 +564,43 @@ def test_a_download_that_is_given_up_leaves_no_thread_and_no_descriptor(
         web.asked.clear()
         with pytest.raises(Cancelled):
             get(cache, web.url + path, cancelled_once_asked)
-    until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 10, 'its threads end')
+    until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 10, 'its threads end')
     until(lambda: len(os.listdir('/proc/self/fd')) <= open_before, 10, 'nothing stays open')
 
 
 def test_nor_does_one_in_the_middle_of_a_handshake(tmp_path: Path) -> None:
-    """Of a server that takes the connection, and says nothing."""
-    asked: list[float] = []
+    """The server accepts the connection, and sends nothing."""
+    checks: list[float] = []
 
     def checkpoint() -> None:
-        asked.append(time.monotonic())
-        if len(asked) > 2:
+        checks.append(time.monotonic())
+        if len(checks) > 2:
             raise Cancelled
 
     with socket.create_server(('127.0.0.1', 0)) as server, pytest.raises(Cancelled):
         get(everywhere(tmp_path, LOOPBACK), f'https://127.0.0.1:{server.getsockname()[1]}/good', checkpoint)
-    until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 3, 'its thread ends')
+    until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 3, 'its thread ends')
 
 
 def test_nor_does_one_that_tries_one_address_after_another(tmp_path: Path, names: dict[str, list[list[str]]]) -> None:
-    """A name may have any number of them, and each may be silent for seconds."""
+    """A name may have any number of addresses, each silent for seconds."""
     names['images.example.org'] = [['127.0.0.1'] * 20]
-    began = threading.Event()
+    started = threading.Event()
 
     def checkpoint() -> None:
-        if began.wait(0.5):
+        if started.wait(0.5):
             raise Cancelled
-        began.set()
+        started.set()
 
     with ExitStack() as full:
         server = full.enter_context(socket.create_server(('127.0.0.1', 0), backlog=0))
-        for _ in range(4):  # from then on nobody is answered
+        for _ in range(4):  # fills the queue: later connections get no answer
             waiting = full.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(server.getsockname())
         with pytest.raises(Cancelled):
             get(everywhere(tmp_path, LOOPBACK), f'http://images.example.org:{server.getsockname()[1]}/x', checkpoint)
-        until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 4, 'its thread ends')
+        until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 4, 'its thread ends')
 
 
 @pytest.mark.parametrize(
@@ -611,7 +619,7 @@ def test_a_drip_has_an_end(
     monkeypatch.setattr(download, 'SPELL', 0.5)
     assert re.search(said, refusal(everywhere(tmp_path, LOOPBACK), web.url + path))
     assert kept(tmp_path / 'images') == []
-    # What is fast enough is not in a hurry.
+    # A download that is fast enough has no deadline.
     web.image = BOOT.ljust(MIB, b'\0')
     assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good').virtual_size == MIB
 

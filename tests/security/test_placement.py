@@ -1,4 +1,4 @@
-"""Whatever stands where placement should be: each answer is taken or refused in one line."""
+"""A server that misbehaves instead of placement: answers are accepted or refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.security.mutants import mutant
 from tests.security.readers import PLACES, READERS, case, cases, shown
 from tests.security.wire import Wire, said, whole, wire
 
-# Whatever stands where placement should be: what it answers ends, and is an answer, or one line says it is none.
+# A server in place of placement: its answer ends, and is a valid answer or an error in one line.
 
 
 NAME = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
@@ -45,15 +45,19 @@ SHORT = AnswerLimits(200_000, 1.0)
 
 @contextmanager
 def client(server: Wire, limits: AnswerLimits = SHORT) -> Iterator[Placement]:
-    found = Placement(server.url, (2.0, 0.6), limits)
+    placement = Placement(server.url, (2.0, 0.6), limits)
     try:
-        yield found
+        yield placement
     finally:
-        found.close()
+        placement.close()
 
 
 def refused(pieces: Callable[[], Iterable[bytes]], says: str, limits: AnswerLimits = SHORT) -> float:
-    """A GET ends in one line, a write in an unknown outcome; the seconds that the slower took."""
+    """Assert that a GET fails in one line, and a write with an unknown outcome.
+
+    Returns:
+        The seconds that the slower one took.
+    """
     longest = 0.0
     with wire(pieces) as server:
         for call, kind in (
@@ -61,10 +65,10 @@ def refused(pieces: Callable[[], Iterable[bytes]], says: str, limits: AnswerLimi
             (lambda placement: placement.write('PUT', '/x', {}), UnknownOutcome),
         ):
             with client(server, limits) as placement:
-                began = time.monotonic()
+                started = time.monotonic()
                 with pytest.raises(kind, match=says) as caught:
                     call(placement)
-                longest = max(longest, time.monotonic() - began)
+                longest = max(longest, time.monotonic() - started)
                 assert str(caught.value).isprintable()
                 assert len(str(caught.value)) < 1500
     return longest
@@ -75,7 +79,7 @@ CHUNKED = HEAD + b'transfer-encoding: chunked\r\n\r\n'
 
 
 def drip(head: bytes, each: bytes = b' ') -> Callable[[], Iterator[bytes]]:
-    """The head at once, then a little at a time, for ever."""
+    """Make an answer that sends its head, then a few bytes at a time forever."""
 
     def pieces() -> Iterator[bytes]:
         yield head
@@ -98,13 +102,13 @@ DRIPS = [
 
 @pytest.mark.parametrize('pieces', DRIPS, ids=range(len(DRIPS)))
 def test_an_answer_that_drips_ends(pieces: Callable[[], Iterator[bytes]]) -> None:
-    """A byte a second was an answer without an end: in ecompute that was the planner's thread (ENEMY 13)."""
+    """An endless answer of a byte a second blocked ecompute's planner thread (ENEMY 13)."""
     assert refused(pieces, 'gave no whole answer in 1 s|not as placement does') < 5
 
 
 @pytest.mark.parametrize('length', [b'-1', b'-1e999', b'-' + 20 * b'f', 20 * b'f', b'x', b''])
 def test_a_piece_of_a_length_that_is_none(length: bytes) -> None:
-    """A length below zero, or beyond all memory, was a traceback; found by the fuzzer's 10,902nd case."""
+    """A negative or huge chunk length caused a traceback; the fuzzer's case 10,902 found it."""
     pieces = [CHUNKED + length + b'\r\n{}\r\n0\r\n\r\n']
     refused(lambda: pieces, 'not as placement does|no answer in')
 
@@ -127,7 +131,7 @@ FLOODS = [
 
 @pytest.mark.parametrize('pieces', FLOODS, ids=range(len(FLOODS)))
 def test_an_answer_without_an_end_ends(pieces: Callable[[], Iterable[bytes]]) -> None:
-    """It was 3.6 GiB in 20 s, and growing (ENEMY 13)."""
+    """Such an answer used 3.6 GiB within 20 s, and more afterwards (ENEMY 13)."""
     tracemalloc.start()
     try:
         refused(pieces, 'not as placement does', AnswerLimits(2_000_000, 20.0))
@@ -137,7 +141,7 @@ def test_an_answer_without_an_end_ends(pieces: Callable[[], Iterable[bytes]]) ->
 
 
 def test_a_connection_is_kept_for_the_next_call() -> None:
-    """As it was before; and the next call has all its time."""
+    """The time limit starts again with each call."""
     with wire(lambda: [said({'a': 1})]) as server, client(server, AnswerLimits(1000, 0.8)) as placement:
         for _ in range(5):
             assert placement.get('/x') == {'a': 1}
@@ -151,13 +155,13 @@ def test_what_is_silent_for_too_long_is_given_up_as_before() -> None:
 
 def test_threads_have_their_limits_each() -> None:
     with wire(lambda: [said({'a': 1})]) as server, client(server) as placement:
-        found: list[dict[str, Any]] = []
-        threads = [threading.Thread(target=lambda: found.append(placement.get('/x'))) for _ in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    assert found == [{'a': 1}] * 4
+        answers: list[dict[str, Any]] = []
+        threads = [threading.Thread(target=lambda: answers.append(placement.get('/x'))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert answers == [{'a': 1}] * 4
 
 
 UNREADABLE = [
@@ -175,7 +179,7 @@ UNREADABLE = [
 @pytest.mark.parametrize('body', UNREADABLE)
 @pytest.mark.parametrize('status', ['200 OK', '400 Bad Request', '409 Conflict', '404 Not Found'])
 def test_what_is_no_json_is_one_line(body: bytes, status: str) -> None:
-    """Deep JSON and an integer of more than 4,300 digits were a traceback (ENEMY 17)."""
+    """Deep JSON and integers of more than 4,300 digits caused a traceback (ENEMY 17)."""
     with wire(lambda: [whole(body, status)]) as server, client(server) as placement:
         for call in (
             lambda: allocations.consumer(placement, NAME),
@@ -189,7 +193,7 @@ def test_what_is_no_json_is_one_line(body: bytes, status: str) -> None:
 
 @pytest.mark.parametrize('part', ['[]', '{}', '0', '{"a":0}'])
 def test_an_answer_of_many_small_parts_is_not_parsed(part: str) -> None:
-    """48 MiB of empty lists took 1.3 GiB and 52 s, though the answer had come in time."""
+    """48 MiB of empty lists took 1.3 GiB and 52 s to parse, though they arrived in time."""
     body = f'{{"allocations":[{",".join([part] * 2_100_000)}]}}'.encode()
     with wire(lambda: [whole(body)]) as server, client(server, AnswerLimits(10**8, 20.0)) as placement:
         tracemalloc.start()
@@ -202,14 +206,14 @@ def test_an_answer_of_many_small_parts_is_not_parsed(part: str) -> None:
 
 
 def test_ten_thousand_candidates_are_parsed() -> None:
-    """With as many traits as a processor and its hypervisor have."""
+    """Each has as many traits as a processor and its hypervisor have."""
     amounts = dict.fromkeys(('VCPU', 'MEMORY_MB', 'DISK_GB'), 1)
     computes = [f'{number:032x}' for number in range(10_000)]
-    asked = [{'allocations': {each: {'resources': amounts}}, 'mappings': {'': [each]}} for each in computes]
-    has = {name: {'capacity': 1, 'used': 0} for name in amounts}
-    about = {'resources': has, 'traits': [f'HW_CPU_{number}' for number in range(150)]}
-    about |= dict.fromkeys(('parent_provider_uuid', 'root_provider_uuid'))
-    body = json.dumps({'allocation_requests': asked, 'provider_summaries': dict.fromkeys(computes, about)}).encode()
+    offers = [{'allocations': {uid: {'resources': amounts}}, 'mappings': {'': [uid]}} for uid in computes]
+    resources = {name: {'capacity': 1, 'used': 0} for name in amounts}
+    summary = {'resources': resources, 'traits': [f'HW_CPU_{number}' for number in range(150)]}
+    summary |= dict.fromkeys(('parent_provider_uuid', 'root_provider_uuid'))
+    body = json.dumps({'allocation_requests': offers, 'provider_summaries': dict.fromkeys(computes, summary)}).encode()
     assert len(parse(body)['provider_summaries']) == 10_000
 
 
@@ -221,14 +225,15 @@ def test_what_placement_says_is_wrong_is_not_endless() -> None:
         assert len(str(caught.value)) <= 1000
 
 
-DIGITS, INFINITE = 10**4299, float('inf')
+DIGITS = 10**4299
+INFINITE = float('inf')
 NUMBERS = [DIGITS, -DIGITS, 10**400, True, '1', None, 1.5, [1], {}, '\ud800']
 TEXTS = [7, None, ['x'], {}, '\ud800', True]
 STOCK = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
 
 
 def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
-    """(what, who takes it, an answer with one thing wrong in it)."""
+    """Yield (name, call, answer), each answer with one thing wrong in it."""
     for wrong in NUMBERS:
         for name in ('capacity', 'used'):
             share = {'capacity': 4, 'used': 1, name: wrong}
@@ -237,10 +242,10 @@ def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
             yield 'shares', lambda client: providers.shares(client, [NAME]), offer
             free = {'provider_summaries': {NAME: {'resources': {'VCPU': share}, 'traits': []}}}
             yield 'free', lambda client: providers.with_free(client, 'VCPU'), free
-        held = {NAME: {'resources': {'VCPU': wrong}}}
-        yield 'held', lambda client: allocations.of_provider(client, NAME), {'allocations': held}
-        one = {'allocations': held, 'consumer_generation': 1}
-        yield 'consumer', lambda client: allocations.consumer(client, NAME), one
+        by_provider = {NAME: {'resources': {'VCPU': wrong}}}
+        yield 'held', lambda client: allocations.of_provider(client, NAME), {'allocations': by_provider}
+        consumer = {'allocations': by_provider, 'consumer_generation': 1}
+        yield 'consumer', lambda client: allocations.consumer(client, NAME), consumer
         good = {NAME: {'resources': {'VCPU': 1}}}
         for generation in ({'consumer_generation': wrong}, {}):
             yield 'generation', lambda client: allocations.consumer(client, NAME), {'allocations': good, **generation}
@@ -255,15 +260,15 @@ def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
         yield 'traits', lambda client: providers.names_of(client, NAME, providers.TRAITS), names
         yield 'set', lambda client: providers.set_inventory(client, NAME, {'VCPU': {'total': 1}}), {'generation': wrong}
     for wrong in TEXTS:
-        whose = {'uuid': NAME, 'name': NAME, 'root_provider_uuid': NAME}
-        for name in whose:
-            listed = {'resource_providers': [{**whose, name: wrong}]}
+        provider = {'uuid': NAME, 'name': NAME, 'root_provider_uuid': NAME}
+        for name in provider:
+            listed = {'resource_providers': [{**provider, name: wrong}]}
             yield 'everyone', providers.everyone, listed
-        yield 'names', providers.names, {'resource_providers': [{**whose, 'uuid': wrong}]}
+        yield 'names', providers.names, {'resource_providers': [{**provider, 'uuid': wrong}]}
         yield 'matching', lambda client: providers.matching(client, 'x'), {'resource_providers': [{'uuid': wrong}]}
         yield 'name', lambda client: providers.name(client, NAME), {'name': wrong}
-        had = {'resources': {'VCPU': {'capacity': 4, 'used': 1}}, 'traits': [wrong]}
-        yield 'had', lambda client: providers.with_free(client, 'VCPU'), {'provider_summaries': {NAME: had}}
+        summary = {'resources': {'VCPU': {'capacity': 4, 'used': 1}}, 'traits': [wrong]}
+        yield 'had', lambda client: providers.with_free(client, 'VCPU'), {'provider_summaries': {NAME: summary}}
         owned = {'allocations': {NAME: {'resources': {'VCPU': 1}}}, 'consumer_generation': 1, 'user_id': wrong}
         yield 'owner', lambda client: allocations.consumer(client, NAME), owned
     for shape in ([], 'ab', 7, {NAME: 7}, {NAME: 'ab'}, {NAME: {'resources': 'ab'}}, {NAME: {'resources': ['ab']}}):
@@ -273,18 +278,18 @@ def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
 def test_what_is_taken_has_its_kind_and_its_bounds() -> None:
     """The ten places of ENEMY 17: a number of 4,300 digits, 1e999, another shape."""
     current: list[object] = [None]
-    passed = []
+    accepted = []
     with wire(lambda: [said(current[0])]) as server, client(server, AnswerLimits(10**6, 20.0)) as placement:
-        for what, take, answer in bodies():
+        for name, call, answer in bodies():
             current[0] = answer
             try:
-                take(placement)
+                call(placement)
             except Unreachable as error:
                 if 'not as placement does' not in str(error):
                     raise
             else:
-                passed.append((what, str(answer)[:300]))
-    assert passed == []
+                accepted.append((name, str(answer)[:300]))
+    assert accepted == []
 
 
 @pytest.mark.parametrize('number', ['1e999', '-1e999', '1e400'])
@@ -292,7 +297,7 @@ def test_a_number_that_is_none(number: str) -> None:
     share = {'capacity': 'HERE', 'used': 1}
     offer = {'allocation_requests': [], 'provider_summaries': {NAME: {'resources': {'VCPU': share}}}}
     stock = {'inventories': {'VCPU': {**STOCK, 'allocation_ratio': 'HERE'}}}
-    for answer, take in (
+    for answer, call in (
         (offer, lambda client: allocations.candidates(client, 'resources=VCPU:1')),
         (stock, lambda client: providers.inventory(client, NAME)),
     ):
@@ -302,18 +307,18 @@ def test_a_number_that_is_none(number: str) -> None:
             client(server) as placement,
             pytest.raises(Unreachable, match='not as placement does'),
         ):
-            take(placement)
+            call(placement)
 
 
 def test_the_largest_numbers_are_reckoned_with() -> None:
-    """What placement can say at most, and what is taken at most: nothing divides or multiplies beyond a float."""
-    most = 10**50
-    taken = {NAME: {'resources': {'VCPU': 1}}}
-    for capacity, used in ((most, most), (most, 0), (1, most), (-most, most), (0, most)):
+    """Calculations with the largest numbers that placement can send do not overflow."""
+    largest = 10**50
+    allocation = {NAME: {'resources': {'VCPU': 1}}}
+    for capacity, used in ((largest, largest), (largest, 0), (1, largest), (-largest, largest), (0, largest)):
         share = {'capacity': capacity, 'used': used}
-        stock = {**STOCK, 'total': most, 'max_unit': most, 'allocation_ratio': 1e49}
+        stock = {**STOCK, 'total': largest, 'max_unit': largest, 'allocation_ratio': 1e49}
         answer = {
-            'allocation_requests': [{'allocations': taken}],
+            'allocation_requests': [{'allocations': allocation}],
             'provider_summaries': {NAME: {'resources': {'VCPU': share}, 'traits': []}},
             'inventories': {'VCPU': stock},
             'usages': {'VCPU': used},
@@ -321,26 +326,25 @@ def test_the_largest_numbers_are_reckoned_with() -> None:
         with wire(lambda answer=answer: [said(answer)]) as server, client(server) as placement:  # type: ignore[misc]
             offer = allocations.candidates(placement, 'resources=VCPU:1')
             assert choose(offer, [NAME], SPREAD, random.Random(0)).tries
-            found = providers.look(placement, NAME, True, traits=False, aggregates=False)
-            assert found is not None
-            assert found.inventories['VCPU'].free >= 0
+            provider = providers.look(placement, NAME, True, traits=False, aggregates=False)
+            assert provider is not None
+            assert provider.inventories['VCPU'].free >= 0
             assert providers.shares(placement, [NAME])
             free = providers.with_free(placement, 'VCPU')[NAME]
-            assert miss([Amount('VCPU', most)], free).failures or capacity == most
+            assert miss([Amount('VCPU', largest)], free).failures or capacity == largest
 
 
 def test_no_library_logs_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a head that is none."""
+    """The head of the answer is malformed."""
     caplog.set_level(logging.WARNING)
     heads = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nno colon\r\n x: y\r\ncontent-length: 2\r\n\r\n{}'
     with wire(lambda: [heads]) as server, client(server) as placement, pytest.raises(Unreachable):
         placement.get('/x')
-    assert [each.message for each in caplog.records if each.exc_info] == []
+    assert [record.message for record in caplog.records if record.exc_info] == []
 
 
-# Answers of placement that were good ones, and what HTTP may not even know: each is an answer, or refused in one line.
-#
-# A case is known by its number, as in test_fuzz_values.py.
+# Mutated valid answers of placement, and invalid HTTP: each is accepted, or refused in one line. A case is identified
+# by its number, as in test_values.py.
 
 
 class Canned(Placement):
@@ -369,25 +373,25 @@ def take_candidates(client: Placement) -> None:
 
 
 def take_shares(client: Placement) -> None:
-    found = providers.shares(client, [COMPUTE, OTHER])
-    there = {uuid: InPlacement(uuid, uuid, each) for uuid, each in found.items()}
-    shown(*texts(as_hosts(hosts(InEtcd(Computes({COMPUTE: Living('h')})), there))))
+    shares = providers.shares(client, [COMPUTE, OTHER])
+    in_placement = {uuid: InPlacement(uuid, uuid, share) for uuid, share in shares.items()}
+    shown(*texts(as_hosts(hosts(InEtcd(Computes({COMPUTE: Living('h')})), in_placement))))
 
 
 def take_look(client: Placement) -> None:
-    found = providers.look(client, COMPUTE, True, traits=True, aggregates=True)
-    if found is None:
+    provider = providers.look(client, COMPUTE, True, traits=True, aggregates=True)
+    if provider is None:
         return
     for query in (QUERY, 'resources=VCPU:1', f'resources=VCPU:{10**4000}'):
-        for each in nearest([miss(parse_query(query), found)]):
-            assert all(failure.why for failure in each.failures)
+        for result in nearest([miss(parse_query(query), provider)]):
+            assert all(failure.why for failure in result.failures)
 
 
 def take_free(client: Placement) -> None:
-    found = providers.with_free(client, 'VCPU')
+    providers_by_uuid = providers.with_free(client, 'VCPU')
     for query in (QUERY, 'resources=VCPU:1'):
-        for each in nearest([miss(parse_query(query), provider) for provider in found.values()]):
-            assert all(failure.why for failure in each.failures)
+        for result in nearest([miss(parse_query(query), provider) for provider in providers_by_uuid.values()]):
+            assert all(failure.why for failure in result.failures)
 
 
 def take_plane(client: Placement) -> None:
@@ -398,10 +402,10 @@ def take_plane(client: Placement) -> None:
 
 
 def take_claim(client: Placement) -> None:
-    held = allocations.consumer(client, INSTANCE)
+    consumer = allocations.consumer(client, INSTANCE)
     allocations.claim(client, {INSTANCE: {COMPUTE: {'VCPU': 1}}}, 'u', 'p', lambda: None)
-    difference({COMPUTE: {'VCPU': 1}}, held.allocations)
-    allocations.release_once(client, INSTANCE, held)
+    difference({COMPUTE: {'VCPU': 1}}, consumer.allocations)
+    allocations.release_once(client, INSTANCE, consumer)
 
 
 CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
@@ -450,33 +454,33 @@ CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
 def test_an_answer_is_placement_s_or_is_none(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('ecomp.placement.allocations.EMPTY_PAUSE', 0.0)
     monkeypatch.setattr('ecomp.placement.allocations.EMPTY_SECONDS', 0.0)
-    take, good = CALLS[name]
+    call, good = CALLS[name]
     client = Canned('http://nowhere.invalid')
     error = {'errors': [{'detail': 'x', 'code': 'placement.concurrent_update'}]}
-    for each in range(number):
-        rng = random.Random(f'{name}/{each}')
-        client.status = rng.choice((200, 200, 200, 200, 200, 400, 404, 406, 500)) if each else 200
-        client.body = mutant(good if client.status == 200 else error, rng) if each else json.dumps(good).encode()
-        with case(name, each, client.body):
-            take(client)
+    for index in range(number):
+        rng = random.Random(f'{name}/{index}')
+        client.status = rng.choice((200, 200, 200, 200, 200, 400, 404, 406, 500)) if index else 200
+        client.body = mutant(good if client.status == 200 else error, rng) if index else json.dumps(good).encode()
+        with case(name, index, client.body):
+            call(client)
 
 
 def broken(rng: random.Random) -> bytes:
-    """An answer that HTTP may not even know."""
+    """Make an answer that may not even be valid HTTP."""
     status = rng.choice(('200 OK', '200', '409 Conflict', '999 x', ''))
     answer = whole(mutant(CALLS['candidates'][1], rng)[:3000], status)
-    deed = rng.randrange(8)
-    if deed == 0:
+    action = rng.randrange(8)
+    if action == 0:
         return bytes(rng.randrange(256) for _ in range(rng.randrange(200)))
-    if deed == 1:
+    if action == 1:
         return answer[: rng.randrange(len(answer))]
     heads = [b'content-length: -1', b'content-length: 99999', b'content-length: x', b'transfer-encoding: chunked']
     heads += [b'content-encoding: gzip', b'x: ' + b'y' * 70_000, b'no colon', b'\x00: \xff', b' z: 1']
     heads += [b'connection: close']
     heads += [b'location: http://127.0.0.1:1/', b'retry-after: 9999', b'content-type: application/json; charset=utf-7']
-    at = answer.index(b'\r\n') + 2
+    position = answer.index(b'\r\n') + 2
     for _ in range(rng.randrange(1, 4)):
-        answer = answer[:at] + rng.choice(heads) + rng.choice((b'\r\n', b'\n', b'\r')) + answer[at:]
+        answer = answer[:position] + rng.choice(heads) + rng.choice((b'\r\n', b'\n', b'\r')) + answer[position:]
     return answer
 
 
@@ -487,14 +491,14 @@ def test_what_comes_over_the_wire_is_an_answer_or_one_line(number: int, monkeypa
 
     def pieces() -> Iterator[bytes]:
         yield current[0]
-        raise ConnectionError  # it is at its end
+        raise ConnectionError  # ends the connection
 
     with wire(pieces) as server:
         client = Placement(server.url, (2.0, 2.0), AnswerLimits(10**6, 5.0))
-        for each in range(number):
-            current[0] = broken(random.Random(f'wire/{each}'))
-            with case('wire', each, current[0]):
+        for index in range(number):
+            current[0] = broken(random.Random(f'wire/{index}'))
+            with case('wire', index, current[0]):
                 allocations.candidates(client, QUERY)
-            with case('wire, written', each, current[0]):
+            with case('wire, written', index, current[0]):
                 client.write('PUT', '/x', {})
         client.close()
