@@ -1,4 +1,4 @@
-"""Rule 10 behind roles: the acceptance that ecomp 1.1 kept in a file is carried over to etcd."""
+"""Rule 10 with roles: an acceptance that ecomp 1.1 stored in a file is moved to etcd."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ CURE = '`elab certs DIR --enable` has to run again'
 
 
 def test_the_acceptance_of_an_older_version_is_carried_over(tmp_path: Path) -> None:
-    """Etcd has it, for computes that do not know this etcd; with roles of before the error has the cure."""
+    """Etcd stores it, for computes that do not know this etcd.
+
+    With roles made by an older version the error contains the fix.
+    """
     with PlacementServer(tmp_path / 'placement') as placement, product(tmp_path, placement) as cloud:
         compute = cloud.computes[ONE]
-        key, kept = f'/accepted/{compute.uuid}', compute.directory / 'state' / 'accepted'
+        key, old_file = f'/accepted/{compute.uuid}', compute.directory / 'state' / 'accepted'
         with closing(Accounts(etcd_of(cloud.cloud.certs, OPERATOR))) as accounts:
             accounts.apply(Revoke(ONE, Permission(WRITE, key)))
         assert compute.stop() == 0
-        kept.write_text('7\n')
+        old_file.write_text('7\n')
         compute.start()
-        assert any(CURE in each and key in each for each in log_of(compute))
-        assert kept.exists()
+        assert any(CURE in line and key in line for line in log_of(compute))
+        assert old_file.exists()
         assert cloud.entries('/accepted/') == {}
         cloud.cloud.enable()
         compute.restart()
         assert cloud.entries('/accepted/')[key].value == b'7'
-        assert not kept.exists()
-        assert (kept.parent / 'first-seen').read_text() == '7\n'
+        assert not old_file.exists()
+        assert (old_file.parent / 'first-seen').read_text() == '7\n'

@@ -1,4 +1,4 @@
-"""A guest that was taken over, on a lab: what it reaches, and what its neighbours hear of it."""
+"""A compromised guest on a lab: what it can reach, and what its neighbours receive."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ pytestmark = [
 
 @pytest.fixture
 def lab(guest_image: Path) -> Iterator[Lab]:
-    made = Lab(lab_name('guests'), 1)
+    started = Lab(lab_name('guests'), 1)
     try:
-        (made.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
-        yield made
+        (started.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
+        yield started
     finally:
-        made.close()
+        started.close()
 
 
 class Page(BaseHTTPRequestHandler):
-    """What a developer has on his machine."""
+    """A private web server of a developer."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -43,7 +43,7 @@ class Page(BaseHTTPRequestHandler):
         self.wfile.write(b'private')
 
     def log_message(self, *_: object) -> None:
-        """Nothing on the terminal."""
+        """Log nothing."""
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def reaches(guest: Guest, url: str) -> str:
 
 
 def test_a_guest_reaches_what_is_for_guests_and_nothing_else(lab: Lab) -> None:
-    """A guest was the cluster's administrator, and reached all that listens on the developer's machine (ENEMY 1)."""
+    """A guest once had full access to the cluster and to the developer's machine (ENEMY 1)."""
     guest = place(lab, 'one')
     layout = Layout(lab.name, IPv4Network(lab.facts['network']))
     control, machine, host = str(layout.control), str(layout.machine), str(layout.address('hv1'))
@@ -72,25 +72,25 @@ def test_a_guest_reaches_what_is_for_guests_and_nothing_else(lab: Lab) -> None:
     assert reaches(guest, f'http://{control}/hello') == 'hello'
     assert reaches(guest, 'http://169.254.169.254/latest/meta-data/instance-id') == guest.instance
     with listening(machine) as port:
-        for where in (
+        for target in (
             *(f'{control}:{ETCD_PORT}/version', f'{control}:{PLACEMENT_PORT}/', f'{machine}:{port}/'),
-            *(f'{host}:{each}/' for each in (22, 111, port)),
-            *(f'{gateway}:{each}/' for each in (22, 53, 111)),
+            *(f'{host}:{closed_port}/' for closed_port in (22, 111, port)),
+            *(f'{gateway}:{closed_port}/' for closed_port in (22, 53, 111)),
         ):
-            said = reaches(guest, f'http://{where}')
-            # Nor does anybody answer that it should have spoken TLS.
-            assert said.endswith('nothing\n'), (where, said)
-            assert 'error' not in said, (where, said)
-    # Unhindered by the lab's own fence, its filter keeps it from etcd and placement.
+            output = reaches(guest, f'http://{target}')
+            # In particular no server answers that the client should have used TLS.
+            assert output.endswith('nothing\n'), (target, output)
+            assert 'error' not in output, (target, output)
+    # Without the lab's own firewall rules the guest's filter still blocks etcd and placement.
     for hook, chain in FENCED.items():
         lab.inside('hv1', 'iptables', '--delete', hook, '-i', 'virbr0', '-j', chain)
     with listening(machine) as port:
         assert reaches(guest, f'http://{machine}:{port}/') == 'private'
     for port in (ETCD_PORT, PLACEMENT_PORT):
-        said = reaches(guest, f'http://{control}:{port}/version')
-        assert 'nothing' in said, said
-        assert 'error' not in said, said
-    # And elab up puts it back.
+        output = reaches(guest, f'http://{control}:{port}/version')
+        assert 'nothing' in output, output
+        assert 'error' not in output, output
+    # elab up restores the rules.
     lab.elab('up')
     with listening(machine) as port:
         assert 'nothing' in reaches(guest, f'http://{machine}:{port}/')
@@ -98,7 +98,7 @@ def test_a_guest_reaches_what_is_for_guests_and_nothing_else(lab: Lab) -> None:
     lab.check()
 
 
-# Sends DHCPDISCOVERs of MACs of its own making from where it is, and prints the addresses that it is offered.
+# Sends DHCPDISCOVERs from forged MACs, and prints the offered addresses.
 MANY = """\
 import os, socket, struct, time
 sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -120,7 +120,7 @@ except TimeoutError:
 
 
 def test_dhcp_answers_those_alone_who_have_a_reservation(lab: Lab) -> None:
-    """One guest took all 252 addresses in 1.7 s, by the hardware addresses in what it asked (ENEMY 4)."""
+    """One guest once took all 252 addresses in 1.7 s, with forged hardware addresses (ENEMY 4)."""
     guest = place(lab, 'one')
     name, host = f'many{os.getpid()}', f'elab-{lab.name}-hv1'
 
@@ -132,8 +132,8 @@ def test_dhcp_answers_those_alone_who_have_a_reservation(lab: Lab) -> None:
         ip('-n', host, 'link', 'add', 'many', 'type', 'veth', 'peer', 'name', 'eth0', 'netns', name)
         ip('-n', host, 'link', 'set', 'many', 'master', 'virbr0', 'up')
         ip('-n', name, 'link', 'set', 'eth0', 'up')
-        asked = f"known = '{guest.mac.replace(':', '')}'\n{MANY}"
-        offered = ip('netns', 'exec', name, sys.executable, '-c', asked).split('\n')
+        script = f"known = '{guest.mac.replace(':', '')}'\n{MANY}"
+        offered = ip('netns', 'exec', name, sys.executable, '-c', script).split('\n')
     finally:
         ip('netns', 'del', name)
     assert offered == [f'{guest.mac} {guest.address}', '']

@@ -1,4 +1,4 @@
-"""The product with each side held to its role: all its commands work, and nobody is refused what is its own."""
+"""The product with roles: all commands work, and no process is refused its own keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.kit.servers import PlacementServer, until
 from tests.kit.story import IMAGE, NOBODY, SMALL, SOON, one_line
 from tests.security.product import OPERATOR, SCHEDULER, Product, product
 
-ONE, TWO = 'compute-hv1', 'compute-hv2'
+ONE = 'compute-hv1'
+TWO = 'compute-hv2'
 HUGE = 'resources=VCPU:640,DISK_GB:1,MEMORY_MB:128'
 CURE = '`elab certs DIR --enable` has to run again'
 
@@ -30,9 +31,9 @@ CURE = '`elab certs DIR --enable` has to run again'
 @pytest.fixture(scope='module')
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
     directory = tmp_path_factory.mktemp('product')
-    with PlacementServer(directory / 'placement') as placement, product(directory, placement) as made:
-        made.does('flavor', 'set', 'small', SMALL, user=OPERATOR)
-        yield made
+    with PlacementServer(directory / 'placement') as placement, product(directory, placement) as started:
+        started.does('flavor', 'set', 'small', SMALL, user=OPERATOR)
+        yield started
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +43,13 @@ def _well(cloud: Product) -> Iterator[None]:
 
 
 def mended(cloud: Product, told: list[str]) -> list[str]:
-    """What a scheduler's --fix leaves of what the audit finds: codes; what it tells is added to `told`."""
-    with closing(cloud.cloud.store(SCHEDULER)) as store, closing(Placement(cloud.placement.url)) as asked:
-        report = audit.fix(store, asked, told.append, apart=0.2)
-    return [each.code for each in report.findings]
+    """Run a scheduler's audit --fix, collect its `messages`, and return the remaining codes."""
+    with closing(cloud.cloud.store(SCHEDULER)) as store, closing(Placement(cloud.placement.url)) as client:
+        report = audit.fix(store, client, told.append, apart=0.2)
+    return [finding.code for finding in report.findings]
 
 
-# What each is there for
+# What each role must be able to do.
 
 
 def test_an_instance_and_all_that_is_asked_of_it(cloud: Product, tmp_path: Path) -> None:
@@ -76,13 +77,13 @@ def test_a_set_in_a_group(cloud: Product, tmp_path: Path) -> None:
     data = tmp_path / 'user-data'
     data.write_text('#!/bin/sh\necho set\n')
     words = ['--count', '4', '--min', '2', '--group', 'apart', '--policy', 'anti-affinity', '--name', 'many']
-    made = json.loads(cloud.does(SMALL, *words, '--soft', '--user-data', str(data), '-f', 'json'))
-    instances = [each['instance'] for each in made]
-    assert {each['compute'] for each in made} == {each.uuid for each in cloud.computes.values()}
+    placed = json.loads(cloud.does(SMALL, *words, '--soft', '--user-data', str(data), '-f', 'json'))
+    instances = [item['instance'] for item in placed]
+    assert {item['compute'] for item in placed} == {item.uuid for item in cloud.computes.values()}
     cloud.does('wait', *instances)
     assert 'apart' in cloud.does('group', 'list')
-    shown = cloud.does('group', 'show', 'apart')
-    assert all(each in shown for each in instances)
+    group = cloud.does('group', 'show', 'apart')
+    assert all(item in group for item in instances)
     assert 'apart' in cloud.does('group', 'show', 'apart', user=OPERATOR)
     cloud.does('destroy', '--wait', *instances)
     assert cloud.entries('/groups/') == {}
@@ -91,15 +92,15 @@ def test_a_set_in_a_group(cloud: Product, tmp_path: Path) -> None:
 def test_a_queue(cloud: Product, tmp_path: Path) -> None:
     data = tmp_path / 'user-data'
     data.write_text('#!/bin/sh\necho queue\n')
-    said = cloud.does('--queue', '--flavor', 'small', '--name', 'q', '--user-data', str(data), '--wait', IMAGE)
-    instance = said.split()[2]
-    assert cloud.record(instance)['compute'] in {each.uuid for each in cloud.computes.values()}
+    output = cloud.does('--queue', '--flavor', 'small', '--name', 'q', '--user-data', str(data), '--wait', IMAGE)
+    instance = output.split()[2]
+    assert cloud.record(instance)['compute'] in {compute.uuid for compute in cloud.computes.values()}
     cloud.does('destroy', '--wait', 'q')
     cloud.does('flavor', 'set', 'huge', HUGE, user=OPERATOR)
     assert 'huge' in cloud.does('flavor', 'list')
-    waits = cloud.does('--queue', '--flavor', 'huge', '--name', 'h').split()[2]
+    queued = cloud.does('--queue', '--flavor', 'huge', '--name', 'h').split()[2]
     assert cloud.does('show', 'h', '-f', 'json')
-    assert cloud.record(waits)['state'] == ''
+    assert cloud.record(queued)['state'] == ''
     cloud.does('destroy', '--wait', 'h')
     cloud.does('flavor', 'delete', 'huge', user=OPERATOR)
     assert cloud.entries('/queues/') == {}
@@ -122,14 +123,14 @@ def test_quotas(cloud: Product) -> None:
     _, instance = cloud.place(SMALL, '--project', 'few')
     assert 'few' in cloud.does('quota', 'list')
     assert '1' in cloud.does('quota', 'show', 'few')
-    over = cloud.asks(SMALL, '--project', 'few')
-    assert (over.code, over.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+    refused = cloud.asks(SMALL, '--project', 'few')
+    assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     cloud.does('destroy', '--wait', instance)
     assert ' 0' in cloud.does('quota', 'show', 'few')
 
 
 def test_an_audit_that_mends(cloud: Product) -> None:
-    """Not as the command, which takes its minute: the same as it, of whoever has a scheduler's certificate."""
+    """The function of the command, which itself takes a minute, with a scheduler's certificate."""
     compute = cloud.computes[TWO]
     _, instance = cloud.place(SMALL, '--on', compute.uuid, '--name', 'kept')
     images = compute.directory / 'state/images'
@@ -138,11 +139,11 @@ def test_an_audit_that_mends(cloud: Product) -> None:
     name = json.dumps({'version': 1, 'instance': NOBODY})
     planted = [Put(f'/booted/{NOBODY}', '10.1.1.1'), Put('/names/nobody', name), Delete('/names/kept')]
     cloud.operator.commit([], planted)
-    found = [('booted-orphaned', NOBODY), ('name-missing', instance), ('name-orphaned', 'nobody')]
-    assert sorted(cloud.audit()) == sorted([*found, ('part-orphaned', compute.uuid)])
-    told: list[str] = []
-    assert mended(cloud, told) == [], told
-    assert len(told) == 5, told
+    findings = [('booted-orphaned', NOBODY), ('name-missing', instance), ('name-orphaned', 'nobody')]
+    assert sorted(cloud.audit()) == sorted([*findings, ('part-orphaned', compute.uuid)])
+    messages: list[str] = []
+    assert mended(cloud, messages) == [], messages
+    assert len(messages) == 5, messages
     assert not (images / 'base-0123.part').exists()
     assert cloud.audit(OPERATOR) == []
     cloud.does('destroy', '--wait', 'kept')
@@ -164,7 +165,7 @@ def test_a_host_comes_and_goes(cloud: Product) -> None:
     one_line(cloud.asks('host', 'forget', compute.uuid, user=OPERATOR), 5, 'is not forgotten')
     entry = cloud.operator.get(f'/computes/{compute.uuid}')
     assert entry is not None
-    cloud.operator.revoke(entry.lease)  # as its time would
+    cloud.operator.revoke(entry.lease)  # as its expiry would
     assert 'when it is back' in cloud.asks('destroy', dying).stderr
     cloud.does('host', 'forget', '--fenced', compute.uuid, user=OPERATOR)
     assert compute.uuid not in cloud.does('hosts')
@@ -174,7 +175,7 @@ def test_a_host_comes_and_goes(cloud: Product) -> None:
 
 def test_whoever_is_killed_goes_on(cloud: Product) -> None:
     compute = cloud.computes[ONE]
-    kept = cloud.place(SMALL, '--on', compute.uuid, '--name', 'kept')[1]
+    instance = cloud.place(SMALL, '--on', compute.uuid, '--name', 'kept')[1]
     compute.kill()
     waiting = cloud.does(SMALL, '--on', compute.uuid).split()[-1]
     compute.start()
@@ -186,22 +187,22 @@ def test_whoever_is_killed_goes_on(cloud: Product) -> None:
     cloud.does('stop', '--wait', 'kept')
     cloud.does('start', '--wait', 'kept')
     compute.restart()
-    cloud.does('destroy', '--wait', kept, waiting, after)
+    cloud.does('destroy', '--wait', instance, waiting, after)
 
 
-# What is not theirs
+# What each role must not do.
 
 
 def test_what_a_scheduler_may_not(cloud: Product) -> None:
-    """And is told so in one line, with a cure."""
+    """The error is one line, with the fix."""
     before = cloud.kept()
     for words in (('flavor', 'set', 'small', 'resources=VCPU:9'), ('flavor', 'delete', 'small')):
-        said = one_line(cloud.asks(*words), 1, 'write /flavors/small: it is for another certificate', CURE)
-        assert f'{SCHEDULER}/client.crt' in said
+        output = one_line(cloud.asks(*words), 1, 'write /flavors/small: it is for another certificate', CURE)
+        assert f'{SCHEDULER}/client.crt' in output
     for key in ('/cluster', f'/computes/{cloud.computes[ONE].uuid}', '/flavors/new'):
         for words in (('put', key, 'x'), ('del', key)):
-            code, said = cloud.cloud.etcdctl(SCHEDULER, *words)
-            assert (code != 0, 'permission denied' in said) == (True, True), (words, said)
+            code, output = cloud.cloud.etcdctl(SCHEDULER, *words)
+            assert (code != 0, 'permission denied' in output) == (True, True), (words, output)
     assert cloud.kept() == before
 
 
@@ -212,7 +213,7 @@ def test_eschedule_with_a_compute_s_certificate_claims_nothing(cloud: Product) -
     assert cloud.asks('list', user=ONE).code == 0
 
 
-# A compute that was taken over
+# A compromised compute.
 
 
 @pytest.fixture
@@ -227,7 +228,7 @@ def victim(cloud: Product) -> Iterator[str]:
 
 
 def test_it_forges_what_is_of_others(cloud: Product, victim: str) -> None:
-    """As record, request, answer or presence of another, or as an operator: by our client and by etcd's own."""
+    """Keys of other computes and of operators, with our client and with etcdctl."""
     other, new = cloud.computes[TWO].uuid, str(uuid.uuid4())
     keys = [f'/instances/{below}{victim}' for below in (f'{other}/', '', 'none/')]
     keys += [f'/hosts/{other}/{victim}', f'/hosts/{other}/{new}', f'/computes/{other}', f'/digests/{other}/{new}/0']
@@ -236,11 +237,11 @@ def test_it_forges_what_is_of_others(cloud: Product, victim: str) -> None:
     guests = (cloud.computes[TWO].directory / 'state/fake.json').read_text()
     for key in keys:
         for words in (('put', key, '{}'), ('del', key)):
-            code, said = cloud.cloud.etcdctl(ONE, *words)
-            assert (code != 0, 'permission denied' in said) == (True, True), (words, said)
-        for deed in (Put(key, '{}'), Delete(key)):
+            code, output = cloud.cloud.etcdctl(ONE, *words)
+            assert (code != 0, 'permission denied' in output) == (True, True), (words, output)
+        for write in (Put(key, '{}'), Delete(key)):
             with pytest.raises(Denied, match=key):
-                cloud.cloud.stores[ONE].commit([], [deed])
+                cloud.cloud.stores[ONE].commit([], [write])
     assert cloud.kept() == before
     assert cloud.does('show', 'victim') == shown
     assert cloud.audit() == []
@@ -252,7 +253,7 @@ def codes(cloud: Product) -> list[str]:
 
 
 def test_it_forges_an_address(cloud: Product, victim: str) -> None:
-    """Only clients of 2019 read it there."""
+    """Only clients of 2019 read this key."""
     address, own = cloud.does('victim'), cloud.cloud.stores[ONE]
     own.commit([], [Put(f'/booted/{victim}', '10.66.66.66')])
     assert cloud.does('victim') == address
@@ -261,26 +262,26 @@ def test_it_forges_an_address(cloud: Product, victim: str) -> None:
 
 
 def test_it_takes_a_name_a_group_and_a_count(cloud: Product, victim: str) -> None:
-    before = {key: each.value for key, each in cloud.entries('/').items()}
+    before = {key: entry.value for key, entry in cloud.entries('/').items()}
     own = cloud.cloud.stores[ONE]
     quota = Put('/quotas/theirs', json.dumps({**json.loads(before['/quotas/theirs']), 'used': {}}))
     own.commit([], [Delete('/names/victim'), Delete('/groups/theirs'), quota])
     assert victim in cloud.does('show', victim)
     assert codes(cloud) == ['group-missing', 'name-missing', 'quota-differs']
     assert mended(cloud, []) == []
-    now = cloud.entries('/')
+    after = cloud.entries('/')
     for key in ('/names/victim', '/groups/theirs', '/quotas/theirs'):
-        assert json.loads(now[key].value) == json.loads(before[key]), key
+        assert json.loads(after[key].value) == json.loads(before[key]), key
 
 
 def test_it_has_a_name_lead_elsewhere(cloud: Product, victim: str) -> None:
-    """Or whoever destroys `other` destroys the victim."""
+    """Otherwise `destroy other` would destroy the victim."""
     own, other = cloud.cloud.stores[ONE], cloud.place(SMALL, '--name', 'other')[1]
     nameless = cloud.place(SMALL)[1]
-    for instance, called in ((victim, 'is called victim'), (nameless, 'has no name')):
+    for instance, reason in ((victim, 'is called victim'), (nameless, 'has no name')):
         own.commit([], [Put('/names/other', json.dumps({'version': 1, 'instance': instance}))])
         for words in (('destroy', 'other'), ('other',), ('stop', 'other'), ('show', 'other')):
-            one_line(cloud.asks(*words), 5, f'/names/other leads to instance {instance}, which {called}: say the uuid')
+            one_line(cloud.asks(*words), 5, f'/names/other leads to instance {instance}, which {reason}: say the uuid')
         assert cloud.record(instance)['state'] == 'active'
         assert other in cloud.does('show', other)
         assert codes(cloud) == ['name-missing', 'name-orphaned']
@@ -290,14 +291,14 @@ def test_it_has_a_name_lead_elsewhere(cloud: Product, victim: str) -> None:
 
 
 def test_it_empties_a_queue_and_fills_it(cloud: Product) -> None:
-    """Who asked for it is told that nobody knows it, for nothing else knew what waits; what it puts there is built."""
+    """The removed request is unknown, as it was stored nowhere else; the forged one is built."""
     cloud.does('flavor', 'set', 'huge', HUGE, user=OPERATOR)
-    waits, forged = cloud.does('--queue', '--flavor', 'huge').split()[2], str(uuid.uuid4())
-    value = cloud.entries('/queues/')[f'/queues/huge/{waits}'].value.decode()
-    value = value.replace(waits, forged).replace('huge', 'small').replace('640', '1')
+    queued, forged = cloud.does('--queue', '--flavor', 'huge').split()[2], str(uuid.uuid4())
+    value = cloud.entries('/queues/')[f'/queues/huge/{queued}'].value.decode()
+    value = value.replace(queued, forged).replace('huge', 'small').replace('640', '1')
     own = cloud.cloud.stores[ONE]
-    own.commit([], [Delete(f'/queues/huge/{waits}'), Put(f'/queues/small/{forged}', value)])
-    one_line(cloud.asks('show', waits), 4, 'no such instance')
+    own.commit([], [Delete(f'/queues/huge/{queued}'), Put(f'/queues/small/{forged}', value)])
+    one_line(cloud.asks('show', queued), 4, 'no such instance')
     cloud.reached(forged, 'active')
     cloud.does('destroy', '--wait', forged)
     cloud.does('flavor', 'delete', 'huge', user=OPERATOR)
@@ -305,9 +306,9 @@ def test_it_empties_a_queue_and_fills_it(cloud: Product) -> None:
 
 @pytest.mark.parametrize('state', ['active', 'gone'])
 def test_it_says_that_it_has_the_victim(cloud: Product, victim: str, state: str) -> None:
-    """Or that it was asked to end it: believed is the compute that was asked first."""
+    """Or that it was asked to destroy it: the compute that was asked first is trusted."""
     own, compute = cloud.cloud.stores[ONE], cloud.computes[ONE].uuid
-    shown, address, held = cloud.does('show', 'victim'), cloud.does('victim'), cloud.placement.allocations(victim)
+    shown, address, allocation = cloud.does('show', 'victim'), cloud.does('victim'), cloud.placement.allocations(victim)
     record = json.dumps({**cloud.record(victim), 'compute': compute, 'state': state})
     request = cloud.entries('/hosts/')[f'/hosts/{cloud.computes[TWO].uuid}/{victim}'].value.decode()
     tombstone = json.dumps({**json.loads(request), 'allocations': {}, 'image': None})
@@ -318,9 +319,9 @@ def test_it_says_that_it_has_the_victim(cloud: Product, victim: str, state: str)
     own.commit([], [Put(keys[1], tombstone)])
     until(lambda: cloud.operator.get(keys[1]) is None, SOON, 'its ecompute has ended what it has not')
     assert (cloud.does('show', victim), cloud.does(victim)) == (shown, address)
-    assert cloud.placement.allocations(victim) == held
+    assert cloud.placement.allocations(victim) == allocation
     own.commit([], [Delete(keys[0])])
-    # Of what all share its ecompute has let go: the name, the place in the group, the quota; /booted is by hand.
+    # Its ecompute has released the shared keys (name, group membership, quota); /booted needs a manual repair.
     assert mended(cloud, []) == ['booted-differs'] * (state == 'active')
     own.commit([], [Put(f'/booted/{victim}', address.strip())])
     assert (cloud.does('show', 'victim'), cloud.does('victim')) == (shown, address)
@@ -328,49 +329,49 @@ def test_it_says_that_it_has_the_victim(cloud: Product, victim: str, state: str)
 
 @pytest.mark.parametrize('state', ['active', 'gone'])
 def test_it_says_so_before_another_is_asked(cloud: Product, state: str) -> None:
-    """The uuid of what waits in a queue is public: believed is the compute that holds its claim."""
-    one, two = (cloud.computes[each] for each in (ONE, TWO))
-    one.pause()
-    two.pause()
+    """The uuid of a queued request is public: the compute that holds its allocation is trusted."""
+    forger, owner = (cloud.computes[user] for user in (ONE, TWO))
+    forger.pause()
+    owner.pause()
     name = f'waits-{state}'
     instance = cloud.does('--queue', '--flavor', 'small', '--name', name).split()[2]
     common = {'version': 1, 'instance': instance, 'user_id': 'u', 'project_id': 'p', 'name': name, 'image': IMAGE}
-    request = {**common, 'allocations': {one.uuid: {'resources': {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}}}}
+    request = {**common, 'allocations': {forger.uuid: {'resources': {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}}}}
     address = {'network': 'lan', 'mac': '52:54:00:00:00:01', 'address': '10.66.66.66'}
-    record = {**common, 'compute': one.uuid, 'state': state, 'stages': {}, 'addresses': [address]}
-    keys = f'/hosts/{one.uuid}/{instance}', f'/instances/{one.uuid}/{instance}'
+    record = {**common, 'compute': forger.uuid, 'state': state, 'stages': {}, 'addresses': [address]}
+    keys = f'/hosts/{forger.uuid}/{instance}', f'/instances/{forger.uuid}/{instance}'
     cloud.cloud.stores[ONE].commit([], [Put(keys[0], json.dumps(request)), Put(keys[1], json.dumps(record))])
-    two.resume()
-    own = f'/instances/{two.uuid}/{instance}'
-    until(lambda: (found := cloud.operator.get(own)) and b'"addressed"' in found.value, SOON, 'the other has made it')
+    owner.resume()
+    own = f'/instances/{owner.uuid}/{instance}'
+    until(lambda: (stored := cloud.operator.get(own)) and b'"addressed"' in stored.value, SOON, 'the other has made it')
     assert cloud.does(name).strip() not in ('', '10.66.66.66')
     assert cloud.does('wait', name).strip() not in ('', '10.66.66.66')
     for words in (('show', name), ('list', '--wide')):
-        said = cloud.does(*words)
-        assert (two.uuid in said, one.uuid in said) == (True, False), said
-    # The one that claims to have it answers no audit.
+        output = cloud.does(*words)
+        assert (owner.uuid in output, forger.uuid in output) == (True, False), output
+    # The compute that claims to have it does not answer the audit.
     doubled = {'request-doubled', *['record-doubled'] * (state == 'active')}
     assert doubled <= set(mended(cloud, [])) <= {*doubled, 'compute-mute'}
-    assert {f'/hosts/{two.uuid}/{instance}', f'/names/{name}'} <= cloud.entries().keys()
+    assert {f'/hosts/{owner.uuid}/{instance}', f'/names/{name}'} <= cloud.entries().keys()
     cloud.does('destroy', name)
-    until(lambda: cloud.operator.get(f'/hosts/{two.uuid}/{instance}') is None, SOON, 'the other has destroyed it')
+    until(lambda: cloud.operator.get(f'/hosts/{owner.uuid}/{instance}') is None, SOON, 'the other has destroyed it')
     assert instance not in cloud.placement.database.allocations()
-    one.resume()
+    forger.resume()
     until(lambda: cloud.operator.get(keys[0]) is None, SOON, 'its ecompute has ended what it has not')
     cloud.operator.commit([], [Delete(keys[1])])
 
 
 def test_whoever_places_may_hear_what_happened(cloud: Product, victim: str) -> None:
     words = [line.split(maxsplit=1)[1] for line in cloud.does('events', 'victim').splitlines()]
-    # The two computes of this cluster are of one host.
-    on = f'{socket.gethostname()} ({cloud.computes[TWO].uuid})'
-    assert words[:1] == [f'victim: request accepted, for {on}']
+    # Both computes of this cluster have the same host name.
+    host = f'{socket.gethostname()} ({cloud.computes[TWO].uuid})'
+    assert words[:1] == [f'victim: request accepted, for {host}']
     assert 'victim: active' in words
     assert victim not in ''.join(words)
 
 
 def test_it_writes_what_was_released(cloud: Product, victim: str) -> None:
-    """These notes are of claims that ended: what lives goes on, and new ones are made."""
+    """These notes are about released claims: nothing else changes, and new notes are written."""
     own = cloud.cloud.stores[ONE]
     ended = cloud.place(SMALL)[1]
     cloud.does('destroy', '--wait', ended)

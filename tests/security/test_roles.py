@@ -1,7 +1,7 @@
-"""Behind `elab certs --enable` each certificate writes what is its own: every key of the layout, tried with each.
+"""Roles of `elab certs --enable`: each certificate can write its own keys only.
 
-Nested transactions and watches without an end get round roles before etcd 3.5.33, 3.6.14 and 3.7.1, so on Debian's
-3.4.23 they are not tried: docs/explanation/security.md says so.
+Each key of the layout is tried with each certificate. Nested transactions and endless watches bypass roles before etcd
+3.5.33, 3.6.14 and 3.7.1, so they are not tried on Debian's 3.4.23: see docs/explanation/security.md.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from tests.kit.secured import certify
 from tests.kit.servers import b64, until
 
 INSTANCE = '33333333-0000-4000-8000-000000000000'
-OWN, OTHER = 'OWN', 'OTHER'
+OWN = 'OWN'
+OTHER = 'OTHER'
 
-# Who may write it: the compute OWN, a scheduler. An operator may write all of them, and all of us may read them.
+# (may the compute OWN write it, may a scheduler write it). An operator may write all, and all users may read them.
 WRITES = {
     f'/hosts/OWN/{INSTANCE}': (True, True),
     f'/hosts/OTHER/{INSTANCE}': (False, True),
@@ -66,9 +67,9 @@ MAY = [
 
 @pytest.fixture(scope='module')
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindRoles]:
-    with behind_roles(tmp_path_factory.mktemp('roles')) as made:
-        made.enable()
-        yield made
+    with behind_roles(tmp_path_factory.mktemp('roles')) as started:
+        started.enable()
+        yield started
 
 
 def named(cloud: BehindRoles, key: str) -> str:
@@ -82,7 +83,7 @@ def there(cloud: BehindRoles, key: str) -> tuple[bytes, int] | None:
 
 @pytest.fixture(params=MAY, ids=lambda each: f'{each[0]} {each[1]}')
 def row(request: pytest.FixtureRequest, cloud: BehindRoles) -> Iterator[tuple[Store, str, bool]]:
-    """Somebody's connection, a key with a value, and whether that one may write it."""
+    """A user's store, an existing key, and whether the user may write it."""
     user, key, may = request.param
     key = named(cloud, key)
     operator = cloud.stores['operator-ann']
@@ -93,11 +94,11 @@ def row(request: pytest.FixtureRequest, cloud: BehindRoles) -> Iterator[tuple[St
 
 
 def deeds(store: Store, key: str, revision: int) -> dict[str, Callable[[], object]]:
-    """All ways to change a key that we know, the last of which removes it."""
+    """Return all known ways to change a key; the last one deletes it."""
     return {
         'put': lambda: store.commit([], [Put(key, 'put')]),
         'compared and put': lambda: store.commit([Unchanged(key, revision)], [Put(key, 'compared')]),
-        # Where the condition does not hold nothing is put, and still it is refused.
+        # Refused even though the condition fails and nothing would be written.
         'compared in vain': lambda: store.commit([Unchanged(key, 1)], [Put(key, 'vain')]),
         'with another': lambda: store.commit([], [Put('/names/mine', 'x'), Put(key, 'with another')]),
         'on a lease': lambda: store.commit([], [Put(key, 'lease', store.grant(60))]),
@@ -109,18 +110,18 @@ def test_who_may_write_what(cloud: BehindRoles, row: tuple[Store, str, bool]) ->
     store, key, may = row
     before = there(cloud, key)
     assert before is not None
-    for what in deeds(store, key, 0):
-        now = there(cloud, key)
-        assert now is not None
-        deed = deeds(store, key, now[1])[what]
+    for way in deeds(store, key, 0):
+        current = there(cloud, key)
+        assert current is not None
+        write = deeds(store, key, current[1])[way]
         if may:
-            deed()
+            write()
             continue
-        with pytest.raises(Denied, match='elab certs DIR --enable') as refused:
-            deed()
-        assert '\n' not in str(refused.value)
-        assert key in str(refused.value)
-        assert there(cloud, key) == before, what
+        with pytest.raises(Denied, match='elab certs DIR --enable') as caught:
+            write()
+        assert '\n' not in str(caught.value)
+        assert key in str(caught.value)
+        assert there(cloud, key) == before, way
     assert (there(cloud, key) is None) == may
 
 
@@ -136,60 +137,60 @@ def test_who_has_a_role_reads_all(cloud: BehindRoles, user: str) -> None:
 
 
 def test_ranges_and_transactions_of_a_compute_that_was_taken_over(cloud: BehindRoles) -> None:
-    """By etcd's own client, which knows more ways than ours."""
+    """With etcdctl, which can do more than our client."""
     own, other = (cloud.computes[f'compute-hv{number}'] for number in (1, 2))
     operator = cloud.stores['operator-ann']
     theirs = f'/hosts/{other}/{INSTANCE}'
     operator.commit([], [Put(theirs, 'theirs'), Put(f'/hosts/{own}/{INSTANCE}', 'own')])
     before = operator.snapshot('/').entries
 
-    def refused(*words: str) -> None:
-        code, said = cloud.etcdctl('compute-hv1', *words)
-        assert (code != 0, 'permission denied' in said) == (True, True), (words, said)
+    def assert_refused(*words: str) -> None:
+        code, output = cloud.etcdctl('compute-hv1', *words)
+        assert (code != 0, 'permission denied' in output) == (True, True), (words, output)
         assert operator.snapshot('/').entries == before, words
 
-    refused('put', theirs, 'mine')
-    refused('del', theirs)
-    refused('del', '--prefix', '/hosts/')
-    refused('del', '--from-key', f'/hosts/{own}/')
-    refused('del', f'/hosts/{own}/', f'/hosts/{own}1')
-    refused('del', '--prefix', f'/hosts/{own}')
-    refused('put', f'/hosts/{own}', 'x')
-    refused('put', f'/hosts/{own}0', 'x')
-    refused('put', f'/computes/{own}0', 'x')
-    refused('put', f'/HOSTS/{own}/x', 'x')
-    # Nor its own rights.
-    refused('role', 'grant-permission', 'compute-hv1', 'write', '/hosts/', '/hosts0')
-    refused('user', 'grant-role', 'compute-hv1', 'root')
-    refused('user', 'add', 'compute-hv9:x')
-    refused('user', 'delete', 'operator-ann')
-    refused('user', 'passwd', 'root', '--interactive=false')
-    refused('auth', 'disable')
-    code, said = cloud.etcdctl('compute-hv1', 'del', '--prefix', f'/hosts/{own}/')
-    assert (code, said.strip()) == (0, '1')
+    assert_refused('put', theirs, 'mine')
+    assert_refused('del', theirs)
+    assert_refused('del', '--prefix', '/hosts/')
+    assert_refused('del', '--from-key', f'/hosts/{own}/')
+    assert_refused('del', f'/hosts/{own}/', f'/hosts/{own}1')
+    assert_refused('del', '--prefix', f'/hosts/{own}')
+    assert_refused('put', f'/hosts/{own}', 'x')
+    assert_refused('put', f'/hosts/{own}0', 'x')
+    assert_refused('put', f'/computes/{own}0', 'x')
+    assert_refused('put', f'/HOSTS/{own}/x', 'x')
+    # It cannot change its own rights either.
+    assert_refused('role', 'grant-permission', 'compute-hv1', 'write', '/hosts/', '/hosts0')
+    assert_refused('user', 'grant-role', 'compute-hv1', 'root')
+    assert_refused('user', 'add', 'compute-hv9:x')
+    assert_refused('user', 'delete', 'operator-ann')
+    assert_refused('user', 'passwd', 'root', '--interactive=false')
+    assert_refused('auth', 'disable')
+    code, output = cloud.etcdctl('compute-hv1', 'del', '--prefix', f'/hosts/{own}/')
+    assert (code, output.strip()) == (0, '1')
     assert operator.get(theirs) is not None
     operator.commit([], [Delete(theirs)])
 
 
 def test_the_presence_of_another_compute(cloud: BehindRoles) -> None:
-    """It is on a lease, whose number everybody reads: who may not write the key cannot end it either."""
+    """Everyone can read the lease's id, but revoking it requires write access to its keys."""
     first, second = (cloud.stores[f'compute-hv{number}'] for number in (1, 2))
     key = f'/computes/{cloud.computes["compute-hv2"]}'
     lease = second.grant(600)
-    mark = f'/queues/f/{INSTANCE}/taker'
+    taker_key = f'/queues/f/{INSTANCE}/taker'
     second.commit([], [Put(key, 'alive', lease)])
-    second.commit([], [Put(mark, 'mine', lease)])
+    second.commit([], [Put(taker_key, 'mine', lease)])
     assert second.keep_alive(lease) > 590
-    found = first.get(key)
-    assert found is not None
-    assert found.lease == lease
-    assert first.keep_alive(lease) > 590  # which etcd asks nobody's rights for
+    presence = first.get(key)
+    assert presence is not None
+    assert presence.lease == lease
+    assert first.keep_alive(lease) > 590  # etcd requires no rights for this
     for store in (first, cloud.stores['scheduler-shell']):
         with pytest.raises(Denied):
             store.revoke(lease)
     second.revoke(lease)
     assert second.get(key) is None
-    assert second.get(mark) is None
+    assert second.get(taker_key) is None
 
 
 def test_a_lease_ends_by_itself_and_its_keys_with_it(cloud: BehindRoles) -> None:
@@ -200,25 +201,25 @@ def test_a_lease_ends_by_itself_and_its_keys_with_it(cloud: BehindRoles) -> None
 
 
 def test_the_json_gateway_knows_nobody(cloud: BehindRoles) -> None:
-    """It speaks with etcd by etcd's own certificate, whoever asks it."""
+    """The gateway uses etcd's own certificate, not the client's."""
     for user in ('operator-ann', 'compute-hv1'):
-        own = cloud.certs / user
-        context = ssl.create_default_context(cafile=str(own / 'ca.crt'))
-        context.load_cert_chain(own / 'client.crt', own / 'client.key')
+        user_certs = cloud.certs / user
+        context = ssl.create_default_context(cafile=str(user_certs / 'ca.crt'))
+        context.load_cert_chain(user_certs / 'client.crt', user_certs / 'client.key')
         body = json.dumps({'key': b64('/names/gateway'), 'value': b64('x')}).encode()
-        asked = urllib.request.Request(f'https://localhost:{cloud.etcd.port}/v3/kv/put', body)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(asked, timeout=10, context=context)
-        assert refused.value.code == 400
+        call = urllib.request.Request(f'https://localhost:{cloud.etcd.port}/v3/kv/put', body)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(call, timeout=10, context=context)
+        assert caught.value.code == 400
     assert cloud.stores['operator-ann'].get('/names/gateway') is None
 
 
 def test_a_certificate_that_etcd_does_not_know_does_nothing(cloud: BehindRoles) -> None:
     certify(cloud.certs, cloud.etcd.port, ('stranger',))
     store = cloud.store('compute-stranger')
-    for deed in (lambda: store.get('/names/x'), lambda: store.snapshot('/'), lambda: store.count('/hosts/')):
+    for read in (lambda: store.get('/names/x'), lambda: store.snapshot('/'), lambda: store.count('/hosts/')):
         with pytest.raises(Denied, match='read /'):
-            deed()
+            read()
     with pytest.raises(Denied, match='write /names/x'):
         store.commit([], [Put('/names/x', '')])
     many = [Put(f'/names/{number}', '') for number in range(5)]

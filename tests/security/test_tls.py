@@ -1,4 +1,4 @@
-"""No plain text by accident."""
+"""TLS is used whenever it is configured, and verified."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kit.servers import free_port
 
 
 class Hears(Listening):
-    """Keeps what is said first on each connection, within TLS if there is a context."""
+    """Records the first bytes of each connection, inside TLS if there is a context."""
 
     def __init__(self, context: ssl.SSLContext | None = None) -> None:
         self.context, self.heard = context, list[bytes]()
@@ -47,7 +47,7 @@ def first_bytes(**settings: Path) -> bytes:
 
 
 def test_certificates_without_an_authority_are_not_plain_text(tmp_path: Path) -> None:
-    """A certificate of ours alone is enough for TLS."""
+    """A client certificate alone is enough for TLS."""
     authority = Authority(tmp_path)
     certificate, key = authority.issue(tmp_path / 'own', 'ecomp')
     assert first_bytes().startswith(b'PRI * HTTP/2.0')
@@ -58,56 +58,56 @@ def test_certificates_without_an_authority_are_not_plain_text(tmp_path: Path) ->
 @pytest.mark.parametrize('named', [(), ('other.example',)])
 @pytest.mark.parametrize('server', ['etcd', 'placement', 'etcd by elab certs --enable'])
 def test_server_is_not_accepted_by_its_common_name(server: str, named: tuple[str, ...], tmp_path: Path) -> None:
-    """RFC 9525 6.3: what counts are its alternative names."""
+    """RFC 9525 6.3: only the alternative names count."""
     authority = Authority(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(['h2'])
     context.load_cert_chain(*authority.issue(tmp_path / 'server', 'localhost', *named))
     with closing(Hears(context)) as listener:
-        where = f'localhost:{listener.address.rpartition(":")[2]}'
-        store = Store(EtcdConfig((where,), ca_cert=authority.certificate, timeout=2.0))
-        client = Placement(PlacementConfig(f'https://{where}', ca_cert=authority.certificate))
+        endpoint = f'localhost:{listener.address.rpartition(":")[2]}'
+        store = Store(EtcdConfig((endpoint,), ca_cert=authority.certificate, timeout=2.0))
+        client = Placement(PlacementConfig(f'https://{endpoint}', ca_cert=authority.certificate))
         operator = tmp_path / 'certs/operator-ann'
         operator.mkdir(parents=True)
         (operator / 'client.crt').touch()
-        etcd = f"etcd: {{endpoints: ['{where}'], ca_cert: {authority.certificate}}}"
+        etcd = f"etcd: {{endpoints: ['{endpoint}'], ca_cert: {authority.certificate}}}"
         (operator / 'schedule.yaml').write_text(f"{etcd}\nplacement: {{endpoint: 'http://localhost'}}\n")
-        ask = {
+        connect = {
             'etcd': lambda: store.get('/x'),
             'placement': lambda: client.get('/x'),
             'etcd by elab certs --enable': lambda: enable(operator.parent, datetime.now(UTC), print),
         }[server]
         try:
             with pytest.raises(Unreachable, match='name'):
-                ask()
+                connect()
         finally:
             store.close()
             client.close()
-    assert [each for each in listener.heard if each] == []
+    assert [data for data in listener.heard if data] == []
 
 
 @pytest.mark.parametrize(('mode', 'is_open'), [(0o600, False), (0o640, False), (0o644, True), (0o602, True)])
 def test_secret_that_every_user_can_read_or_change_is_named_by_doctor_and_at_the_start(
     mode: int, is_open: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    authority, nobody = Authority(tmp_path), f'127.0.0.1:{free_port()}'
+    authority, closed_endpoint = Authority(tmp_path), f'127.0.0.1:{free_port()}'
     certificate, key = authority.issue(tmp_path / 'own', 'client')
     token = tmp_path / 'token'
     token.write_text('secret\n')
     for path in (key, token):
         path.chmod(mode)
-    etcd = EtcdConfig((nobody,), authority.certificate, key, certificate)
-    placement = PlacementConfig(f'https://{nobody}', authority.certificate, key, certificate, token)
-    named = [str(key), str(token)] if is_open else []
-    found = [each for each in of_backends(look(etcd, placement, None, '')) if each.check == 'secret']
-    assert [(each.what.split()[0], each.cure) for each in found] == [(path, f'chmod o= {path}') for path in named]
+    etcd = EtcdConfig((closed_endpoint,), authority.certificate, key, certificate)
+    placement = PlacementConfig(f'https://{closed_endpoint}', authority.certificate, key, certificate, token)
+    expected = [str(key), str(token)] if is_open else []
+    ailments = [item for item in of_backends(look(etcd, placement, None, '')) if item.check == 'secret']
+    assert [(item.what.split()[0], item.cure) for item in ailments] == [(path, f'chmod o= {path}') for path in expected]
     store = Store(etcd)
     _warn_of_holes(ComputeConfig(etcd=etcd, placement=placement), store)
     store.close()
-    assert [each.getMessage().split()[0] for each in caplog.records if 'chmod' in each.getMessage()] == named
+    assert [item.getMessage().split()[0] for item in caplog.records if 'chmod' in item.getMessage()] == expected
 
 
 def test_doctor_passes_over_a_key_that_it_cannot_look_at(tmp_path: Path) -> None:
     key = tmp_path / ('x' * 300)  # ENAMETOOLONG, as EACCES is for others than root
-    found = of_backends(look(EtcdConfig((f'127.0.0.1:{free_port()}',), cert_key=key), PlacementConfig(), None, ''))
-    assert 'secret' not in [each.check for each in found]
+    ailments = of_backends(look(EtcdConfig((f'127.0.0.1:{free_port()}',), cert_key=key), PlacementConfig(), None, ''))
+    assert 'secret' not in [ailment.check for ailment in ailments]
