@@ -16,7 +16,8 @@ import pytest
 
 # Each lab is made by one process, for the fixtures `shared_lab` and `hypervisors`.
 LABS = 'lab of the stories', 'first lab of the faults', 'second lab of the faults'
-# Slow tests of modules up to this name share the first fault lab, later ones the second; quick ones share one lab.
+# With slow tests, modules up to this name share the first fault lab, later ones the second. Without slow tests all
+# share the first.
 HALF = 'test_j'
 LONG = 'long'
 # A longer parameter is shortened in the name of a test.

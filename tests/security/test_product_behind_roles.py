@@ -306,7 +306,7 @@ def test_it_empties_a_queue_and_fills_it(cloud: Product) -> None:
 
 @pytest.mark.parametrize('state', ['active', 'gone'])
 def test_it_says_that_it_has_the_victim(cloud: Product, victim: str, state: str) -> None:
-    """Or that it was asked to destroy it: the compute that was asked first is trusted."""
+    """It may add a tombstone, too: the compute that was asked first is trusted."""
     own, compute = cloud.cloud.stores[ONE], cloud.computes[ONE].uuid
     shown, address, allocation = cloud.does('show', 'victim'), cloud.does('victim'), cloud.placement.allocations(victim)
     record = json.dumps({**cloud.record(victim), 'compute': compute, 'state': state})
