@@ -1,27 +1,3 @@
 """ecomp: VMs on your own Linux machines, by placement, etcd and libvirt."""
 
-from __future__ import annotations
-
-from functools import cache
-
 __version__ = '1.0.0'
-
-
-@cache
-def read_version() -> str:
-    """Return the version, in a git checkout with its commit: `1.1.0+g0123abcd` (PEP 440, local version identifiers)."""
-    import os
-    import subprocess
-    from pathlib import Path
-
-    top = Path(__file__).resolve().parent.parent
-    if not (top / '.git').exists():  # installed from a wheel
-        return __version__
-    # git refuses another user's checkout, as in `sudo eschedule`, unless the command line names it.
-    command = ['git', '-c', f'safe.directory={top}', '-C', str(top), 'rev-parse', '--short=8', 'HEAD']
-    settings = {name: value for name, value in os.environ.items() if not name.startswith('GIT_')}
-    try:
-        commit = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=5, check=True).stdout
-    except (OSError, subprocess.SubprocessError):  # no git, or no commit yet
-        return __version__
-    return f'{__version__}+g{commit.strip()}'

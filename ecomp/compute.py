@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ecomp import log as logs
-from ecomp import read_version, systemd
+from ecomp import systemd
 from ecomp.arguments import Parser
 from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model.text import printable, printable_lines
+from ecomp.version import read_version
 from ecomp.yaml_file import path_of_option, told_by
 
 log = logging.getLogger(__name__)

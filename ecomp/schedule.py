@@ -71,12 +71,12 @@ def _run(argv: list[str]) -> int:
 
 
 def _command(argv: list[str]) -> int:
-    from ecomp import read_version
     from ecomp.cli.command import Context
     from ecomp.cli.commands import COMMANDS, help_of, parse
     from ecomp.cli.options import VERSION
     from ecomp.conf import ScheduleConfig, load_schedule
     from ecomp.errors import EcompError
+    from ecomp.version import read_version
     from ecomp.yaml_file import path_of_option, told_by
 
     if not argv:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
-from ecomp import read_version
 from ecomp.agent.host import provider
 from ecomp.agent.host.claims import ClaimKeeper, Generations
 from ecomp.agent.host.digest import Answerer
@@ -47,6 +46,7 @@ from ecomp.placement.client import Placement
 from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
 from ecomp.store.presence import Lease, Presence, hashed
 from ecomp.store.watch import State as Entries
+from ecomp.version import read_version
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)

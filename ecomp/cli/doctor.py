@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ecomp import read_version
 from ecomp.cli.command import DOCUMENT, Command, Context, plain
 from ecomp.cli.options import PATIENCE, Options, find_given, perhaps_query_and_image
 from ecomp.errors import EcompError, UsageError
 from ecomp.model.canary import SMALL, Canary, of_canaries
 from ecomp.model.record import QUEUED, STAGES
 from ecomp.model.text import printable
+from ecomp.version import read_version
 
 
 def _check_canary(name: str, words: Sequence[str], options: Options) -> None:

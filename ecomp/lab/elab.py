@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ecomp import log, read_version, systemd
+from ecomp import log, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.lab import control, guest, machine, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, bracketed, check_name
 from ecomp.lab.state import Lab
+from ecomp.version import read_version
 
 # The startup file of bash: the user's own, which sets PS1, and then the lab's name.
 RCFILE = """\

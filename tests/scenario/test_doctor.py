@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ecomp import read_version
 from ecomp.model.cluster import holes
+from ecomp.version import read_version
 from tests.kit.commands import Control, Ecompute, Result, eschedule, run, write_config
 from tests.kit.hands import Eschedule
 from tests.kit.lab import Lab

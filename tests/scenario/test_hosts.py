@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ecomp import read_version
+from ecomp.version import read_version
 from tests.kit.commands import Control, Ecompute, write_config
 from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.hands import Eschedule

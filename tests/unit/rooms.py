@@ -10,7 +10,7 @@ from __future__ import annotations
 # ecomp.log is included because a worker is a separate process, and each process sets up its logging.
 AGENT = {
     *('ecomp', 'ecomp.addresses', 'ecomp.yaml_file', 'ecomp.errors'),
-    *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd', 'ecomp.tls'),
+    *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd', 'ecomp.tls', 'ecomp.version'),
     *('ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement'),
     *('ecomp.store', 'ecomp.virt'),
 }
@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.files': {'ecomp.errors'},
     'ecomp.systemd': set(),
     'ecomp.tls': set(),
+    'ecomp.version': {'ecomp'},
     'ecomp.addresses': {'ecomp.model'},
     'ecomp.conf': {'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.compute_conf': {'ecomp.conf', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
@@ -60,20 +61,20 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.scheduler': set(),
     'ecomp.lab': {
         *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log'),
-        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.systemd'),
+        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.systemd', 'ecomp.version'),
     },
     'ecomp.compute': {
         *('ecomp', 'ecomp.arguments', 'ecomp.yaml_file', 'ecomp.conf', 'ecomp.errors', 'ecomp.failpoints'),
         *('ecomp.compute_conf', 'ecomp.log', 'ecomp.systemd', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
-        *('ecomp.virt', 'ecomp.agent'),
+        *('ecomp.version', 'ecomp.virt', 'ecomp.agent'),
     },
     'ecomp.cli': {
-        *('ecomp', 'ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.yaml_file'),
+        *('ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.version', 'ecomp.yaml_file'),
         *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.scheduler.looking', 'ecomp.scheduler.changing'),
         *('ecomp.scheduler.operating', 'ecomp.scheduler.placing'),
     },
     'ecomp.schedule': {
-        *('ecomp', 'ecomp.yaml_file', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli'),
+        *('ecomp.yaml_file', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli', 'ecomp.version'),
     },
     'mdserver': set(),
 }
@@ -108,6 +109,7 @@ PLACES: dict[str, set[str]] = {
     'subprocess': {
         *('ecomp.lab', 'ecomp.agent.host.metadata', 'ecomp.agent.images.inspection'),
         'ecomp.cli.enter',  # ssh to a host
+        'ecomp.version',  # git rev-parse
         'ecomp.virt.networks',
     },
 }

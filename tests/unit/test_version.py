@@ -18,7 +18,8 @@ TOP = Path(__file__).resolve().parents[2]
 def tree(tmp_path: Path) -> Path:
     """Provide a directory with the package ecomp and nothing else."""
     (tmp_path / 'ecomp').mkdir()
-    shutil.copy(TOP / 'ecomp/__init__.py', tmp_path / 'ecomp')
+    for name in ('__init__.py', 'version.py'):
+        shutil.copy(TOP / 'ecomp' / name, tmp_path / 'ecomp')
     return tmp_path
 
 
@@ -30,7 +31,7 @@ def git(tree: Path, *words: str) -> str:
 
 def read_version(tree: Path, **environment: str) -> str:
     """Return the version that the package in the tree reports."""
-    command = [sys.executable, '-c', 'import ecomp; print(ecomp.read_version())']
+    command = [sys.executable, '-c', 'from ecomp.version import read_version; print(read_version())']
     env = {'PATH': '/usr/bin:/bin', **environment}
     return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=True).stdout.strip()
 
